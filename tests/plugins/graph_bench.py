@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -115,6 +115,8 @@ class Pipeline:
         gpt, layers, shared = Gpt(context, model), self._layers(context), dict[str, Parameter]()
         mine = sorted((place.chunk, position) for position, place in enumerate(layout) if place.stage == stage)
         chunks = [gpt.build_chunk(position, layout, layers, shared) for _, position in mine]
+        for chunk in chunks:
+            layers.finish(cast("nn.Module", chunk))
         described = prepare(context, chunks)
         capture = self._make(context)
         regions = capture.regions([chunk.segments() for chunk in chunks])

@@ -31,11 +31,11 @@ class Planted(NamedTuple):
 
 @dataclass(frozen=True)
 class Case:
-    """A run, with a gradient that is spoiled on its way."""
+    """A run, with gradients that are spoiled on their way."""
 
     sets: tuple[str, ...] = ()
     plugins: tuple[str, ...] = ()
-    planted: Planted | None = None
+    planted: tuple[Planted, ...] = ()
 
 
 @dataclass
@@ -97,7 +97,7 @@ def _run_case(rank: int, world: int, case: Case) -> Held:
 
     def watched_build(*arguments: Any) -> Any:
         assemblies.append(build(*arguments))
-        _watch_steps(assemblies[0], held, case.planted if case.planted and case.planted.rank == rank else None)
+        _watch_steps(assemblies[0], held, {each.step: each for each in case.planted if each.rank == rank})
         return assemblies[0]
 
     sets = ("eval.interval=0", "eval.batches=1", *case.sets)
@@ -109,8 +109,8 @@ def _run_case(rank: int, world: int, case: Case) -> Held:
     return held
 
 
-def _watch_steps(assembly: Any, held: Held, planted: Planted | None) -> None:
-    """Note the scale and the weights of each step; spoil a gradient once this rank's microbatches are done."""
+def _watch_steps(assembly: Any, held: Held, planted: Mapping[int, Planted]) -> None:
+    """Note the scale and the weights of each step; spoil its gradient once this rank's microbatches are done."""
     from megatron_run_engine.runtime.gradients import main_grad
 
     optimizer, scaler = assembly.optimizer, assembly.scaler
@@ -137,9 +137,9 @@ def _watch_steps(assembly: Any, held: Held, planted: Planted | None) -> None:
 
     def spoiling_send(bucket: Any) -> Any:
         victim = next(iter(assembly.infos[0]))
-        if planted is not None and victim in bucket.starts and len(held.weights) == planted.step:
+        if (spoiled := planted.get(len(held.weights))) and victim in bucket.starts:
             gradient = main_grad(victim).view(-1)
-            gradient[int(planted.where * len(gradient))] = float("inf")
+            gradient[int(spoiled.where * len(gradient))] = float("inf")
         held.departures[-1].append(arrivals[0])
         return send(bucket)
 

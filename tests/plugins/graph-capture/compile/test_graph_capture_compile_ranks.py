@@ -11,6 +11,7 @@ from tests.support.training import Seen, learned_the_same, train_many
 
 pytestmark = pytest.mark.multiproc
 SHORT = ("train.steps=3", "eval.interval=2")
+LITTLE = (*SHORT, "train.sequence_length=16", "train.global_batch_size=4", "model.num_layers=2", "eval.batches=1")
 EXPERTS = ("model.experts=4", "model.top_k=2")
 #: Name -> (plugins, settings, options of the capture).
 RUNS: dict[str, tuple[tuple[str, ...], tuple[str, ...], str]] = {
@@ -19,7 +20,13 @@ RUNS: dict[str, tuple[tuple[str, ...], tuple[str, ...], str]] = {
     "tensor": (("parallel-layer=tensor",), (*SHORT, "parallel.tensor=2"), ",scope=attn,mlp,head,loss"),
     "sequence in bf16, recomputed": (
         ("parallel-layer=tensor", "optimizer=zero1"),
-        (*SHORT, "parallel.tensor=2", "parallel.sequence=true", "train.precision=bf16", "train.recompute=full"),
+        (
+            *LITTLE,
+            "parallel.tensor=2",
+            "parallel.sequence=true",
+            "train.precision=bf16",
+            "train.recompute=full",
+        ),
         "",
     ),
 }

@@ -6,8 +6,6 @@ import logging
 import os
 import signal
 import stat
-import subprocess
-import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -21,6 +19,7 @@ from megatron_run.builtin.schedule.sequential import Sequential
 from megatron_run_graph_capture_partial import find_executor, native
 from megatron_run_graph_capture_partial.tape import in_python, out_form
 from tests.plugins.graph_bench import Pipeline
+from tests.support.forked import ForkedCommand
 from tests.support.processes import alive, wait_until
 
 LOG = logging.getLogger("megatron_run")
@@ -119,8 +118,11 @@ def test_the_compiler_ends_with_the_rank_that_called_it(tmp_path: Path, monkeypa
     compiler.write_text(f"#!/bin/sh\necho $$ > {called}.new\nmv {called}.new {called}\nexec sleep 300\n")
     compiler.chmod(0o700)
     monkeypatch.setenv("CXX", str(compiler))
-    code = f"from pathlib import Path; from {native.__name__} import _call_compiler; _call_compiler(Path('x.so'))"
-    with subprocess.Popen([sys.executable, "-c", code], start_new_session=True) as rank:
+    (tmp_path / "calling.py").write_text(
+        f"from pathlib import Path\nfrom {native.__name__} import _call_compiler\n\n\n"
+        "def program():\n    _call_compiler(Path('x.so'))\n"
+    )
+    with ForkedCommand((), tmp_path, program="calling:program") as rank:  # which has a group of its own
         wait_until(called.exists, 50)
         os.killpg(rank.pid, signal.SIGKILL)
     wait_until(lambda: not alive(int(called.read_text())))

@@ -10,6 +10,7 @@ from megatron_run.builtin.schedule.sequential import Sequential
 from megatron_run.config.request import Request
 from megatron_run.errors import InputError, Problems
 from megatron_run.planning import resolve
+from megatron_run_cli.reports import dry_run
 from megatron_run_cli.reports.dry_run import dry_run_json, dry_run_text
 from megatron_run_engine.launch import train
 from tests.plugins.graph_bench import SMALL, Pipeline
@@ -17,6 +18,12 @@ from tests.support.checkout import ROOT
 
 EXPERTS = ("model.experts=4", "model.top_k=2")
 CAPTURE = "graph-capture=partial,scope=attn,moe_router,moe_preprocess"
+
+
+@pytest.fixture(autouse=True)
+def without_activations(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A dry run counts activations for seconds, and nobody reads them here."""
+    monkeypatch.setattr(dry_run, "_step_memory", lambda _: None)
 
 
 def request(*plugins: str, sets: tuple[str, ...] = (), nproc: int | None = None) -> Request:

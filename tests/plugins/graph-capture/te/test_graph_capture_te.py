@@ -14,6 +14,7 @@ from megatron_run.config.request import Request
 from megatron_run.contracts.schedule import Action, signed_order
 from megatron_run.errors import GraphCaptureError, InputError, PluginError
 from megatron_run.planning import resolve
+from megatron_run_cli.reports import dry_run
 from megatron_run_cli.reports.dry_run import dry_run_json, dry_run_text
 from megatron_run_engine.builtin.model.gpt import GptOptions
 from megatron_run_engine.capture import Hooks, RegionCapture
@@ -35,6 +36,12 @@ from tests.support.fake_plugins import FakeSite
 CUDA = torch.device("cuda", 0)
 #: Whether each input, and each output, has a gradient.
 Facts = tuple[tuple[bool, ...], tuple[bool, ...]]
+
+
+@pytest.fixture(autouse=True)
+def without_activations(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A dry run counts activations for seconds, and nobody reads them here."""
+    monkeypatch.setattr(dry_run, "_step_memory", lambda _: None)
 
 
 class Bench:

@@ -16,7 +16,13 @@ ROWS = {
     "fp32": (("train.precision=fp32",), 4, 8, 8),
 }
 OPTIMIZERS = ("adamw", "zero1")
-COMMON = ("train.steps=1", "train.micro_batch_size=1", "optimizer.bucket_size=3000")
+COMMON = (
+    "train.steps=1",
+    "train.sequence_length=8",
+    "train.micro_batch_size=1",
+    "train.global_batch_size=4",
+    "optimizer.bucket_size=3000",
+)
 
 
 @pytest.fixture(autouse=True)

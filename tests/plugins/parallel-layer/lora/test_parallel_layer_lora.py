@@ -22,7 +22,16 @@ from megatron_run_testing.conformance import check
 from tests.support.training import train_many
 
 LORA = "lora,rank=4,alpha=8,targets=all"
-SETS = ("train.steps=3", "train.lr=0.02", "train.lr_shape=constant", "eval.interval=0", "eval.batches=1")
+DROPPING = f"{LORA},adapter_dropout=0.4"
+SETS = (
+    "train.steps=3",
+    "train.lr=0.02",
+    "train.lr_shape=constant",
+    "train.sequence_length=8",
+    "train.global_batch_size=4",
+    "eval.interval=0",
+    "eval.batches=1",
+)
 
 
 @pytest.fixture(scope="module")
@@ -50,62 +59,49 @@ def validation(folder: Path) -> float:
     return float(json.loads((folder / "eval.jsonl").read_text().splitlines()[-1])["loss"])
 
 
+DENSE, SPLIT = f"parallel-layer=dense+{LORA}", f"parallel-layer=tensor+{LORA}"
+SEQUENCE = ("parallel.tensor=2", "parallel.sequence=true")
+#: Name -> (plugins, settings); with the dropout of adapters, and without, in the order of train_many's two processes.
+ALONE = {
+    "one rank": ((DENSE,), ()),
+    "dropout": ((f"parallel-layer=dense+{DROPPING}",), ()),
+    "recorded": ((DENSE, "graph-capture=partial,scope=attn,mlp"), ()),
+    "dropout, recomputed": ((f"parallel-layer=dense+{DROPPING}",), ("train.recompute=full",)),
+    "dropout, recorded": ((f"parallel-layer=dense+{DROPPING}", "graph-capture=partial,scope=attn,mlp"), ()),
+}
+TWO = {
+    "tensor": ((SPLIT,), ("parallel.tensor=2",)),
+    "sequence": ((SPLIT,), SEQUENCE),
+    "dropout, split backward": ((f"parallel-layer=dense+{DROPPING}", "schedule=zero-bubble"), ("parallel.pipeline=2",)),
+    "dropout, chunks": ((f"parallel-layer=dense+{DROPPING}", "schedule=interleaved"), ("parallel.pipeline=2",)),
+    "embedding alone": ((DENSE, "schedule=1f1b"), ("parallel.layers=0,4",)),
+    "dropout, shards": ((f"parallel-layer=dense+{DROPPING}", "optimizer=zero1"), ("parallel.data=2",)),
+}
+#: Tensor-parallel ranks draw masks of their own, and are compared with each other.
+DRAWING = [
+    ((f"parallel-layer=tensor+{DROPPING}",), (*sets, "guard.replica_interval=1"))
+    for sets in (("parallel.tensor=2",), SEQUENCE)
+]
+
+
 @pytest.mark.multiproc
 def test_every_split_and_schedule_learns_the_same(base: Path) -> None:
-    both = {
-        "tensor": ((f"parallel-layer=tensor+{LORA}",), ("parallel.tensor=2",)),
-        "sequence": ((f"parallel-layer=tensor+{LORA}",), ("parallel.tensor=2", "parallel.sequence=true")),
-        "split backward": ((f"parallel-layer=dense+{LORA}", "schedule=zero-bubble"), ("parallel.pipeline=2",)),
-        "chunks": ((f"parallel-layer=dense+{LORA}", "schedule=interleaved"), ("parallel.pipeline=2",)),
-        "embedding alone": ((f"parallel-layer=dense+{LORA}", "schedule=1f1b"), ("parallel.layers=0,4",)),
-        "shards": ((f"parallel-layer=dense+{LORA}", "optimizer=zero1"), ("parallel.data=2",)),
-    }
-    alone = {
-        "one rank": ((f"parallel-layer=dense+{LORA}",), ()),
-        "recomputed": ((f"parallel-layer=dense+{LORA}",), ("train.recompute=full",)),
-        "recorded": ((f"parallel-layer=dense+{LORA}", "graph-capture=partial"), ()),
-        "compiled": ((f"parallel-layer=dense+{LORA}", "graph-capture=compile,backend=eager"), ()),
-    }
+    """With the same masks where adapters drop some of their input."""
     found = {}
-    for world, cases in ((1, alone), (2, both)):
+    for world, cases in ((1, list(ALONE.values())), (2, [*TWO.values(), *DRAWING])):
         start = (*SETS, f"run.init_from={base}")
         requests = [
-            Request(("preset:tiny",), sets=(*start, *sets), plugins=plugins, nproc=world)
-            for plugins, sets in cases.values()
+            Request(("preset:tiny",), sets=(*start, *sets), plugins=plugins, nproc=world) for plugins, sets in cases
         ]
-        for name, ranks in zip(cases, train_many(world, requests), strict=True):
-            found[name] = (ranks[0].losses, ranks[0].norms)
-    losses, norms = found.pop("one rank")
-    assert losses[-1] != losses[0]
-    for name, (others, of_others) in found.items():
-        assert others == pytest.approx(losses, abs=2e-5), name
-        assert of_others == pytest.approx(norms, rel=1e-3), name
-
-
-@pytest.mark.multiproc
-def test_the_dropout_of_adapters_draws_the_same_wherever_they_run() -> None:
-    """A pipeline, shards of the batch, recomputation and capture: the same masks, and tensor ranks stay alike."""
-    dropping = f"{LORA},adapter_dropout=0.4"
-    dense = f"parallel-layer=dense+{dropping}"
-    alone = {
-        "": (),
-        "recompute": ("train.recompute=full",),
-        "capture": ("graph-capture.capture_after=1", "graph-capture.scope=attn,mlp"),
-    }
-    plugins = {"capture": ("graph-capture=partial",)}
-    ones = [Request(("preset:tiny",), (*SETS, *sets), (dense, *plugins.get(name, ()))) for name, sets in alone.items()]
-    two = [
-        Request(("preset:tiny",), (*SETS, "parallel.pipeline=2"), (dense, "schedule=1f1b"), nproc=2),
-        Request(("preset:tiny",), (*SETS, "parallel.data=2"), (dense,), nproc=2),
-    ]
-    for sequence in ("false", "true"):
-        sets = ("parallel.tensor=2", f"parallel.sequence={sequence}", "guard.replica_interval=1")
-        two.append(Request(("preset:tiny",), (*SETS, *sets), (f"parallel-layer=tensor+{dropping}",), nproc=2))
-    expected, *others = (ranks[0].losses for ranks in train_many(1, ones))
-    pipeline, data, *split = (ranks[0].losses for ranks in train_many(2, two))
-    for found in (*others, pipeline, data):
-        assert found == pytest.approx(expected, abs=2e-5)
-    assert all(len(losses) == 3 for losses in split)
+        found[world] = [(ranks[0].losses, ranks[0].norms) for ranks in train_many(world, requests)]
+    alone = dict(zip(ALONE, found[1], strict=True))
+    assert alone["one rank"][0][-1] != alone["one rank"][0][0]
+    assert alone["dropout"][0] != alone["one rank"][0]
+    for name, (losses, norms) in (*alone.items(), *zip(TWO, found[2], strict=False)):
+        expected_losses, expected_norms = alone["dropout" if name.startswith("dropout") else "one rank"]
+        assert losses == pytest.approx(expected_losses, abs=2e-5), name
+        assert norms == pytest.approx(expected_norms, rel=1e-3), name
+    assert all(len(losses) == 3 for losses, _ in found[2][len(TWO) :])
 
 
 @pytest.mark.multiproc

@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from tests.support.commands import COMMAND, run_command
-from tests.support.forked import forked_command
+from megatron_run.config.request import Request
+from megatron_run_cli.main import main
+from tests.support.ranks import start_server
+from tests.support.training import train_many
 
-SETS = ("train.steps=4", "train.lr=1e-2", "model.dropout=0.0", "eval.interval=0", "model.num_heads=4")
+SETS = (
+    "train.steps=3",
+    "train.lr=1e-2",
+    "train.sequence_length=16",
+    "model.dropout=0.0",
+    "model.num_heads=4",
+    "model.num_layers=2",
+    "eval.interval=0",
+    "parallel.tensor=2",
+)
 
 pytestmark = pytest.mark.multiproc
 
@@ -50,36 +61,31 @@ def megatron_run_create_parallel_layer(base):
 """
 
 
-def losses(folder: Path, layers: str) -> list[float]:
-    """Of a run of the command on two ranks."""
-    words = [f"--set={each}" for each in (*SETS, "parallel.tensor=2", f"run.folder={folder / 'run'}", "run.threads=1")]
-    words += ["--plugin", f"parallel-layer={layers}"]
-    done = forked_command(("preset:tiny", *words), folder)
-    assert done.returncode == 0, done.stderr
-    lines = [json.loads(line) for line in next((folder / "run").rglob("metrics.jsonl")).read_text().splitlines()]
-    return [line["loss"] for line in lines if "loss" in line]
-
-
 def test_a_file_replaces_the_attention_core_and_keeps_the_split_layers(tmp_path: Path) -> None:
-    found = {}
-    for name, layers, scale in (
-        ("tensor", "tensor", ""),
-        ("mine", "tensor+./my_attention.py", "1.0"),
-        ("half", "tensor+./my_attention.py", "0.5"),
-    ):
-        folder = tmp_path / name
-        folder.mkdir()
-        (folder / "my_attention.py").write_text(MY_ATTENTION.replace("SCALE", scale or "1.0"))
-        found[name] = losses(folder, layers)
-    assert len(found["tensor"]) == 4
-    np.testing.assert_allclose(found["mine"], found["tensor"], rtol=0, atol=1e-5)
-    assert not np.allclose(found["half"], found["tensor"], rtol=0, atol=1e-5), "the file's core did not run"
+    layers = ["tensor"]
+    for name, scale in (("mine", "1.0"), ("half", "0.5")):
+        (tmp_path / f"{name}.py").write_text(MY_ATTENTION.replace("SCALE", scale))
+        layers.append(f"tensor+{tmp_path / name}.py")
+    requests = [Request(("preset:tiny",), SETS, (f"parallel-layer={each}",), nproc=2) for each in layers]
+    tensor, mine, half = (ranks[0].losses for ranks in train_many(2, requests))
+    assert len(tensor) == 3
+    np.testing.assert_allclose(mine, tensor, rtol=0, atol=1e-5)
+    assert not np.allclose(half, tensor, rtol=0, atol=1e-5), "the file's core did not run"
 
 
-def test_plugins_check_starts_the_ranks_that_it_needs(tmp_path: Path) -> None:
-    done = run_command((*COMMAND, "plugins", "check", "parallel-layer=tensor"), tmp_path)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "row linear" in done.stdout
+def checked(target: str, folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The exit code of ``megatron-run plugins check``, and what it says. Its ranks are forked, as those of tests are."""
+    start_server()
+    monkeypatch.chdir(folder)
+    return main(["plugins", "check", target]), " ".join(capsys.readouterr().out.split())
+
+
+def test_plugins_check_starts_the_ranks_that_it_needs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code, said = checked("parallel-layer=tensor", tmp_path, capsys, monkeypatch)
+    assert code == 0, said
+    assert "row linear" in said
 
 
 #: Split layers whose norms do not say that each rank sees a part of the tokens.
@@ -110,8 +116,10 @@ def megatron_run_create_parallel_layer(context):
 """
 
 
-def test_plugins_check_names_layer_rank_and_tensor_of_a_wrong_file(tmp_path: Path) -> None:
+def test_plugins_check_names_layer_rank_and_tensor_of_a_wrong_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "forgetful.py").write_text(FORGETFUL)
-    done = run_command((*COMMAND, "plugins", "check", "./forgetful.py"), tmp_path)
-    assert done.returncode == 3, done.stdout + done.stderr
-    assert "layer norm: gradient of layer.bias on rank 0 of 2, sequence split: " in " ".join(done.stdout.split())
+    code, said = checked("./forgetful.py", tmp_path, capsys, monkeypatch)
+    assert code == 3, said
+    assert "layer norm: gradient of layer.bias on rank 0 of 2, sequence split: " in said
