@@ -20,7 +20,7 @@ from megatron_run.errors import ExitCode, InputError
 from megatron_run_engine import train
 from megatron_run_engine.launch import FailedRunError
 from tests.support.commands import free_port
-from tests.support.forked import ForkedCommand
+from tests.support.forked import ForkedCommand, forked_command
 
 SETS = {"train.steps": 3, "eval.interval": 0, "run.threads": 1, "observer.use": "jsonl"}
 
@@ -129,6 +129,15 @@ def test_several_ranks_are_processes_and_do_the_same(tmp_path: Path) -> None:
     assert losses["two"] == pytest.approx(losses["one"], abs=1e-5)
 
 
+def train_in_vain() -> None:
+    """A program whose ranks fail: what is raised."""
+    sets = SETS | {"run.folder": Path.cwd() / "run"}
+    run = load_config("preset:tiny", sets=sets, plugins=[f"scaler={Path.cwd() / 'bad.py'}"], nproc=2)
+    with pytest.raises(FailedRunError, match="no data today") as caught:
+        train(run)
+    assert caught.value.exit_code == caught.value.result.code == ExitCode.DATA
+
+
 @pytest.mark.multiproc
 def test_ranks_that_fail_are_an_exception_with_their_exit_code(tmp_path: Path) -> None:
     (tmp_path / "bad.py").write_text(
@@ -141,11 +150,8 @@ def test_ranks_that_fail_are_an_exception_with_their_exit_code(tmp_path: Path) -
         "def megatron_run_create_scaler(context, options):\n"
         "    raise DataError('no data today')\n"
     )
-    sets = SETS | {"run.folder": tmp_path / "run"}
-    run = load_config("preset:tiny", sets=sets, plugins=[f"scaler={tmp_path / 'bad.py'}"], nproc=2)
-    with pytest.raises(FailedRunError, match="no data today") as caught:
-        train(run)
-    assert caught.value.exit_code == caught.value.result.code == ExitCode.DATA
+    ran = forked_command((), tmp_path, program=f"{__name__}:{train_in_vain.__name__}")
+    assert (ran.returncode, ran.stderr) == (0, "")
 
 
 def test_an_object_cannot_travel_to_other_processes(tmp_path: Path) -> None:
