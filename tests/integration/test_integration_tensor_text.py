@@ -38,8 +38,8 @@ SPLITS: dict[str, tuple[int, tuple[str, ...], tuple[str, ...]]] = {
 }
 
 
-#: By split and temperature: the likeliest token at 0, a drawn one else. ``make grid`` has both of every split; a few are
-#: each of the settings once, and each temperature with a pipeline and without.
+#: By split and temperature: the likeliest token at 0, a drawn one else. ``make grid`` has both of every split; few have
+#: each of the settings, and each temperature with a pipeline and without.
 CASES = (
     list(product(SPLITS, ("0", "0.8")))
     if WHOLE
