@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +12,15 @@ import torch
 
 from megatron_run import load_config
 from megatron_run.errors import InputError
+from megatron_run.registry.discover import Entry, SourceDigests
 from megatron_run_cli.main import main
+from megatron_run_cli.reports import dry_run, probe
 from megatron_run_engine import train
 from megatron_run_engine.launch import local
 from megatron_run_parallel_layer_te import shapes
 from tests.plugins.engine import stand_in as engine_stand_in
 from tests.plugins.engine.site import engine_site
+from tests.support.forked import forked_command
 
 CHOSEN = "preset:tiny --plugin parallel-layer=te"
 INSTEAD = "choose --plugin parallel-layer=tensor"
@@ -49,6 +50,11 @@ MESSAGES = {
         f"see the whole cause with --debug, or {INSTEAD}",
     ),
 }
+
+
+def answer_here(entries: Sequence[Entry], timeout: float) -> tuple[list[dict[str, Any]], str]:
+    """What a child process would answer of plugins, for which it would import torch anew."""
+    return [json.loads(json.dumps(probe._answer(entry, SourceDigests()))) for entry in entries], ""
 
 
 @pytest.fixture
@@ -165,7 +171,8 @@ def test_a_run_is_planned_without_a_gpu_and_without_the_library(
         for name in ("te", layers):
             assert main(["preset:tiny", "--plugin", f"parallel-layer={name}", *words.split(), "--dry-run"]) == 0
             lines = capsys.readouterr().out.splitlines()
-            # Activations are counted where a forward can run: not with te's layers.
+            # Activations are counted where a forward can run, for seconds: not with te's layers.
+            monkeypatch.setattr(dry_run, "_step_memory", lambda _: None)
             counts.append([line.partition(";")[0] for line in lines if "a parameter (" in line])
     assert counts[0]
     assert counts[0] == counts[1]
@@ -182,6 +189,7 @@ def test_a_plan_says_why_it_cannot_be_trained_on_this_machine(
     assert capsys.readouterr().out.splitlines()[-1].startswith(f"note: {note} (from ")
     assert main([*words, "parallel-layer=te", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["notices"][-1].startswith(note)
+    monkeypatch.setattr(dry_run, "_step_memory", lambda _: None)
     assert main([*words, "parallel-layer=dense"]) == 0
     assert "cannot train" not in capsys.readouterr().out
 
@@ -223,12 +231,20 @@ def test_a_plan_holds_the_parameters_of_the_modules(
     ],
 )
 def test_it_is_listed_and_explained_without_the_library(
-    words: str, shown: str, capsys: pytest.CaptureFixture[str]
+    words: str, shown: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.setattr(probe, "_ask_child", answer_here)
     assert main(words.split()) == 0
     assert shown in capsys.readouterr().out
 
 
-def test_importing_the_plugin_does_not_import_the_library() -> None:
-    code = "import sys, megatron_run_parallel_layer_te; assert 'transformer_engine' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+def test_importing_the_plugin_does_not_import_the_library(tmp_path: Path) -> None:
+    """In a process that has imported neither."""
+    (tmp_path / "importing.py").write_text(
+        "import sys\n\n\ndef program():\n"
+        "    assert not {'transformer_engine', 'megatron_run_parallel_layer_te'} & set(sys.modules)\n"
+        "    import megatron_run_parallel_layer_te\n\n"
+        "    assert 'transformer_engine' not in sys.modules\n"
+    )
+    done = forked_command((), tmp_path, program="importing:program")
+    assert done.returncode == 0, done.stderr

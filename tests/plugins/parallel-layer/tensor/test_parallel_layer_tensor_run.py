@@ -74,7 +74,7 @@ def test_a_file_replaces_the_attention_core_and_keeps_the_split_layers(tmp_path:
 
 
 def checked(target: str, folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The exit code of ``megatron-run plugins check``, and what it says. Its ranks are forked, as those of tests are."""
+    """The exit code of ``megatron-run plugins check``, and what it says. Its ranks are forked, as those of tests."""
     start_server()
     monkeypatch.chdir(folder)
     return main(["plugins", "check", target]), " ".join(capsys.readouterr().out.split())
