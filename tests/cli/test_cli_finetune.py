@@ -16,6 +16,7 @@ from megatron_run_cli.main import main
 from megatron_run_engine import train
 from megatron_run_engine.checkpoint.step_folder import Checkpoints
 from megatron_run_engine.training.state.init_from import check_source, unloaded_weights
+from tests.support.forked import forked_command
 
 Output = pytest.CaptureFixture[str]
 SMALL = ("train.steps=2", "train.global_batch_size=1", "eval.batches=1", "run.threads=1", "data.split=50,25,25")
@@ -57,21 +58,23 @@ def sets(*keys: str) -> list[str]:
     return [word for key in keys for word in ("--set", key)]
 
 
+@pytest.mark.multiproc
 def test_a_model_goes_there_and_back_with_its_tokenizer(
-    model: Path, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Output
+    model: Path, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    words = ("finetune", model, "--data", texts / "*.txt", *sets("run.folder=tuned", *SMALL))
-    assert run(*words) == 0
-    said = capfd.readouterr()
-    assert "with train: lr=2e-05" in said.err
-    assert "weights of step 0 of" in said.out
+    words = ("finetune", str(model), "--data", str(texts / "*.txt"), *sets("run.folder=tuned", *SMALL))
+    done = forked_command(words, tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "with train: lr=2e-05" in done.stderr
+    assert "weights of step 0 of" in done.stdout
     assert (tmp_path / "tuned" / "tokenizer.json").read_bytes() == (model / "tokenizer.json").read_bytes()
     about = Checkpoints(tmp_path / "tuned" / "checkpoints").manifest(2).about
     assert about.tokenizer is not None
     assert run("export", "tuned", "out", "--to", "huggingface") == 0
     assert (tmp_path / "out" / "tokenizer.json").read_bytes() == (model / "tokenizer.json").read_bytes()
-    assert run("finetune", "tuned", "--data", texts, *sets("run.folder=more", *SMALL)) == 0
+    again = ("finetune", "tuned", "--data", str(texts), *sets("run.folder=more", *SMALL))
+    assert forked_command(again, tmp_path).returncode == 0
     assert run(*words, "--quiet") == 0  # finished: what was imported is there
 
 

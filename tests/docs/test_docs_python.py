@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+import runpy
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,7 @@ import pytest
 from tests.docs.quoted import quotes
 from tests.support.checkout import ROOT
 from tests.support.commands import run_command
+from tests.support.forked import forked_command
 
 PROGRAMS = ROOT / "tests" / "examples" / "python"
 SHORT = {"MEGATRON_RUN_SET": "train.steps=4;eval.interval=2;run.threads=1"}
@@ -37,8 +40,18 @@ def test_a_run_says_what_it_will_do_and_leaves_its_numbers(tmp_path: Path) -> No
     assert last < first
 
 
+def run_program() -> None:
+    """What ``python -W error`` does with a program, in a process that has torch loaded."""
+    warnings.simplefilter("error")
+    runpy.run_path(sys.argv[1], run_name="__main__")
+
+
+@pytest.mark.multiproc
 def test_an_object_handed_in_sees_every_step(tmp_path: Path) -> None:
-    assert re.search(r"^4 losses, the last 4\.\d+$", output("plugin_object.py", tmp_path), re.M)
+    program = f"{__name__}:run_program"
+    done = forked_command([str(PROGRAMS / "plugin_object.py")], tmp_path, variables=SHORT, program=program)
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"^4 losses, the last 4\.\d+$", done.stdout, re.M)
 
 
 @pytest.mark.nightly
