@@ -10,7 +10,7 @@ import pytest
 from megatron_run.contracts import CaptureMetrics, CaptureSize
 from megatron_run.contracts.schedule import Action, Op
 from tests.integration import whole_graph_grid
-from tests.integration.graph_grid import ALONE, NETWORKS, SPREAD, WAYS, Case
+from tests.integration.graph_grid import ALONE, NETWORKS, SPREAD, STEPS, WAYS, Case
 from tests.integration.graph_grid_checks import Compared, bit_faults, byte_faults, capture_faults, number_faults
 from tests.integration.whole_graph_grid import run
 from tests.support.ranks import RankFailed
@@ -51,7 +51,7 @@ def seen(**changes: object) -> Seen:
         layout=[SimpleNamespace(stage=0, chunk=0)],
         lists=[[Action(op, m, 0) for m in range(3) for op in OPS]],
     )
-    right = Seen([5.0] * 6, [1.0] * 6, [5.0] * 2, plan=plan, weights="digest")
+    right = Seen([5.0] * STEPS, [1.0] * STEPS, [5.0] * 2, plan=plan, weights="digest")
     right.captured = [CaptureMetrics(2, CaptureSize(5, 10, 1), size, 0.1)]
     return replace(right, **changes)  # type: ignore[arg-type]  # whatever a test changes
 
@@ -64,8 +64,8 @@ def test_what_is_right_has_no_fault() -> None:
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("losses", [5.0] * 5 + [5.0000001]),
-        ("norms", [1.0] * 5 + [float("nan")]),
+        ("losses", [5.0] * (STEPS - 1) + [5.0000001]),
+        ("norms", [1.0] * (STEPS - 1) + [float("nan")]),
         ("validation", [5.0, 4.0]),
         ("weights", "another"),
     ],
@@ -77,8 +77,8 @@ def test_a_number_that_differs_is_a_fault(name: str, value: object) -> None:
 def test_numbers_may_differ_a_little_only_where_additions_change_places() -> None:
     tied = replace(CASE, arrangement=ALONE[5], network=NETWORKS[1])
     assert (CASE.reordered, tied.reordered) == (False, True)
-    right = seen(losses=[5.0] * 7, norms=[1.0] * 7)
-    near, far = (replace(right, losses=[5.0] * 6 + [5.0 + apart], weights="another") for apart in (1e-5, 1e-3))
+    right = seen(losses=[5.0] * (STEPS + 1), norms=[1.0] * (STEPS + 1))
+    near, far = (replace(right, losses=[5.0] * STEPS + [5.0 + apart], weights="another") for apart in (1e-5, 1e-3))
     assert not list(number_faults(Compared(tied, [near], [right])))
     assert list(bit_faults(Compared(tied, [near], [right])))
     assert list(number_faults(Compared(tied, [far], [right])))
@@ -87,7 +87,7 @@ def test_numbers_may_differ_a_little_only_where_additions_change_places() -> Non
 def test_numbers_that_nobody_can_compare_are_faults() -> None:
     assert list(number_faults(Compared(CASE, [seen(losses=[])], [seen(losses=[])])))
     assert list(number_faults(Compared(CASE, [seen(weights="")], [seen(weights="")])))
-    infinite = seen(norms=[float("inf")] * 6)
+    infinite = seen(norms=[float("inf")] * STEPS)
     assert list(number_faults(Compared(CASE, [infinite], [infinite])))
 
 
