@@ -65,7 +65,7 @@ def test_generators_that_nobody_seeds_differ_between_ranks(launcher: Launcher) -
     assert numpy != other_numpy
 
 
-@pytest.mark.parametrize("code", [0, 5, 9])
+@pytest.mark.parametrize("code", [0, pytest.param(5, marks=pytest.mark.nightly), 9])  # 5: a rank with a child has it
 def test_exit_codes_pass_through(launcher: Launcher, code: int) -> None:
     result = forked(launcher, "*:exit 0", f"1:exit {code}")
     assert result.code == (ExitCode.BUG if code == 9 else code)
