@@ -266,6 +266,7 @@ def test_it_conforms(check: Check) -> None:
 
 def test_a_run_learns_to_answer(tmp_path: Path) -> None:
     data = written(tmp_path / "pairs.jsonl", *({"prompt": f"{n}?", "response": "yes"} for n in range(40)))
-    sets = (f"data.paths={data}", "data.split=100,0,0", "train.steps=30", "train.lr=1e-2", "eval.interval=0")
-    (seen,) = train(1, sets=sets, plugins=("data=instruct",))
+    sets = (f"data.paths={data}", "data.split=100,0,0", "train.steps=16", "train.lr=2e-2", "eval.interval=0")
+    small = ("model.num_layers=1", "train.global_batch_size=2")
+    (seen,) = train(1, sets=(*sets, *small), plugins=("data=instruct",))
     assert seen.losses[-1] < seen.losses[0] / 3

@@ -8,12 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from megatron_run.errors import InputError, RunError
+from megatron_run.errors import ExitCode, InputError, RunError
 from megatron_run.planning import load_config
+from megatron_run_engine.run_folder import RunFolder
+from megatron_run_engine.runtime.world import StopRequest, World
+from megatron_run_engine.training.trainer import train_rank
 from megatron_run_observer_profiler import Options, Profiler, check_device
 from megatron_run_testing.observer import example_run, example_step, observer_checks
 from tests.contracts.conformance import failures
-from tests.support.forked import forked_command
 
 
 def test_it_passes_its_kinds_suite() -> None:
@@ -22,11 +24,11 @@ def test_it_passes_its_kinds_suite() -> None:
 
 def test_a_profile_holds_the_operators_and_every_action_of_its_steps(tmp_path: Path) -> None:
     """Two of four steps of two microbatches: each forward and backward twice, and no other step's."""
-    sets = ("run.folder=run", "train.steps=4", "train.global_batch_size=2", "train.micro_batch_size=1")
-    words = ("preset:tiny", "--plugin", "observer=profiler,steps=2-3")
-    done = forked_command((*words, *(word for each in sets for word in ("--set", each))), tmp_path)
-    assert done.returncode == 0, done.stderr
-    document = json.loads((tmp_path / "run" / "profile" / "steps-2-3-attempt-1.json").read_text())
+    sets = ("train.steps=4", "train.global_batch_size=2", "train.micro_batch_size=1", "eval.interval=0")
+    run = load_config("preset:tiny", sets=sets, plugins=("observer=profiler,steps=2-3",))
+    # As a rank does, in this process: the profiler loads torch's compiler, for seconds, and only once here.
+    assert train_rank(run, World(), RunFolder(tmp_path, 1, 0), StopRequest()) is ExitCode.DONE
+    document = json.loads((tmp_path / "profile" / "steps-2-3-attempt-1.json").read_text())
     names = Counter(event["name"] for event in document["traceEvents"] if event.get("cat") == "user_annotation")
     assert {name: names[name] for name in ("F0.0", "F1.0", "B0.0", "B1.0", "F2.0")} == {
         "F0.0": 2,
@@ -36,7 +38,7 @@ def test_a_profile_holds_the_operators_and_every_action_of_its_steps(tmp_path: P
         "F2.0": 0,
     }
     assert any(event["name"] == "aten::addmm" or event["name"] == "aten::mm" for event in document["traceEvents"])
-    assert "Self CPU" in (tmp_path / "run" / "profile" / "steps-2-3-attempt-1.txt").read_text()
+    assert "Self CPU" in (tmp_path / "profile" / "steps-2-3-attempt-1.txt").read_text()
 
 
 def test_steps_after_the_end_are_refused_before_the_run() -> None:
