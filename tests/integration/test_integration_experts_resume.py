@@ -22,8 +22,8 @@ from tests.support.training import found_once, kept_groups
 
 pytestmark = pytest.mark.multiproc
 
-EACH = 2
-#: What four ranks do for two steps each, one after the other: (expert, tensor, optimizer).
+EACH = 1
+#: What four ranks do for a step each, one after the other: (expert, tensor, optimizer).
 CHAIN = ((2, 1, "zero1"), (1, 1, "adamw"), (4, 1, "zero1"), (2, 2, "adamw"))
 ENDS = list(accumulate(EACH for _ in CHAIN))
 

@@ -27,7 +27,11 @@ def run(folder: Path, shape: str, fault: str, **values: Any) -> Ran:
     return run_forked(tiny(folder, {**sets, "checkpoint.interval": 0, **values}, plugins, nproc=2), fault)
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+#: ZeRO shards are of data-parallel ranks too.
+RARE = {"replicas": pytest.mark.nightly}
+
+
+@pytest.mark.parametrize("shape", [pytest.param(shape, marks=RARE.get(shape, ())) for shape in SHAPES])
 def test_what_is_not_finite_in_one_shard_alone_skips_the_step_on_all_ranks(shape: str, tmp_path: Path) -> None:
     one, both = tmp_path / "one", tmp_path / "both"
     for folder, rank in ((one, "rank=1,"), (both, "")):

@@ -52,7 +52,8 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("number", "code", "held", "saved"),
     [
         (signal.SIGTERM, 143, "step=2,at=backward,nth=1,seconds=0.5", 2),
-        (signal.SIGUSR1, 75, "step=2,at=backward,nth=1,seconds=0.5", 2),
+        # test_launch_local has its code, and SIGTERM is handled alike
+        pytest.param(signal.SIGUSR1, 75, "step=2,at=backward,nth=1,seconds=0.5", 2, marks=pytest.mark.nightly),
         (signal.SIGTERM, 143, "step=3,at=save-shard,seconds=0.5", 4),
     ],
     ids=["in a step", "SIGUSR1", "during a save"],

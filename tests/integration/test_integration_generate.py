@@ -27,7 +27,7 @@ MODELS: Mapping[str, Mapping[str, Any]] = {
 #: Of unequal lengths, and so long that the 16 positions of the model are outgrown.
 PROMPTS = [[3, 14, 15, 9, 2, 6, 5, 35, 8, 9], [7], [1, 2, 3, 4, 5]]
 WRITINGS: Sequence[Mapping[str, Any]] = (
-    {"temperature": 0, "repetition_penalty": 1.5, "max_new_tokens": 12},
+    {"temperature": 0, "repetition_penalty": 1.5, "max_new_tokens": 8},
     {
         "temperature": 1.0,
         "top_k": 20,
@@ -35,7 +35,7 @@ WRITINGS: Sequence[Mapping[str, Any]] = (
         "repetition_penalty": 1.2,
         "seed": 5,
         "num": 2,
-        "max_new_tokens": 9,
+        "max_new_tokens": 7,
     },
 )
 TENSOR = "parallel-layer=tensor"

@@ -21,6 +21,7 @@ SETS = (
     "train.sequence_length=16",
     "eval.interval=2",
     "eval.batches=1",
+    "model.num_layers=2",
     "model.hidden_size=32",
     "model.num_heads=4",
 )

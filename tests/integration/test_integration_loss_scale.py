@@ -20,6 +20,7 @@ def metrics(folder: Path, **sets: Any) -> list[dict[str, Any]]:
     """What each of 40 steps of the toy preset reports."""
     fixed = {"run.folder": folder, "run.threads": 1, "train.steps": STEPS, "observer.use": "jsonl"}
     fixed |= {"model.num_layers": 2, "train.sequence_length": 16, "eval.interval": 0, "eval.batches": 1}
+    fixed |= {"train.micro_batch_size": 8}  # all of a step's samples
     run = resolved(TINY, sets={**fixed, **{key.replace("__", "."): value for key, value in sets.items()}})
     assert train(run).code is ExitCode.DONE
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
