@@ -61,7 +61,7 @@ def test_a_run_that_is_too_short_says_so(tmp_path: Path) -> None:
 def test_larger_operators_take_longer() -> None:
     for seconds in (
         time_products([(16, 16, 16), (256, 512, 512)], "float32"),
-        time_sweeps([2**12, 2**24]),
+        time_sweeps([2**12, 2**22]),
         [sum(both) for both in time_attention([(1, 1, 16, 16), (2, 4, 256, 64)])],
     ):
         assert 0 < seconds[0] < seconds[1]
