@@ -145,13 +145,13 @@ def test_layers_without_it_say_what_to_type() -> None:
         Without(single_process_context()).linear_cross_entropy(10, 0.0, 2)
 
 
-#: The least in which both stages have a layer, and a second step and a second microbatch go on from a first.
-SMALL = ("model.num_layers=2", "train.global_batch_size=4", "train.steps=2", "eval.batches=1")
-#: Name -> (ranks' plugins, settings).
+#: The least in which a second step and a second microbatch go on from a first.
+SMALL = ("train.global_batch_size=4", "train.steps=2", "eval.batches=1")
+#: Name -> (ranks' plugins, settings), with a layer on each stage.
 RUNS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
-    "tensor": (("parallel-layer=tensor",), ("parallel.tensor=2", "model.label_smoothing=0.1")),
-    "sequence": (("parallel-layer=tensor",), ("parallel.tensor=2", "parallel.sequence=true")),
-    "a split backward": (("schedule=zero-bubble",), ()),
+    "tensor": (("parallel-layer=tensor",), ("model.num_layers=1", "parallel.tensor=2", "model.label_smoothing=0.1")),
+    "sequence": (("parallel-layer=tensor",), ("model.num_layers=1", "parallel.tensor=2", "parallel.sequence=true")),
+    "a split backward": (("schedule=zero-bubble",), ("model.num_layers=2",)),
 }
 
 
