@@ -16,6 +16,7 @@ from megatron_run.planning import load_config, resolve
 from megatron_run_cli.main import main
 from megatron_run_engine import train
 from megatron_run_engine.run_folder import open_run_folder
+from tests.support.forked import forked_command
 from tests.support.plugin_file import schedule_file
 
 Output = pytest.CaptureFixture[str]
@@ -157,6 +158,7 @@ _PUT_TO_USE: dict[str, tuple[str, ...]] = {
 }
 
 
+@pytest.mark.multiproc
 @pytest.mark.parametrize("command", _PUT_TO_USE)
 def test_a_model_file_that_a_checkpoint_names_runs_only_when_it_is_typed(
     own_model: Path, capsys: Output, command: str
@@ -164,7 +166,8 @@ def test_a_model_file_that_a_checkpoint_names_runs_only_when_it_is_typed(
     assert main([*_PUT_TO_USE[command]]) == ExitCode.PLUGIN
     assert "--plugin model=./mine.py" in capsys.readouterr().err
     assert not (own_model / "ran").exists()
-    assert main([*_PUT_TO_USE[command], "--plugin", "model=./mine.py"]) == ExitCode.DONE, capsys.readouterr().err
+    done = forked_command([*_PUT_TO_USE[command], "--plugin", "model=./mine.py"], own_model)
+    assert done.returncode == ExitCode.DONE, done.stderr
     assert (own_model / "ran").exists()
 
 

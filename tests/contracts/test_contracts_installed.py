@@ -51,6 +51,7 @@ FIRST_PARTY = {
 }
 
 
+@pytest.mark.usefixtures("fork_server")
 @pytest.mark.parametrize("check", CASES.values(), ids=CASES.keys())
 def test_an_installed_plugin_conforms(check: Check) -> None:
     check.run()

@@ -18,8 +18,9 @@ from megatron_run_engine.runtime.context import BuildContext
 from megatron_run_testing import parallel_layer
 from megatron_run_testing.parallel_layer import parallel_layer_checks
 from tests.contracts.conformance import failures
-from tests.support.ranks import start_server
 from tests.support.tensor_layers import tensor_layers
+
+pytestmark = pytest.mark.usefixtures("fork_server")
 
 
 class WrongEps(StackedLayers):
@@ -228,12 +229,6 @@ SPLIT_WRONG: dict[Callable[[BuildContext], ParallelLayers], tuple[str, str]] = {
     raises_on_the_second_rank: ("row linear", "on 2 ranks: rank 1: ValueError: no rows here (test_contracts_parallel_"),
     dies_on_the_second_rank: ("row linear", "on 2 ranks: rank 1: the process ended without a word"),
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _server() -> None:
-    """Ranks are forked from the process that has loaded what those of other tests need, and so of these."""
-    start_server()
 
 
 def only(names: Collection[str], patch: pytest.MonkeyPatch) -> None:
