@@ -29,7 +29,9 @@ pytestmark = [
 
 @pytest.fixture(autouse=True)
 def no_account(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Nor does the library read the metadata of everything that is installed, in each run anew."""
     pytest.importorskip("wandb")
+    monkeypatch.setattr("wandb.util.working_set", lambda: ())
     monkeypatch.setenv("HOME", str(tmp_path / "home"))  # where a key would be
     monkeypatch.setenv("WANDB_ERROR_REPORTING", "false")
     for name in ("WANDB_API_KEY", "WANDB_MODE", "NETRC"):
