@@ -115,9 +115,9 @@ class Pipeline:
         gpt, layers, shared = Gpt(context, model), self._layers(context), dict[str, Parameter]()
         mine = sorted((place.chunk, position) for position, place in enumerate(layout) if place.stage == stage)
         chunks = [gpt.build_chunk(position, layout, layers, shared) for _, position in mine]
-        for chunk in chunks:
-            layers.finish(cast("nn.Module", chunk))
         described = prepare(context, chunks)
+        for chunk in chunks:
+            layers.finish(cast("nn.Module", chunk))  # afterwards, so that what it freezes has a gradient too: zeros
         capture = self._make(context)
         regions = capture.regions([chunk.segments() for chunk in chunks])
         context.segments.watch(regions)

@@ -58,7 +58,7 @@ class ExactCapture(CompileCapture):
     "check",
     [
         pytest.param(check, id=f"{name}: {check.name}", marks=[pytest.mark.nightly] * (scope is None))
-        for name, scope in (("layers", None), ("everything", ("embedding", "attn", "mlp", "head", "loss")))
+        for name, scope in (("blocks", None), ("all layers", ("embedding", "attn", "mlp", "head", "loss")))
         for check in graph_capture_checks(lambda context, scope=scope: ExactCapture(context, scope=scope))  # type: ignore[misc]
     ],
 )

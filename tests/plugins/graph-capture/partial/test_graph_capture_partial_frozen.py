@@ -49,7 +49,7 @@ CASES = [
 
 def pair(schedule: Schedule, stages: int, model: GptOptions, name: str, **options: Any) -> list[Pipeline]:
     """Two equal pipelines, frozen alike: one to run eagerly, one to capture."""
-    made = [Pipeline(schedule, 3, stages=stages, model=model, **options) for _ in range(2)]
+    made = [Pipeline(schedule, 2, stages=stages, model=model, **options) for _ in range(2)]
     for pipeline in made:
         frozen = [p for each, p in named_parameters(pipeline) if any(word in each for word in FROZEN[name])]
         assert frozen

@@ -104,6 +104,16 @@ def test_every_split_and_schedule_learns_the_same(base: Path) -> None:
     assert all(len(losses) == 3 for losses, _ in found[2][len(TWO) :])
 
 
+@pytest.mark.nightly  # torch's compiler takes seconds to import; test_graph_capture_compile has adapted layers
+@pytest.mark.multiproc
+def test_a_compiled_run_learns_the_same(base: Path) -> None:
+    sets = (*SETS, f"run.init_from={base}")
+    plugins = [(DENSE,), (DENSE, "graph-capture=compile,backend=eager")]
+    eager, compiled = (ranks[0] for ranks in train_many(1, [Request(("preset:tiny",), sets, each) for each in plugins]))
+    assert compiled.losses == pytest.approx(eager.losses, abs=2e-5)
+    assert compiled.norms == pytest.approx(eager.norms, rel=1e-3)
+
+
 @pytest.mark.multiproc
 def test_the_suite_compares_every_rank_with_merged_matrices() -> None:
     (report,) = check("parallel-layer=tensor+lora")
@@ -138,6 +148,7 @@ def test_a_step_holds_adapters_alone_and_goes_on_from_the_weights_that_it_names(
 def test_the_biases_of_adapted_routers_stay_so_that_a_run_goes_on_as_it_was(tmp_path: Path) -> None:
     """Their rate moves them while all weights are trained; steps of adapters do not hold them."""
     experts: dict[str, Any] = {
+        "model__num_layers": 2,
         "model__experts": 4,
         "model__router_score_function": "sigmoid",
         "model__router_bias_rate": 0.5,
