@@ -16,6 +16,7 @@ from click.testing import CliRunner
 
 from megatron_run.errors import DataError, InputError
 from megatron_run_cli.main import program
+from megatron_run_data_indexed.preparation import rules
 from megatron_run_data_indexed.preparation.near_duplicates import (
     BANDS,
     HASHES,
@@ -25,6 +26,7 @@ from megatron_run_data_indexed.preparation.near_duplicates import (
     shingles,
 )
 from megatron_run_data_indexed.preparation.rules import Examiner, Rules, Verdict, judge, ngrams_of
+from tests.plugins.data.indexed.counting import spaces
 
 rensa = pytest.importorskip("rensa")
 
@@ -45,10 +47,6 @@ def planted(similarity: float, seed: object, size: int = 200) -> tuple[str, str]
     differ = round(size * (1 - similarity) / (1 + similarity))
     first = words(size + SHINGLE - 1, seed)
     return " ".join(first), " ".join([*first[: len(first) - differ], *words(differ, f"{seed}other")])
-
-
-def spaces(texts: Sequence[str]) -> list[int]:
-    return [len(text.split()) for text in texts]
 
 
 def verdicts(texts: Sequence[str], rules: Rules, tests: Sequence[str] = (), workers: int = 1) -> list[Verdict]:
@@ -135,8 +133,9 @@ def test_other_languages_go() -> None:
         verdicts([german], Rules(languages=frozenset({"dee"})))
 
 
-def test_workers_change_nothing() -> None:
-    texts = [text for number in range(400) for text in planted(0.5 + number / 1000, number)]
+def test_workers_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rules, "_BATCH", 50)  # eight batches, of which four may be under way
+    texts = [text for number in range(200) for text in planted(0.5 + number / 500, number)]
     assert verdicts(texts, Rules(), workers=2) == verdicts(texts, Rules())
 
 

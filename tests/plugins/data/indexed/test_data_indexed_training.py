@@ -41,6 +41,7 @@ def values(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
         "data.mask_end": "true",
         "data.reset_positions": "true",
         "data.reset_attention": "true",
+        "model.num_layers": "2",
         "train.steps": "4",
         "eval.interval": "2",
         "eval.batches": "1",
