@@ -20,7 +20,6 @@ from docs.site.pages import libraries, plugins
 from megatron_run.contracts import KINDS
 from tests.support.checkout import PLUGINS, ROOT
 
-
 #: Addresses of the site that a builder may have set: a link would lead there, and not into this checkout.
 ADDRESSES = ("SITE_URL", "REPOSITORY_URL")
 
@@ -29,8 +28,8 @@ ADDRESSES = ("SITE_URL", "REPOSITORY_URL")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The site, with no address and from this checkout alone.
 
-    What no test reads, and takes a quarter of the time, is left out: the index of the search, and the breaks in lines of
-    long signatures. In this process the plugins, and torch with them, are loaded already.
+    What no test reads, and takes a quarter of the time, is left out: the index of the search, and the breaks in lines
+    of long signatures. In this process the plugins, and torch with them, are loaded already.
     """
     from mkdocs.commands.build import build
     from mkdocs.config import load_config
