@@ -30,6 +30,8 @@ INSTALL = f"type: pip install -e {ROOT}/core/engine"
 #: Reads a command a line and runs it in a fork of itself, so that what all of them import is imported once.
 COMMANDS = """
 import json, os, sys
+import megatron_run.planning, megatron_run_cli.reports.keys, megatron_run_cli.reports.listing, pydantic, ruamel.yaml
+import megatron_run_schedule_1f1b, megatron_run_schedule_interleaved
 from megatron_run_cli.__main__ import program
 
 for line in sys.stdin:
