@@ -17,8 +17,14 @@ from tests.support.late import late
 #: Small buckets, so that there are several, shares are cut within parameters, and the last one is mostly padding.
 COMMON = ("optimizer.bucket_size=3000",)
 #: Two microbatches for each of two ranks.
-LITTLE = (*COMMON, "train.sequence_length=8", "train.steps=3", "model.num_layers=2", "train.global_batch_size=4")
-LITTLE += ("train.micro_batch_size=1",)
+LITTLE = (
+    *COMMON,
+    "train.sequence_length=8",
+    "train.steps=3",
+    "train.global_batch_size=4",
+    "train.micro_batch_size=1",
+    "model.num_layers=2",
+)
 WAITING = ("optimizer.overlap_param_gather=false", "optimizer.overlap_grad_reduce=false")
 
 
