@@ -138,6 +138,7 @@ def test_the_same_run_is_another_attempt_and_overwrites_nothing(tmp_path: Path) 
 )
 def test_where_how_and_who_watches_do_not_make_another_run(tmp_path: Path, change: dict[str, Any]) -> None:
     opened(tiny(tmp_path))
+    (tmp_path / "metrics.jsonl").touch()  # before its first step any run may be corrected
     assert opened(tiny(tmp_path, **change)).folder.attempt == 2
 
 
