@@ -243,8 +243,7 @@ def megatron_run_create_scaler(context, options):
 def forking_agent() -> None:
     """torchrun, but for its ranks, which are forked from the agent and need not import torch anew."""
     from torch.distributed import run
-
-    launch = run.elastic_launch
+    from torch.distributed.launcher.api import elastic_launch
 
     def rank(*words: str) -> None:
         if code := main(words[words.index("megatron_run_cli") + 1 :]):
@@ -252,7 +251,7 @@ def forking_agent() -> None:
 
     def launch_forked(config: Any, entrypoint: str) -> Any:
         config.start_method = "fork"
-        return launch(config, rank)
+        return elastic_launch(config, rank)
 
     with mock.patch.object(run, "elastic_launch", launch_forked):
         run.main()
