@@ -88,9 +88,11 @@ def both_ways(rank: int, world: int, request: str, store: str) -> tuple[Seen, Se
 @pytest.mark.multiproc
 def test_a_run_through_the_host_trains_the_same_weights(tmp_path: Any) -> None:
     """Pipeline messages in parts, tensor-parallel layers, headers of experts' messages, sums over all."""
-    sets = ("parallel.pipeline=2", "parallel.tensor=2", "train.steps=3", "eval.interval=0", "eval.batches=1")
-    sets += ("model.num_layers=2", "model.hidden_size=16", "train.sequence_length=8", "train.micro_batch_size=4")
-    request = Request(("preset:tiny",), sets=sets, plugins=("parallel-layer=tensor", "schedule=1f1b"), nproc=4)
+    split = ("parallel.pipeline=2", "parallel.tensor=2", "train.steps=3", "eval.interval=0", "eval.batches=1")
+    small = ("model.num_layers=2", "model.hidden_size=16", "train.sequence_length=8", "train.micro_batch_size=4")
+    request = Request(
+        ("preset:tiny",), sets=(*split, *small), plugins=("parallel-layer=tensor", "schedule=1f1b"), nproc=4
+    )
     for plain, through, copied in run_ranks(both_ways, 4, request.to_json(), str(tmp_path / "store")):
         assert copied
         assert plain.losses == through.losses
