@@ -180,6 +180,7 @@ def logits_on_ranks(rank: int, world: int, folders: Sequence[str]) -> list[Tenso
     from megatron_run_engine.inference import LoadedModel
     from megatron_run_engine.inference import network as networks
     from megatron_run_engine.inference.source import find_source
+    from megatron_run_engine.runtime import comm
     from megatron_run_engine.runtime.world import World
 
     splits = {
@@ -191,15 +192,11 @@ def logits_on_ranks(rank: int, world: int, folders: Sequence[str]) -> list[Tenso
     def create_groups(topology: Any, *arguments: Any) -> Any:
         key = topology.sizes
         if key not in made:
-            made[key] = create(topology, *arguments)
+            made[key] = comm.create_groups(topology, *arguments)
         return made[key]
 
-    found, create = [], networks.create_groups
-    with (
-        found_once(),
-        looked_up_once(),
-        mock.patch.object(networks, "create_groups", create_groups),
-    ):
+    found = []
+    with found_once(), looked_up_once(), mock.patch.object(networks, "create_groups", create_groups):
         for folder in folders:
             source = find_source(Path(folder))
             for sets, plugins in splits.values():
