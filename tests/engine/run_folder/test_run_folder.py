@@ -71,6 +71,12 @@ def test_an_absent_folder_is_created_and_described(tmp_path: Path) -> None:
     assert read(path / "status.json")["state"] == "starting"
 
 
+def test_a_package_with_broken_metadata_is_left_out_of_the_record(tmp_path: Path, monkeypatch: Any) -> None:
+    (tmp_path / "broken-1.0.dist-info").mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    assert opening.environment_record.__wrapped__()["packages"].keys() >= {"torch"}  # type: ignore[attr-defined]
+
+
 def test_the_written_configuration_resolves_to_the_same_run(tmp_path: Path) -> None:
     run = tiny(tmp_path / "run", train__lr=0.5)
     result = opened(run)

@@ -321,9 +321,16 @@ def environment_record() -> dict[str, Any]:
         "python": sys.version,
         "executable": sys.executable,
         "cores": os.cpu_count(),
-        "packages": {each.name: each.version for each in sorted(distributions(), key=lambda each: each.name.lower())},
+        "packages": _packages(),
         "variables": {name: text for name, text in sorted(os.environ.items()) if name.startswith(_RECORDED)},
     }
+
+
+def _packages() -> dict[str, str]:
+    """The versions of what is installed, by name. One whose metadata is broken has no name, and is left out."""
+    described = [each.metadata for each in distributions()]  # read once: each of its properties would parse it anew
+    named = [(each["Name"], each["Version"]) for each in described if each["Name"]]
+    return dict(sorted(named, key=lambda each: each[0].lower()))
 
 
 def attempt_record(
