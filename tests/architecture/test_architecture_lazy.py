@@ -60,6 +60,10 @@ def test_importing_the_launcher_loads_nothing_of_torch() -> None:
     assert not loaded_by(f"import megatron_run_engine.launch, {program}") & {"torch", "numpy"}
 
 
+def test_what_watches_beside_each_rank_loads_nothing_heavy() -> None:
+    assert not loaded_by("import megatron_run_engine.launch.watchdog.sidecar") & HEAVY
+
+
 def test_reading_planning_and_explaining_load_nothing_of_the_engine() -> None:
     """With the modules of every command: what needs the engine is imported where it is used."""
     loaded = loaded_by("\n".join(f"import {name}" for name in WITHOUT_ENGINE))

@@ -1,18 +1,34 @@
 """Launches the ranks of a run, or joins those that torchrun or Slurm started, and returns how the run ended.
 
-Importing it is instant: torch is imported by the ranks, and by ``launch`` when it resolves the run. Reading order:
-``api`` (where ranks come from), ``local``, ``fork_server`` and ``rank`` (how one starts), ``worker`` (its work),
-``rank_output`` (where its words go), ``failures`` (how its failure reaches the user), ``watchdog`` (how a hang is
-noticed).
+Importing it is instant, since a process beside each rank does: the public names are loaded when first used, and torch
+by the ranks, or by ``launch`` when it resolves the run. Reading order: ``api`` (where ranks come from), ``local``,
+``fork_server`` and ``rank`` (how one starts), ``worker`` (its work), ``rank_output`` (where its words go), ``failures``
+(how its failure reaches the user), ``watchdog`` (how a hang is noticed).
 
-Imports: checkpoint, config, contracts, data, errors, planning, run_folder, runtime, safe_folder, training.
+Imports: checkpoint, config, contracts, data, errors, lazy, planning, run_folder, runtime, safe_folder, training.
 """
 
 from __future__ import annotations
 
-from megatron_run_engine.launch.api import FailedRunError, LaunchOptions, launch, run_task, train
-from megatron_run_engine.launch.rank import Task
-from megatron_run_engine.launch.results import RunResult
-from megatron_run_engine.training.environments import LaunchMode
+from typing import TYPE_CHECKING
+
+from megatron_run.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from megatron_run_engine.launch.api import FailedRunError, LaunchOptions, launch, run_task, train
+    from megatron_run_engine.launch.rank import Task
+    from megatron_run_engine.launch.results import RunResult
+    from megatron_run_engine.training.environments import LaunchMode
 
 __all__ = ["FailedRunError", "LaunchMode", "LaunchOptions", "RunResult", "Task", "launch", "run_task", "train"]
+
+_API = "megatron_run_engine.launch.api"
+__getattr__, __dir__ = lazy_names(
+    __name__,
+    {
+        **dict.fromkeys(("FailedRunError", "LaunchOptions", "launch", "run_task", "train"), _API),
+        "LaunchMode": "megatron_run_engine.training.environments",
+        "RunResult": "megatron_run_engine.launch.results",
+        "Task": "megatron_run_engine.launch.rank",
+    },
+)
