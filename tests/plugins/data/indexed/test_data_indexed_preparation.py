@@ -23,8 +23,7 @@ from megatron_run_data_indexed.preparation.records import Policy, Reading
 from megatron_run_engine.data.indexed_files import Reader
 
 TEXTS = [f"document {number} — says {'so ' * (number % 17)}{number**7}" for number in range(130)]
-#: Of these documents there are some more than ten blocks.
-BLOCK = 700
+BLOCK = 700  # of these documents there are some more than ten blocks
 
 
 @pytest.fixture(autouse=True)
