@@ -127,7 +127,7 @@ docs: $(DEV)
 	$(PY) -m tests.architecture.picture
 # The documentation as a site, in site/; a broken link is an error.
 site: $(DEV)
-	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build -q --strict
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict
 # All that a machine with Python and PyTorch needs, and no network: make bundle PYTHON=3.12 PLATFORM=manylinux_2_28_x86_64
 PLATFORM ?= manylinux_2_28_x86_64
 # With TE=1 also Transformer Engine, in parts; TE_WHEEL is its part for PyTorch, which `make te-env` compiles.

@@ -96,7 +96,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         path = _MOVED.get(target, target.removeprefix("docs/"))
         path, heading = (path, "") if target in _MOVED else _MADE.get(target, (path, ""))
         if files.get_file_from_path(path) is not None:
-            return f"{match['text']}({relpath(path, here)}{match['anchor'] or heading})"
+            return f"{match['text']}({relpath(path, here)}{heading or match['anchor'] or ''})"
         if not (ROOT / target).exists():
             return match[0]  # a broken link: MkDocs says so
         if config.repo_url:

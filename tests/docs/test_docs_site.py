@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import re
 import subprocess
@@ -35,10 +34,8 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from mkdocs.config import load_config
 
     folder = tmp_path_factory.mktemp("site")
-    log = logging.getLogger("mkdocs")
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # those of libraries: what is wrong with the site is logged
-        log.setLevel(logging.ERROR)  # as `make site` does with -q
         for name in ADDRESSES:
             patch.delenv(name, raising=False)
         config = load_config(str(ROOT / "mkdocs.yml"), site_dir=str(folder), strict=True)
@@ -47,7 +44,6 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
         patch.setattr("black.format_str", lambda code, mode: code)
         build(config)
         config.plugins.on_shutdown()
-    log.setLevel(logging.NOTSET)
     return folder
 
 
@@ -55,7 +51,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_command_builds_the_site_with_its_search(tmp_path: Path) -> None:
     clean = {name: text for name, text in os.environ.items() if name not in ADDRESSES}
     done = subprocess.run(
-        [sys.executable, "-m", "mkdocs", "build", "-q", "--strict", "-d", str(tmp_path)],
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "-d", str(tmp_path)],
         cwd=ROOT,
         env={**clean, "NO_MKDOCS_2_WARNING": "1"},
         capture_output=True,
