@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.installed import read_once
 from tests.support.leftovers import end_leftovers
 
 # Read by torch when it is first imported, here or in a child process, so that tests without torch stay quick.
@@ -56,6 +57,12 @@ def _no_process_is_left_behind(_marked_environment: str) -> Iterator[None]:
     yield
     left = end_leftovers(f"{MARK}={_marked_environment}", patience=3.0)
     assert not left, f"processes left behind: {left}"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _installed_is_read_once() -> Iterator[None]:
+    with read_once():
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -1,6 +1,5 @@
 """A folder on the import path in which a test installs the plugins that it needs; all others stay as they are."""
 
-from tests.kernel.installed_once import _installed_is_read_once
 from tests.support.fake_plugins import site
 
-__all__ = ["_installed_is_read_once", "site"]
+__all__ = ["site"]

@@ -12,8 +12,9 @@ from unittest import mock
 import numpy as np
 from numpy.typing import NDArray
 
+from tests.support.installed import found_once
 from tests.support.ranks import run_ranks
-from tests.support.training import Seen, found_once, kept_groups, train_here
+from tests.support.training import Seen, kept_groups, train_here
 
 Array = NDArray[np.floating[Any]]
 #: What tensor-parallel ranks do together, by its names in the versions of torch.

@@ -15,10 +15,11 @@ import pytest
 
 from megatron_run_engine.checkpoint.reader import Reader
 from megatron_run_engine.checkpoint.step_folder import Checkpoints
+from tests.support.installed import found_once
 from tests.support.ranks import run_ranks
 from tests.support.resuming import SMALL, attempt, only_step
 from tests.support.saved_steps import same_bits
-from tests.support.training import found_once, kept_groups
+from tests.support.training import kept_groups
 
 pytestmark = pytest.mark.multiproc
 

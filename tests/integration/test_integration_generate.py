@@ -13,9 +13,10 @@ import torch
 import torch.distributed as dist
 
 from tests.support.commands import free_port
+from tests.support.installed import found_once
 from tests.support.ranks import run_ranks
 from tests.support.small_models import saved_network
-from tests.support.training import enter_new_world, found_once
+from tests.support.training import enter_new_world
 
 SIZES = {"num_layers": 4, "hidden_size": 32, "num_heads": 4, "ffn_size": 48, "vocab_size": 200}
 #: Learned positions; rotary ones with grouped queries; experts that would drop most tokens in a training.
@@ -151,6 +152,7 @@ def loaded(rank: int, world: int, folder: str, port: int) -> list[Any]:
     """What a rank of a program that torchrun has started gets from its models, split in three ways."""
     from megatron_run import load
 
+    dist.barrier()  # both have joined
     dist.destroy_process_group()  # that of the test: load makes its own, and finds it the next time
     place = {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": world}
     torchrun = {**place, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}

@@ -24,8 +24,9 @@ from tests.integration.grid_checks import (
     peak_faults,
     refusal_faults,
 )
+from tests.support.installed import found_once
 from tests.support.plugin_file import schedule_file
-from tests.support.training import Seen, found_once, train_many
+from tests.support.training import Seen, train_many
 
 #: Seconds for a batch of runs: far more than an idle machine needs.
 PATIENCE = 500.0

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from tests.integration.reshaping import SHAPES, Found, check_bits, check_samples, reshape
+from tests.support.installed import found_once
 from tests.support.ranks import run_ranks
-from tests.support.training import found_once, kept_groups
+from tests.support.training import kept_groups
 
 pytestmark = pytest.mark.multiproc
 

@@ -21,7 +21,8 @@ import numpy as np
 
 from tests.integration.grid import RULES, Case, Shape, shapes, whole_product
 from tests.integration.grid_checks import Trained, gradient_faults, plan_faults, refusal_faults
-from tests.support.training import Seen, found_once, train_many
+from tests.support.installed import found_once
+from tests.support.training import Seen, train_many
 
 #: Seconds for the runs of one variant on one number of ranks; a busy machine takes many times an idle one's.
 PATIENCE = 1800.0

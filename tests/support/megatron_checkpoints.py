@@ -242,16 +242,6 @@ def logits(model: Any, tokens: Tensor) -> Tensor:
     return result
 
 
-def save_distributed(model: Any, given: Mapping[str, Any], folder: Path, step: int, **options: Any) -> None:
-    """As Megatron-LM's ``torch_dist``: one step in ``folder``, written by megatron-core itself."""
-    home = folder / f"iter_{step:07d}"
-    home.mkdir(parents=True)
-    state = {"args": Namespace(**given), "checkpoint_version": 3.0, "iteration": step}
-    state |= model.sharded_state_dict(metadata=options)
-    import_module("megatron.core.dist_checkpointing").save(state, str(home))
-    (folder / "latest_checkpointed_iteration.txt").write_text(str(step))
-
-
 def save_sharded(
     state: Mapping[str, Any], given: Mapping[str, Any], folder: Path, step: int, chunks: int = 1, **more: Any
 ) -> None:

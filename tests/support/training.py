@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
-from functools import cache
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from unittest import mock
 import numpy as np
 
 from megatron_run.config.request import Request
+from tests.support.installed import found_once
 from tests.support.ranks import run_ranks
 from tests.support.witness import Witness
 
@@ -104,20 +104,6 @@ def enter_new_world(rank: int, world: int, store: str) -> None:
     dist.init_process_group(
         "gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=timedelta(minutes=5)
     )
-
-
-@contextmanager
-def found_once() -> Iterator[None]:
-    """Within: what is installed is looked up once, and each plugin is loaded once: resolving is four times as fast."""
-    from megatron_run.registry.discover import scan
-    from megatron_run.registry.load import load
-
-    loaded = cache(load)
-    with (
-        mock.patch("megatron_run.planning.resolver.scan", cache(scan)),
-        mock.patch("megatron_run.planning.choosing.load", lambda entry, origin, digests: loaded(entry, origin)),
-    ):
-        yield
 
 
 @contextmanager

@@ -28,7 +28,7 @@ from megatron_run_engine.run_folder import (
     open_run_folder,
     opening,
 )
-from tests.support.training import found_once
+from tests.support.installed import found_once
 
 
 @pytest.fixture(scope="module", autouse=True)

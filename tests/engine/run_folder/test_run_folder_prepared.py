@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,13 +21,6 @@ from megatron_run_engine.run_folder.folder import last_config
 from megatron_run_observer_tensorboard.events import EventFile
 from megatron_run_observer_trace import trace_path, write_new
 from tests.support.start_windows import killed_before
-from tests.support.training import found_once
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _plugins_are_looked_up_once() -> Iterator[None]:
-    with found_once():
-        yield
 
 
 def tiny(path: Path, **sets: Any) -> ResolvedRun:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -20,10 +20,10 @@ from megatron_run_engine.checkpoint.reader import Reader
 from megatron_run_engine.checkpoint.step_folder import Checkpoints
 from megatron_run_engine.training.numbers import Progress
 from megatron_run_engine.training.state.checkpointing import Checkpointing
+from tests.support.installed import found_once
 from tests.support.ranks import run_ranks
 from tests.support.resuming import SMALL, Attempt, attempt
 from tests.support.saved_steps import read_all, same_state
-from tests.support.training import found_once
 
 #: fp16 with overflows, and a step saved after each.
 SETS = {
@@ -37,12 +37,6 @@ SETS = {
     "checkpoint.keep": 9,
 }
 BEHIND = {**SETS, "checkpoint.async_save": True}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _plugins_are_looked_up_once() -> Iterator[None]:
-    with found_once():
-        yield
 
 
 def at_the_first_write(path: Path, call: Callable[[], None]) -> Any:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +20,6 @@ from megatron_run_engine.training.state.init_from import check_source
 from megatron_run_testing.observer import example_run, example_step
 from tests.support.resuming import SMALL, Attempt, attempt, only_step
 from tests.support.saved_steps import read_all, same_state
-from tests.support.training import found_once
 
 #: Nothing in it depends on the length of the run.
 STEADY: dict[str, Any] = {
@@ -34,12 +32,6 @@ STEADY: dict[str, Any] = {
     "checkpoint.keep": 9,
 }
 LONGER = {**STEADY, "train.steps": 8}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _plugins_are_looked_up_once() -> Iterator[None]:
-    with found_once():
-        yield
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, cast
@@ -17,7 +17,6 @@ from megatron_run.errors import CheckpointError, ExitCode, GuardError
 from megatron_run_engine.checkpoint.saving import Saver
 from megatron_run_engine.checkpoint.step_folder import Checkpoints
 from megatron_run_engine.training.health.guards import _merged, spike_limit
-from tests.support.training import found_once
 from tests.support.training_bench import Bench
 
 Change = Callable[[int, int, torch.Tensor], torch.Tensor]
@@ -25,12 +24,6 @@ Change = Callable[[int, int, torch.Tensor], torch.Tensor]
 TINY = ("model.num_layers=2", "model.hidden_size=16", "train.sequence_length=8", "train.micro_batch_size=4")
 #: A window that is full before step 9.
 SMALL = (*TINY, "train.steps=12", "guard.spike_window=8", "eval.interval=0", "eval.batches=1")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _plugins_are_looked_up_once() -> Iterator[None]:
-    with found_once():
-        yield
 
 
 def times(factor: float, *steps: int) -> Change:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -13,10 +12,10 @@ from megatron_run.errors import CheckpointError
 from megatron_run_engine.checkpoint.reader import Reader
 from megatron_run_engine.checkpoint.step_folder import Checkpoints
 from megatron_run_engine.formats.convert import read_step, write_folder
+from tests.support.installed import found_once
 from tests.support.ranks import run_ranks
 from tests.support.resuming import SMALL, Attempt, attempt
 from tests.support.saved_steps import random_state, same_bits, save_alone
-from tests.support.training import found_once
 
 BASE = {**SMALL, "model.num_layers": 2, "data.vocab_size": 200, "train.steps": 2, "checkpoint.interval": 0}
 #: Other data, another rate and other dropout: what the new run learns is its own.
@@ -27,12 +26,6 @@ SPLITS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "tensor": ({"parallel.tensor": 2}, ("parallel-layer=tensor",)),
     "pipeline": ({"parallel.pipeline": 2}, ("schedule=1f1b",)),
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _plugins_are_looked_up_once() -> Iterator[None]:
-    with found_once():
-        yield
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
 from megatron_run.errors import InputError
@@ -10,16 +8,9 @@ from megatron_run.planning.describe import spans
 from megatron_run_cli.reports.dry_run import dry_run_json, dry_run_text
 from megatron_run_engine.launch import train
 from megatron_run_engine.training.memory_estimate import ModelSize, model_size
-from tests.support.training import found_once
 
 LAYER = 12 * 32 * 32 + 13 * 32  # attention and feed-forward matrices, their biases and two norms of hidden size 32
 WORDS, POSITIONS, NORM = 128 * 32, 32 * 32, 2 * 32
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _plugins_are_looked_up_once() -> Iterator[None]:
-    with found_once():
-        yield
 
 
 def counts(size: ModelSize) -> tuple[int, tuple[tuple[int, int], ...], int, int]:

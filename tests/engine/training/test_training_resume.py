@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
 from typing import Any, cast
@@ -22,7 +21,6 @@ from megatron_run_engine.training.numbers import Progress
 from megatron_run_engine.training.state.resuming import StateReader
 from tests.support.resuming import SMALL, Attempt, attempt, only_step
 from tests.support.saved_steps import State, read_all, same_state
-from tests.support.training import found_once
 
 #: fp16 with a scale that overflows again and again, dropout, a batch that grows, a weight decay that moves.
 HARD = {
@@ -43,12 +41,6 @@ HARD = {
 BY_DAY = (1, 5, 9, 14, 19)
 night = pytest.mark.nightly
 FAST = {**SMALL, "train.steps": 6, "checkpoint.interval": 2, "checkpoint.keep": 9}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _plugins_are_looked_up_once() -> Iterator[None]:
-    with found_once():
-        yield
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -20,7 +20,6 @@ from megatron_run_engine.training.build import build_chunks, make_context, make_
 from megatron_run_engine.training.saved_activations import peak_activations, peak_saved, saved_by_chunk
 from megatron_run_planner.memory import layer_activations
 from megatron_run_planner.workload import Model, Split
-from tests.support.training import found_once
 
 SIZES = {
     "model.num_layers": 2,
@@ -39,12 +38,6 @@ LLAMA = {
     "model.num_kv_heads": 2,
     "model.loss_chunks": 2,
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _plugins_are_looked_up_once() -> Iterator[None]:
-    with found_once():
-        yield
 
 
 def resolved(*plugins: str, **values: Any) -> ResolvedRun:

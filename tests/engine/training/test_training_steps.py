@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,17 +23,10 @@ from megatron_run_engine.training.loader import BatchLoader
 from megatron_run_engine.training.numbers import Losses
 from megatron_run_testing.build_contexts import logical_gradients, logical_values
 from tests.support import plain_gpt
-from tests.support.training import found_once
 from tests.support.training_bench import Bench
 
 #: As many samples a step as the preset has, in fewer operations: for what does not depend on the network's size.
 TINY = ("model.num_layers=1", "model.hidden_size=16", "train.sequence_length=8", "train.micro_batch_size=4")
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _plugins_are_looked_up_once() -> Iterator[None]:
-    with found_once():
-        yield
 
 
 def test_two_runs_of_one_configuration_give_identical_numbers(tmp_path: Path) -> None:

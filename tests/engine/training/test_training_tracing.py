@@ -26,8 +26,9 @@ from megatron_run_engine.runtime.world import StopRequest, World
 from megatron_run_engine.training.tracing import ROUNDS, step_trace
 from megatron_run_engine.training.trainer import train_rank
 from tests.support.drawn_plans import interleaved_plan
+from tests.support.installed import found_once
 from tests.support.ranks import run_ranks
-from tests.support.training import found_once, shared_folder
+from tests.support.training import shared_folder
 
 SPLITS = {
     "sequential": (1, (), ()),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -20,7 +20,6 @@ from megatron_run_engine.checkpoint.step_folder import Checkpoints
 from megatron_run_engine.training.state.resuming import UpgradingReader
 from tests.support.resuming import SMALL, attempt
 from tests.support.saved_steps import State, cut, save_alone
-from tests.support.training import found_once
 
 STATE: State = {
     "w": {"master": torch.rand(6, 4), "velocity": torch.rand(6, 4), "count": torch.tensor(7)},
@@ -68,13 +67,6 @@ def test_an_upgrade_to_another_shape_is_refused(reader: UpgradingReader) -> None
         reader.read("w", "step", (0,), (3,))
 
 
-@pytest.fixture
-def _plugins_are_looked_up_once() -> Iterator[None]:
-    with found_once():
-        yield
-
-
-@pytest.mark.usefixtures("_plugins_are_looked_up_once")
 def test_a_run_goes_on_from_what_older_versions_of_its_optimizer_and_scaler_saved(tmp_path: Path) -> None:
     """The older versions are those of now under other names: upgraded, the run is the one that never stopped."""
     from megatron_run_engine.builtin.optimizer import adamw

@@ -12,8 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_run.config.request import Request
+from tests.support.installed import found_once
 from tests.support.ranks import run_ranks
-from tests.support.training import found_once, kept_groups, train_here
+from tests.support.training import kept_groups, train_here
 
 Array = NDArray[Any]
 

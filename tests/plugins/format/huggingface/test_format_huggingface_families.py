@@ -27,10 +27,9 @@ from megatron_run_format_huggingface.families import FAMILIES
 from megatron_run_testing.model import Built
 from tests.plugins.format.huggingface.family_cases import CASES, SMALL, SPLIT, VOCAB, YARN
 from tests.plugins.format.huggingface.saving import save
-from tests.plugins.format.looking_up import looked_up_once
+from tests.support.installed import found_once
 from tests.support.ranks import run_ranks
 from tests.support.small_models import LENGTH, fill, logits_of, network
-from tests.support.training import found_once
 
 
 def theirs(
@@ -196,7 +195,7 @@ def logits_on_ranks(rank: int, world: int, folders: Sequence[str]) -> list[Tenso
         return made[key]
 
     found = []
-    with found_once(), looked_up_once(), mock.patch.object(networks, "create_groups", create_groups):
+    with found_once(), mock.patch.object(networks, "create_groups", create_groups):
         for folder in folders:
             source = find_source(Path(folder))
             for sets, plugins in splits.values():

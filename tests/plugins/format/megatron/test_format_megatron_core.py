@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import signal
+from argparse import Namespace
 from collections.abc import Iterator, Mapping
 from importlib import import_module
 from io import BytesIO
@@ -31,7 +32,6 @@ from tests.support.megatron_checkpoints import (
     megatron_core,
     network,
     random_state,
-    save_distributed,
     save_sharded,
 )
 
@@ -101,6 +101,16 @@ def test_what_a_real_file_holds_besides_weights_is_no_obstacle(tmp_path: Path) -
     assert found.config == plain.config
     assert found.tensors.keys() == plain.tensors.keys()
     assert all(torch.equal(found.tensors[name](), plain.tensors[name]()) for name in plain.tensors)
+
+
+def save_distributed(model: Any, given: Mapping[str, Any], folder: Path, step: int, **options: Any) -> None:
+    """As Megatron-LM's ``torch_dist``: one step in ``folder``, written by megatron-core itself."""
+    home = folder / f"iter_{step:07d}"
+    home.mkdir(parents=True)
+    state = {"args": Namespace(**given), "checkpoint_version": 3.0, "iteration": step}
+    state |= model.sharded_state_dict(metadata=options)
+    import_module("megatron.core.dist_checkpointing").save(state, str(home))
+    (folder / "latest_checkpointed_iteration.txt").write_text(str(step))
 
 
 @pytest.mark.parametrize("alone", [False, True])

@@ -10,8 +10,9 @@ import pytest
 
 from megatron_run.config.request import Request
 from tests.integration.reshaping import SHAPES, Found, check_bits, check_samples, reshape
+from tests.support.installed import found_once
 from tests.support.ranks import run_ranks
-from tests.support.training import Seen, enter_new_world, found_once, train_in_turn
+from tests.support.training import Seen, enter_new_world, train_in_turn
 
 pytestmark = [
     pytest.mark.nightly,
