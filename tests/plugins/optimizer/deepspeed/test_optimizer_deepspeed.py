@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import sys
-from collections.abc import Sequence
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -16,7 +13,6 @@ from torch import nn
 from megatron_run import load_config
 from megatron_run.contracts import Init, ParamInfo, Part
 from megatron_run.errors import InputError, PluginError, Problems
-from megatron_run.registry.discover import Entry, SourceDigests
 from megatron_run_cli.main import main
 from megatron_run_cli.reports import probe
 from megatron_run_engine.launch import local
@@ -25,9 +21,9 @@ from megatron_run_optimizer_deepspeed import check_config
 from megatron_run_optimizer_deepspeed.library import MINIMUM, check_kind
 from megatron_run_optimizer_deepspeed.partitions import ALIGNMENT, flat_groups
 from megatron_run_optimizer_deepspeed.rule import Options
+from tests.plugins.optional_library import answer_here, check_import
 from tests.support.checkout import PLUGINS
 from tests.support.fake_plugins import FakeSite
-from tests.support.forked import forked_command
 
 CHOSEN = "preset:tiny --plugin optimizer=deepspeed"
 INSTEAD = "choose --plugin optimizer=zero1 or adamw"
@@ -48,11 +44,6 @@ STATES = {
         f"see the whole cause with --debug, or {INSTEAD}",
     ),
 }
-
-
-def answer_here(entries: Sequence[Entry], timeout: float) -> tuple[list[dict[str, Any]], str]:
-    """What a child process would answer of plugins, for which it would import torch anew."""
-    return [json.loads(json.dumps(probe._answer(entry, SourceDigests()))) for entry in entries], ""
 
 
 @pytest.fixture
@@ -178,15 +169,7 @@ def test_it_is_listed_and_planned_without_the_library(
 
 
 def test_importing_the_plugin_does_not_import_the_library(tmp_path: Path) -> None:
-    """In a process that has imported neither."""
-    (tmp_path / "importing.py").write_text(
-        "import sys\n\n\ndef program():\n"
-        "    assert not {'deepspeed', 'megatron_run_optimizer_deepspeed'} & set(sys.modules)\n"
-        "    import megatron_run_optimizer_deepspeed\n\n"
-        "    assert 'deepspeed' not in sys.modules\n"
-    )
-    done = forked_command((), tmp_path, program="importing:program")
-    assert done.returncode == 0, done.stderr
+    check_import("megatron_run_optimizer_deepspeed", "deepspeed", tmp_path)
 
 
 def described(shape: tuple[int, ...], name: str, *, decay: bool = True) -> tuple[nn.Parameter, ParamInfo]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,6 @@ import torch
 
 from megatron_run import load_config
 from megatron_run.errors import InputError
-from megatron_run.registry.discover import Entry, SourceDigests
 from megatron_run_cli.main import main
 from megatron_run_cli.reports import dry_run, probe
 from megatron_run_engine import train
@@ -20,7 +19,7 @@ from megatron_run_engine.launch import local
 from megatron_run_parallel_layer_te import shapes
 from tests.plugins.engine import stand_in as engine_stand_in
 from tests.plugins.engine.site import engine_site
-from tests.support.forked import forked_command
+from tests.plugins.optional_library import answer_here, check_import
 
 CHOSEN = "preset:tiny --plugin parallel-layer=te"
 INSTEAD = "choose --plugin parallel-layer=tensor"
@@ -50,11 +49,6 @@ MESSAGES = {
         f"see the whole cause with --debug, or {INSTEAD}",
     ),
 }
-
-
-def answer_here(entries: Sequence[Entry], timeout: float) -> tuple[list[dict[str, Any]], str]:
-    """What a child process would answer of plugins, for which it would import torch anew."""
-    return [json.loads(json.dumps(probe._answer(entry, SourceDigests()))) for entry in entries], ""
 
 
 @pytest.fixture
@@ -171,9 +165,9 @@ def test_a_run_is_planned_without_a_gpu_and_without_the_library(
         for name in ("te", layers):
             assert main(["preset:tiny", "--plugin", f"parallel-layer={name}", *words.split(), "--dry-run"]) == 0
             lines = capsys.readouterr().out.splitlines()
-            # Activations are counted where a forward can run, for seconds: not with te's layers.
-            monkeypatch.setattr(dry_run, "_step_memory", lambda _: None)
             counts.append([line.partition(";")[0] for line in lines if "a parameter (" in line])
+            # Of the other layers activations would be counted, for seconds: te's cannot run a forward here.
+            monkeypatch.setattr(dry_run, "_step_memory", lambda _: None)
     assert counts[0]
     assert counts[0] == counts[1]
     assert list(work.iterdir()) == []
@@ -239,12 +233,4 @@ def test_it_is_listed_and_explained_without_the_library(
 
 
 def test_importing_the_plugin_does_not_import_the_library(tmp_path: Path) -> None:
-    """In a process that has imported neither."""
-    (tmp_path / "importing.py").write_text(
-        "import sys\n\n\ndef program():\n"
-        "    assert not {'transformer_engine', 'megatron_run_parallel_layer_te'} & set(sys.modules)\n"
-        "    import megatron_run_parallel_layer_te\n\n"
-        "    assert 'transformer_engine' not in sys.modules\n"
-    )
-    done = forked_command((), tmp_path, program="importing:program")
-    assert done.returncode == 0, done.stderr
+    check_import("megatron_run_parallel_layer_te", "transformer_engine", tmp_path)
