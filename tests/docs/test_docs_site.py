@@ -148,6 +148,7 @@ def test_roles_and_literal_blocks_become_markdown() -> None:
         ("[gone](../no-such-file)", "[gone](../no-such-file)"),
         ("[s](../core/kernel/src/megatron_run/contracts/scaler.py)", "[s](kinds/scaler.md)"),
         ("[z](../plugins/optimizer/zero1/README.md)", "[z](plugins.md#optimizerzero1)"),
+        ("[z](../plugins/optimizer/zero1/README.md#no-heading-there)", "[z](plugins.md#optimizerzero1)"),
         ("```\n[a](../README.md)\n```", "```\n[a](../README.md)\n```"),
     ],
 )
