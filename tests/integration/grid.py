@@ -177,10 +177,11 @@ def whole_product(steps: int = MANY) -> list[Case]:
 
 
 def telling(case: Case) -> bool:
-    """Whether a shape shows what no other does.
+    """Whether the shape shows what no other does.
 
-    Twice as many microbatches as stages are two groups of them to interleaved alone. A group of 4 or 8 is the default,
-    or all microbatches, as is one of 5; and one of 3 may leave a remainder. Three chunks are enough on two stages.
+    Left out are twice as many microbatches as stages, which are two groups to interleaved alone; groups of 4 and 8,
+    which are the default or all microbatches, as a group of 5 is; and three chunks on four stages, as two stages have
+    three. A group of 3 may leave a remainder.
     """
     shape = case.shape
     twice = shape.microbatches == 2 * shape.stages
@@ -196,5 +197,5 @@ def small(case: Case) -> Case:
 
 
 def selection() -> list[Case]:
-    """Few of it: each two choices together, for few steps of a small model."""
+    """Few of it: each two choices of telling shapes together, for few steps of a small model."""
     return pairwise([small(case) for case in whole_product(FEW) if telling(case)], lambda case: case.axes)

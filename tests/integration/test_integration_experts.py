@@ -1,6 +1,6 @@
 """Experts split over ranks train as the single process does, whatever else the run is split by.
 
-Here each two choices run together once, for few steps of a small batch; ``make grid`` runs every split.
+Here each two choices of ``FEW`` run together once, for few steps of a small batch; ``make grid`` runs every split.
 """
 
 from __future__ import annotations

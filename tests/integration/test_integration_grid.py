@@ -1,7 +1,7 @@
 """Every schedule in every shape trains what a single process trains, and runs exactly what was planned.
 
-``grid.py`` says which shapes there are; here each two choices of shape and variant run together once, and
-every other shape is planned only. ``make grid`` runs every shape in every variant.
+``grid.py`` says which shapes there are; here each two choices of telling shapes and of variants run together once,
+and every other shape is planned only. ``make grid`` runs every shape in every variant.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def faults(check: Callable[[Trained], Iterator[str]], trained: Iterable[Trained]
     return [fault for each in trained for fault in check(each)]
 
 
-def test_every_two_choices_of_an_accepted_shape_that_tells_something_are_selected_together() -> None:
+def test_every_two_choices_of_a_telling_shape_are_selected_together() -> None:
     def pairs(cases: Iterable[Case]) -> set[object]:
         return {pair for case in cases for pair in combinations(case.axes.items(), 2)}
 
