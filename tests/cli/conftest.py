@@ -1,4 +1,4 @@
-"""A folder on the import path in which a test installs the plugins that it needs; all others stay as they are."""
+"""A folder on the import path in which a test installs the plugins that it needs."""
 
 from tests.support.fake_plugins import site
 

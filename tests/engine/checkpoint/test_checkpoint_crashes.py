@@ -32,7 +32,7 @@ def state(step: int) -> State:
 class Recorded:
     """All changes of saving ``steps`` one after the other, and how many had been made when each save returned."""
 
-    def __init__(self, path: Path, steps: tuple[int, ...] = (10, 20, 30, 40)) -> None:
+    def __init__(self, path: Path, steps: tuple[int, ...]) -> None:
         files = RecordingFileSystem(path)
         self.steps, self.returned = steps, dict[int, int]()
         for step in steps:

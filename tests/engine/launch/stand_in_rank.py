@@ -176,7 +176,7 @@ def main() -> None:
     behaviours = dict(each.split(":", 1) for each in told)
     without_launcher()
     word, _, rest = behaviours.get(str(RANK), behaviours.get("*", "exit 0")).partition(" ")
-    if (word, rest) == ("parent", ""):  # of those of which a test kills the launcher, the one that is able to
+    if (word, rest) == ("parent", ""):  # of ranks whose launcher a test kills, only these can run the thread
         hold_lifeline(Path(job))
     Path(folder, f"{RANK}.pid").write_text(str(os.getpid()))
     actions: dict[str, Callable[[], object]] = {

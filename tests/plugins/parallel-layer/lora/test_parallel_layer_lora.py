@@ -61,7 +61,8 @@ def validation(folder: Path) -> float:
 
 DENSE, SPLIT = f"parallel-layer=dense+{LORA}", f"parallel-layer=tensor+{LORA}"
 SEQUENCE = ("parallel.tensor=2", "parallel.sequence=true")
-#: Name -> (plugins, settings); with the dropout of adapters, and without, in the order of train_many's two processes.
+#: Name -> (plugins, settings); adapters drop where the name says so. The order shares the work between the two
+#: processes of train_many.
 ALONE = {
     "one rank": ((DENSE,), ()),
     "dropout": ((f"parallel-layer=dense+{DROPPING}",), ()),
