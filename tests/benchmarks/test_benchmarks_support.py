@@ -91,7 +91,7 @@ def test_rank_0_hands_back_what_it_found() -> None:
 
 @pytest.mark.multiproc
 def test_all_ranks_end_when_one_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a rank runs does not matter, and these need not import torch to die or to wait for one that has."""
+    """A shell script stands in for Python: rank 1 dies and rank 0 waits, for which neither needs torch."""
     started = tmp_path / "started"
     python = tmp_path / "python"
     python.write_text(f'#!/bin/sh\necho $$ >> "{started}"\n[ $RANK = 0 ] || exit 7\nexec sleep 600\n')

@@ -27,7 +27,7 @@ def run(folder: Path, shape: str, fault: str, **values: Any) -> Ran:
     return run_forked(tiny(folder, {**sets, "checkpoint.interval": 0, **values}, plugins, nproc=2), fault)
 
 
-#: ZeRO shards are of data-parallel ranks too.
+#: ZeRO's shards lie on data-parallel ranks too.
 RARE = {"replicas": pytest.mark.nightly}
 
 

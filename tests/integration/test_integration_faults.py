@@ -43,7 +43,7 @@ KILLS_BEHIND = (
     ("save-manifest", 0, False),
     ("save-latest", 0, True),
 )
-#: Steps of a run that ranks do not die in one after the other, and of one that they do in behind the training.
+#: Steps of a run in which one rank fails, and of the one whose ranks are killed while they save behind the training.
 FEW = len(KILLS_BEHIND) + 2
 #: Seconds after which no other rank is left: the launcher's five and what a busy machine adds, less than TIMEOUT.
 GONE, TIMEOUT = 60.0, 200.0

@@ -19,7 +19,7 @@ from tests.support.saved_steps import State, async_saver, random_state, read_all
 Rebuild = Callable[[Tree], Checkpoints]
 #: The one fault that must never be: the others are at least seen.
 FALSE = "a step was read that is not what was saved"
-#: The first, one beside it, and one for which the first is removed; at night what is repeated, too.
+#: A first save, one beside it, and one that removes the first; at night also a fourth, which does what the third does.
 STEPS = [(10, 20, 30), pytest.param((10, 20, 30, 40), marks=pytest.mark.nightly)]
 KEEP = 2
 

@@ -63,7 +63,7 @@ def our_logits(weights: Weights) -> Tensor:
 
 @pytest.mark.parametrize(
     ("ranks", "stages", "chunks"),
-    [(1, 1, 1), pytest.param(2, 1, 1, marks=pytest.mark.nightly), (1, 2, 1), (2, 2, 2)],  # the last has all of both
+    [(1, 1, 1), pytest.param(2, 1, 1, marks=pytest.mark.nightly), (1, 2, 1), (2, 2, 2)],  # the last splits both ways
 )
 def test_files_of_ranks(family: Family, ranks: int, stages: int, chunks: int, tmp_path: Path) -> None:
     """Experts, where there are any, are shared by as many ranks as layers are."""

@@ -1,4 +1,4 @@
-"""Split layers under the command: other layers stacked on them, and their check."""
+"""Split layers in a run, with other layers stacked on them, and the command that checks them."""
 
 from __future__ import annotations
 
