@@ -114,6 +114,28 @@ def test_what_the_best_needs_and_is_not_installed_is_named(capsys: Output, monke
     assert line.startswith(f"next: {', then '.join(told['install'])}, then add --write best.yaml, then megatron-run")
 
 
+@pytest.mark.parametrize(
+    ("steps", "unit", "seconds"),
+    [(10, "seconds", 1), (3000, "minutes", 60), (10**5, "hours", 3600), (10**6, "days", 86400)],
+)
+def test_the_length_of_a_run_is_told_in_a_unit_that_fits(capsys: Output, steps: int, unit: str, seconds: int) -> None:
+    words = [
+        "plan",
+        "preset:gpt2-355m",
+        "--as-is",
+        "--gpus",
+        "64",
+        "--device",
+        "a100",
+        "--set",
+        f"train.steps={steps}",
+    ]
+    assert main([*words, "--json"]) == 0
+    step = json.loads(capsys.readouterr().out)["candidates"][0]["seconds"]
+    assert main(words) == 0
+    assert f" tokens in {step * steps / seconds:,.2f} {unit}, " in capsys.readouterr().out
+
+
 def test_a_what_if_takes_the_place_of_what_the_command_line_set(capsys: Output) -> None:
     words = ["plan", "--size", "2.7B", "--gpus", "8", "--set", "parallel.tensor=2", "--what-if", "parallel.tensor=4"]
     assert main([*words, "--json"]) == 0

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 _WORST = 10
 _GIB, _DAY = 2**30, 86400
+#: In which the length of a run is told, and their seconds.
+_UNITS = {"days": _DAY, "hours": 3600, "minutes": 60, "seconds": 1}
 
 
 def choice_text(
@@ -118,10 +120,11 @@ def _memory(each: Candidate, device: Device) -> list[str]:
 def _cost(task: Task, each: Candidate) -> list[str]:
     if task.steps is None:
         return []
-    days = task.steps * each.step.seconds / _DAY
-    hours = days * 24 * each.split.ranks
+    seconds = task.steps * each.step.seconds
+    unit = next((unit for unit, length in _UNITS.items() if seconds >= length), "seconds")
     whole = f"the whole run of {task.steps:,} steps: {task.tokens or 0:.3g} tokens"
-    return [f"{whole} in {days:,.2f} days, {hours:,.0f} GPU hours"]
+    hours = seconds / _UNITS["hours"] * each.split.ranks
+    return [f"{whole} in {seconds / _UNITS[unit]:,.2f} {unit}, {hours:,.0f} GPU hours"]
 
 
 def own_text(task: Task, shown: Sequence[Candidate], device: Device) -> str:
