@@ -5,7 +5,6 @@ Here each two choices of ``FEW`` run together once, for few steps of a small bat
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Hashable
 from functools import cache
@@ -75,15 +74,10 @@ class Split(NamedTuple):
         return self.expert, self.tensor, self.pipeline
 
     @property
-    def copies(self) -> int:
-        """Ranks that hold the same experts."""
-        return RANKS // math.prod(self.shape)
-
-    @property
     def axes(self) -> dict[str, Hashable]:
         """What it chooses: of each pair of these some split that runs has both."""
-        names = ("model", "expert", "tensor", "pipeline", "copies", "sequence", "dispatcher", "recompute", "optimizer")
-        return {name: getattr(self, name) for name in (*names, "schedule")}
+        names = ("model", "shape", "sequence", "dispatcher", "recompute", "optimizer", "schedule")
+        return {name: getattr(self, name) for name in names}
 
     def small(self) -> Split:
         """With a layer for each place, two without a pipeline, and at most two microbatches on a rank."""
