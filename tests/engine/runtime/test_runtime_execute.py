@@ -29,13 +29,11 @@ from tests.support.toy_stage import Bench, faults
 CPU = torch.device("cpu")
 
 
-def run_random_plans(
-    rank: int, world: int, seeds: range, lookaheads: tuple[int | None, ...]
-) -> dict[tuple[int, int | None], list[str]]:
+def run_random_plans(rank: int, world: int, seeds: range) -> dict[tuple[int, int | None], list[str]]:
     """What is wrong after random plans, by seed and lookahead."""
     groups = create_groups(Topology(Sizes(pipeline=world), rank), timedelta(seconds=20))
     found = {}
-    for seed, lookahead in product(seeds, lookaheads):
+    for seed, lookahead in product(seeds, (1, None)):
         plan = random_plan(seed)
         if rank < plan.stages:
             messenger = Messenger(groups.channels, range(world), CPU)
@@ -44,14 +42,10 @@ def run_random_plans(
 
 
 @pytest.mark.multiproc
-@pytest.mark.parametrize(
-    ("seeds", "lookaheads"),
-    [(range(30), (1, None)), pytest.param(range(30, 400), (1,), marks=pytest.mark.nightly)],
-    ids=["30", "400"],
-)
-def test_random_legal_schedules_run_without_a_wrong_message(seeds: range, lookaheads: tuple[int | None, ...]) -> None:
+@pytest.mark.parametrize("seeds", [range(30), pytest.param(range(30, 400), marks=pytest.mark.nightly)], ids=str)
+def test_random_legal_schedules_run_without_a_wrong_message(seeds: range) -> None:
     """Also with receives in the global order, as on NCCL."""
-    assert run_ranks(run_random_plans, 4, seeds, lookaheads, timeout=280) == [{}, {}, {}, {}]
+    assert run_ranks(run_random_plans, 4, seeds, timeout=280) == [{}, {}, {}, {}]
 
 
 def forwards_then_backwards(microbatches: int, *, ops: str) -> Plan:
