@@ -94,15 +94,16 @@ def test_every_split_and_schedule_learns_the_same(base: Path) -> None:
         requests = [
             Request(("preset:tiny",), sets=(*start, *sets), plugins=plugins, nproc=world) for plugins, sets in cases
         ]
-        found[world] = [(ranks[0].losses, ranks[0].norms) for ranks in train_many(world, requests)]
+        found[world] = [ranks[0] for ranks in train_many(world, requests)]
     alone = dict(zip(ALONE, found[1], strict=True))
-    assert alone["one rank"][0][-1] != alone["one rank"][0][0]
-    assert alone["dropout"][0] != alone["one rank"][0]
-    for name, (losses, norms) in (*alone.items(), *zip(TWO, found[2], strict=False)):
-        expected_losses, expected_norms = alone["dropout" if name.startswith("dropout") else "one rank"]
-        assert losses == pytest.approx(expected_losses, abs=2e-5), name
-        assert norms == pytest.approx(expected_norms, rel=1e-3), name
-    assert all(len(losses) == 3 for losses, _ in found[2][len(TWO) :])
+    assert alone["one rank"].losses[-1] != alone["one rank"].losses[0]
+    assert alone["dropout"].losses != alone["one rank"].losses
+    for name, seen in (*alone.items(), *zip(TWO, found[2], strict=False)):
+        expected = alone["dropout" if name.startswith("dropout") else "one rank"]
+        assert seen.losses == pytest.approx(expected.losses, abs=2e-5), name
+        assert seen.norms == pytest.approx(expected.norms, rel=1e-3), name
+        assert bool(seen.captured) == ("recorded" in name), name
+    assert all(len(seen.losses) == 3 for seen in found[2][len(TWO) :])
 
 
 @pytest.mark.nightly  # torch's compiler takes seconds to import; test_graph_capture_compile has adapted layers
