@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -73,7 +72,9 @@ def test_a_file_replaces_the_attention_core_and_keeps_the_split_layers(tmp_path:
     assert not np.allclose(half, tensor, rtol=0, atol=1e-5), "the file's core did not run"
 
 
-def checked(target: str, folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Any:
+def checked(
+    target: str, folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> tuple[int, str]:
     """The exit code of ``megatron-run plugins check``, and what it says. Its ranks are forked, as those of tests."""
     start_server()
     monkeypatch.chdir(folder)
