@@ -37,6 +37,7 @@ def settings(expert: int, tensor: int, optimizer: str) -> tuple[dict[str, Any], 
         "train.steps": ENDS[-1],
         "checkpoint.interval": 0,
         "train.lr_shape": "constant",
+        "train.lr_warmup": 0,  # its first step would change no weight, and any would be what was saved
     }
     layers = ("parallel-layer=tensor",) if tensor > 1 else ()
     return {**sets, "parallel.expert": expert, "parallel.tensor": tensor}, (f"optimizer={optimizer}", *layers)

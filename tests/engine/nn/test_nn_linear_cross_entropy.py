@@ -146,7 +146,7 @@ def test_layers_without_it_say_what_to_type() -> None:
 
 
 #: The least in which a second step and a second microbatch go on from a first.
-SMALL = ("train.global_batch_size=4", "train.steps=2", "eval.batches=1")
+SMALL = ("train.global_batch_size=4", "train.steps=2", "train.lr_warmup=0", "eval.batches=1")
 #: Name -> (ranks' plugins, settings), with a layer on each stage.
 RUNS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "tensor": (("parallel-layer=tensor",), ("model.num_layers=1", "parallel.tensor=2", "model.label_smoothing=0.1")),
@@ -172,3 +172,4 @@ def test_ranks_learn_the_same() -> None:
     for mine, other in zip(in_chunks, whole, strict=True):
         assert mine[0].losses == pytest.approx(other[0].losses, rel=2e-6)
         assert mine[0].norms == pytest.approx(other[0].norms, rel=2e-5)
+        assert mine[0].validation == pytest.approx(other[0].validation, rel=2e-6)
