@@ -151,15 +151,13 @@ def test_what_draws_unsaid_beside_others_is_refused() -> None:
 
 def test_a_failed_capture_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     """Bar 12: what was recorded before the failure is gone too."""
-
-    arenas, make = WeakSet[Arena](), Arena.__init__
+    arenas, made, make = WeakSet[Arena](), list[bool](), Arena.__init__
 
     def noted(arena: Arena) -> None:
         make(arena)
         arenas.add(arena)
         made.append(True)
 
-    made = list[bool]()
     monkeypatch.setattr(Arena, "__init__", noted)
     stream, seen = torch.get_rng_state(), torch.zeros(4, 4)
     calls = []
