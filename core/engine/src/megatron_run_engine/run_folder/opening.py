@@ -327,9 +327,9 @@ def environment_record() -> dict[str, Any]:
 
 
 def _packages() -> dict[str, str]:
-    """The versions of what is installed, by name. One whose metadata is broken has no name, and is left out."""
+    """The versions of what is installed, by name. What has none, since its metadata is broken, is left out."""
     described = [each.metadata for each in distributions()]  # read once: each of its properties would parse it anew
-    named = [(each["Name"], each["Version"]) for each in described if each["Name"]]
+    named = [(each["Name"], each["Version"]) for each in described if "Name" in each and "Version" in each]
     return dict(sorted(named, key=lambda each: each[0].lower()))
 
 
