@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from megatron_run.errors import InputError
+from megatron_run_engine.run_folder import check_run_folder
 from megatron_run_engine.run_folder.changes import find_changes, identity, with_added_options
 from tests.support.resolving import resolved
 
@@ -24,3 +31,24 @@ def test_an_added_option_with_another_value_is_a_change() -> None:
 def test_another_models_options_are_left_as_they_were_saved() -> None:
     run = resolved()
     assert with_added_options({"model.use": "other", "model.width": 3}, run) == {"model.use": "other", "model.width": 3}
+
+
+@pytest.mark.parametrize(
+    ("given", "option"),
+    [
+        ({"extend": True}, "--extend"),
+        ({"allow_change": ("train.lr",)}, "--allow-change"),
+        ({"allow_plugin_change": ("scaler",)}, "--allow-plugin-change"),
+        ({"resume": "3"}, "--resume 3"),
+    ],
+)
+def test_a_word_about_a_run_that_goes_on_needs_that_run(given: dict[str, Any], option: str) -> None:
+    run = resolved()
+    with pytest.raises(InputError, match=f"^{option} is about a run that goes on, and run.folder names none"):
+        check_run_folder(replace(run, request=replace(run.request, **given)))
+    for sets in (("run.folder=new",), ("run.branch_from=old@3",)):
+        run = resolved(sets=sets)
+        check_run_folder(replace(run, request=replace(run.request, **given)))
+    for resume in ("auto", "never"):
+        run = resolved()
+        check_run_folder(replace(run, request=replace(run.request, resume=resume)))

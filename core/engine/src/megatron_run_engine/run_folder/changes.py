@@ -194,3 +194,21 @@ def check_names(request: Request, run: ResolvedRun) -> None:
             raise InputError(
                 f"--allow-change {name}: there is no such key", fix=did_you_mean(name, keys) or "name a key as train.lr"
             )
+
+
+def check_goes_on(run: ResolvedRun) -> None:
+    """Raise :class:`InputError` where ``run`` goes on from no other run, and its request has a word about that."""
+    folders, request = run.config.run, run.request
+    if folders.folder or folders.branch_from:
+        return
+    about = {
+        "--extend": request.extend,
+        "--allow-change": request.allow_change,
+        "--allow-plugin-change": request.allow_plugin_change,
+        f"--resume {request.resume}": request.resume not in ("auto", "never"),
+    }
+    for option in (option for option, given in about.items() if given):
+        raise InputError(
+            f"{option} is about a run that goes on, and run.folder names none",
+            fix="add --set run.folder=FOLDER, as runs/latest",
+        )

@@ -31,6 +31,7 @@ from megatron_run.safe_folder import SafeFolder
 from megatron_run_engine.run_folder.changes import (
     LENGTH,
     Change,
+    check_goes_on,
     check_names,
     digest,
     find_changes,
@@ -148,6 +149,7 @@ def open_run_folder(run: ResolvedRun, arguments: Sequence[str] = (), base: Path 
     that belongs to another run or job, is no run folder, is a link to elsewhere, or cannot be written.
     """
     wanted = run.config.run.folder
+    check_goes_on(run)
     try:
         path = _new_folder(base) if wanted is None else _chosen_folder(wanted)
         lock = FolderLock(path)
@@ -168,6 +170,7 @@ def open_run_folder(run: ResolvedRun, arguments: Sequence[str] = (), base: Path 
 def check_run_folder(run: ResolvedRun) -> None:
     """Raise what :func:`open_run_folder` would for the folder ``run.folder``; nothing is written, and no lock taken."""
     wanted = run.config.run.folder
+    check_goes_on(run)
     if wanted is None:
         return
     path = _follow_sibling_link(wanted.expanduser().absolute())
