@@ -114,6 +114,13 @@ def test_a_rank_that_said_nothing_is_described_by_the_first_that_missed_it() -> 
     assert describe(ends[2], ends[:1] + ends[2:]) == "a rank was killed by SIGKILL (rank 2, log: 2.log)"
 
 
+def test_a_rank_that_is_killed_before_its_first_step_may_have_had_no_memory() -> None:
+    told = [
+        describe(replace(end(0, -9, 0), place=place), []) for place in ("start the model", "backward B0.0 of step 3")
+    ]
+    assert ["without memory: --dry-run counts" in line for line in told] == [True, False]
+
+
 def test_of_ranks_that_miss_each_other_the_one_that_misses_a_silent_rank_knows_the_cause() -> None:
     ends = [end(rank, 4, rank, f"rank {rank + 1} is lost", lost=rank + 1) for rank in range(3)]
     ends.append(end(3, -9, 3, killed=True))

@@ -162,7 +162,10 @@ def _reason(cause: RankResult) -> str:
     where = f" in {cause.place}" if cause.place else ""
     if cause.status < 0:
         known = {number.value: number.name for number in signal.Signals}
-        return f"a rank was killed by {known.get(-cause.status, f'signal {-cause.status}')}{where}"
+        line = f"a rank was killed by {known.get(-cause.status, f'signal {-cause.status}')}{where}"
+        # Before the first step it allocates nearly all that it ever holds.
+        short = cause.status == -signal.SIGKILL and cause.place.startswith("start")
+        return f"{line}, as by a system without memory: --dry-run counts what a rank needs" if short else line
     if cause.deserted:
         return f"a rank ended before the training did, with exit code 0 and without a word{where}"
     if cause.reported:
