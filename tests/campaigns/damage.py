@@ -20,7 +20,7 @@ from tests.support.forked import run_forked
 def crash_points(folder: Path, share: float = 1.0) -> Figures:
     """Stop saving after each change of the disk, in each way in which a process or a machine can end."""
     (folder / "recorded").mkdir()
-    recorded, name = Recorded(folder / "recorded"), numbers()
+    recorded, name = Recorded(folder / "recorded", (10, 20, 30, 40)), numbers()
     states = list(ends(recorded.changes))
 
     def trial(index: int) -> Sequence[str]:
