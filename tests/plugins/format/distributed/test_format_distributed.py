@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from megatron_run.errors import CheckpointError
 from megatron_run_engine.checkpoint.step_folder import Checkpoints
+from megatron_run_engine.data.tokenizer import byte_tokenizer_json
 from megatron_run_engine.formats import convert
 from megatron_run_engine.formats.convert import read_step
 from megatron_run_format_distributed import SIDECAR
@@ -60,6 +61,19 @@ def test_there_and_back_no_bit_changes(tmp_path: Path) -> None:
     ):
         assert one.keys() == other.keys()
         assert all(torch.equal(read(), other[name]()) for name, read in one.items())
+
+
+def test_the_tokenizer_travels_with_its_chat_template(tmp_path: Path) -> None:
+    saved_network(tmp_path / "run", LLAMA)
+    beside = {"tokenizer.json": byte_tokenizer_json(), "chat_template.jinja": b"{{ messages }}"}
+    for name, content in beside.items():
+        (tmp_path / "run" / name).write_bytes(content)
+    convert.export_model(tmp_path / "run", tmp_path / "dcp", "distributed")
+    convert.import_model(tmp_path / "dcp", tmp_path / "back", trust_pickle=True)
+    assert {name: (tmp_path / "back" / name).read_bytes() for name in beside} == beside
+    tokenizer = tmp_path / "back" / "tokenizer.json"
+    assert f"data:\n  use: text\n  tokenizer: {tokenizer}\n" in (tmp_path / "back" / "config.yaml").read_text()
+    assert read_step(Checkpoints(tmp_path / "back" / "checkpoints"), 7).tokenizer == tokenizer
 
 
 class Trap:

@@ -26,6 +26,7 @@ from megatron_run.contracts import Format, PluginInfo, ReadTensor, Weights
 from megatron_run.errors import CheckpointError
 from megatron_run.hookspecs import hookimpl
 from megatron_run_engine.checkpoint.files import FileSystem, read_whole
+from megatron_run_engine.data.tokenizer import TOKENIZER
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -61,7 +62,10 @@ class Distributed(Format):
         files.sync_folder(folder)
 
     def read(self, source: Path) -> Weights:
-        """What :meth:`write` wrote. Executes what ``.metadata`` says. Raises :class:`CheckpointError`."""
+        """What :meth:`write` wrote, and the tokenizer that an export put beside it.
+
+        Executes what ``.metadata`` says. Raises :class:`CheckpointError`.
+        """
         about = _sidecar(source / SIDECAR)
         reader = _Reader(source)
         found: dict[str, dict[str, ReadTensor]] = {}
@@ -71,12 +75,14 @@ class Distributed(Format):
             if kind not in (_MODEL, _OPTIMIZER) or not hasattr(record, "size"):
                 raise CheckpointError(f"{source} holds {name!r}", why="it was not exported by megatron-run")
             found.setdefault(field, {})[tensor] = partial(reader.tensor, name)
+        tokenizer = source / TOKENIZER
         return Weights(
             config=about["model"],
             tensors=found.pop("", {}),
             step=about["step"],
             sequence_length=about["sequence_length"],
             moments=found,
+            tokenizer=tokenizer if tokenizer.is_file() else None,
         )
 
 
