@@ -112,12 +112,12 @@ def import_(source: Path, folder: Path, *, name: str | None, trust_pickle: bool,
     if as_json:
         print_json(asdict(done))
         return
-    moments = f", with {', '.join(done.moments)}" if done.moments else ""
-    click.echo(f"{done.format}: {done.parameters:,} parameters{moments}, step {done.step}: {done.folder}")
+    click.echo(f"{done.format}: {done.parameters:,} parameters, step {done.step}: {done.folder}")
     if done.moments:
-        click.echo(
-            f"to train on, with the train section in YOURS.yaml: megatron-run {done.folder}/config.yaml YOURS.yaml"
-        )
+        kept = f"the optimizer's state ({', '.join(done.moments)}) is kept for an export"
+        click.echo(f"{kept}; training starts from the weights alone, at step 1")
+        sections = "with the sections data and train in YOURS.yaml"
+        click.echo(f"to train it, {sections}: megatron-run {done.folder}/config.yaml YOURS.yaml")
     else:
         click.echo(f"to fine-tune it: megatron-run finetune {done.folder} --data YOURS.txt")
 
