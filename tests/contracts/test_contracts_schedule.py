@@ -1,6 +1,7 @@
 """The suite of kind schedule fails what it should, and says where."""
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -78,6 +79,21 @@ def failures(schedule: Callable[[], Schedule], **promises: Any) -> dict[str, str
 def test_a_good_schedule_passes_every_check() -> None:
     assert len(schedule_checks(Pipelined(), **PROMISES)) == 12
     assert failures(Pipelined, **PROMISES) == {}
+
+
+def test_what_needs_legal_plans_is_not_tried_where_one_is_illegal() -> None:
+    states = {}
+    for check in schedule_checks(Stuck(), **PROMISES):
+        with suppress(CheckFailed):
+            states[check.name] = check.run()
+    assert "the action lists are a legal plan" not in states, "it failed"
+    assert [name for name, state in states.items() if state == "P=2 V=1 M=2 has no legal plan"] == [
+        "the action lists are legal at other costs",
+        "messages neither deadlock nor swap",
+        "activations in flight keep their bound",
+        "the bubble equals its formula",
+        "gradients add up in microbatch order",
+    ]
 
 
 @pytest.mark.parametrize(

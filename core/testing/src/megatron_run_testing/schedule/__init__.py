@@ -15,6 +15,7 @@ from megatron_run_testing import Check, CheckFailed
 from megatron_run_testing.schedule.answers import (
     SHAPES,
     Answer,
+    NothingToTryError,
     Shape,
     accepted,
     answers,
@@ -94,10 +95,13 @@ def schedule_checks(
 
 
 def _where_accepted(check: _Trial) -> _Trial:
-    """``check``, which has nothing to try if the schedule accepts no shape at all."""
+    """``check``, which has nothing to try if the schedule accepts no shape, or if a plan that it needs is illegal."""
 
     def tried(schedule: Schedule, shapes: Sequence[Shape]) -> str | None:
-        return check(schedule, shapes) if any(accepted(schedule, shapes)) else "it accepts no shape"
+        try:
+            return check(schedule, shapes) if any(accepted(schedule, shapes)) else "it accepts no shape"
+        except NothingToTryError as reason:
+            return str(reason)
 
     return tried
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from itertools import product
 from types import MappingProxyType
 from typing import NamedTuple, TypeVar
@@ -41,6 +41,10 @@ class Answer(NamedTuple):
     lists: tuple[tuple[Action, ...], ...]
 
 
+class NothingToTryError(Exception):
+    """A check does not apply to the schedule; the message states why."""
+
+
 def answers(
     schedule: Schedule, shapes: Sequence[Shape], costs: Mapping[str, float] = COSTS
 ) -> Iterator[Answer | ScheduleError]:
@@ -59,10 +63,16 @@ def accepted(schedule: Schedule, shapes: Sequence[Shape], costs: Mapping[str, fl
 
 
 def plans(schedule: Schedule, shapes: Sequence[Shape]) -> Iterator[tuple[Answer, Plan]]:
-    """The accepted shapes with their verified plans, without illegal ones, which another check reports."""
+    """The accepted shapes with their verified plans. Raises :class:`NothingToTryError` at an illegal one.
+
+    Another check reports that one, and what holds for the rest says little about the schedule.
+    """
     for answer in accepted(schedule, shapes):
-        with suppress(ScheduleError):
-            yield answer, verify(answer.spec, answer.lists)
+        try:
+            plan = verify(answer.spec, answer.lists)
+        except ScheduleError as fault:
+            raise NothingToTryError(f"{answer.shape} has no legal plan") from fault
+        yield answer, plan
 
 
 def even_layout(schedule: Schedule, shape: Shape, layers: int = 2) -> tuple[Place, ...]:
