@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from megatron_run.errors import ExitCode, how_to_install
+from megatron_run.planning import load_config
 from megatron_run.registry.discover import Catalog, scan
 from megatron_run_cli.main import main
 from megatron_run_planner.devices import read_device
@@ -97,6 +98,45 @@ def test_the_best_is_written_and_can_be_asked_about(capsys: Output, tmp_path: Pa
     assert one["seconds"] == pytest.approx(float(told.splitlines()[3].split()[0].rstrip("s")), abs=1e-3)
     assert two["split"]["micro_batch"] == 1
     assert two["seconds"] != one["seconds"]
+
+
+@pytest.mark.parametrize(
+    ("asked", "tensor", "layers"),
+    [(("--as-is",), 2, (4, 3, 3, 2)), (("--as-is", "--what-if", "parallel.tensor=4"), 4, (4, 3, 3, 2))],
+)
+def test_the_split_that_was_asked_about_is_written(
+    capsys: Output, tmp_path: Path, asked: tuple[str, ...], tensor: int, layers: tuple[int, ...]
+) -> None:
+    file = tmp_path / "asked.yaml"
+    sizes = {"num_layers": 12, "hidden_size": 512, "num_heads": 8, "vocab_size": 1024}
+    shape = [f"model.{key}={value}" for key, value in sizes.items()]
+    shape += ["parallel.tensor=2", "parallel.pipeline=4", f"parallel.layers={','.join(map(str, layers))}"]
+    words = ["plan", "preset:tiny", *(word for each in shape for word in ("--set", each)), *asked, "--write", str(file)]
+    assert main(words) == 0
+    assert f"written: {file}" in capsys.readouterr().out.splitlines()[-1]
+    assert main([*words, "--json"]) == 0
+    split = json.loads(capsys.readouterr().out)["candidates"][-1]["split"]
+    assert (split["tensor"], split["layers"]) == (tensor, list(layers))
+    parallel = load_config(file, environment={}).config.parallel
+    assert (parallel.tensor, parallel.pipeline, parallel.layers) == (tensor, 4, layers)
+
+
+def test_uneven_layers_are_told_where_they_must_be_typed(capsys: Output) -> None:
+    """40 layers over 4 stages are even; at 14 places two hold a layer less."""
+    words = ["plan", "--size", "13B", "--set", "train.global_batch_size=128", "--gpus", "8", "--device", "a100-40"]
+    assert main([*words, "--json"]) == 0
+    splits = [each["split"] for each in json.loads(capsys.readouterr().out)["best"]]
+    assert {sum(each["layers"]) for each in splits if 40 % (each["pipeline"] * each["chunks"])} == {40}
+    assert not any(each["layers"] for each in splits if not 40 % (each["pipeline"] * each["chunks"]))
+    assert any(each["layers"] for each in splits)
+    assert main(words) == 0
+    (best,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("best: "))
+    assert "parallel.sequence=true" in best.split()
+    assert best.endswith(" parallel-layer=tensor")
+    uneven = ["parallel.tensor=4", "parallel.pipeline=2", "parallel.chunks=7", "train.micro_batch_size=2"]
+    assert main([*words, "--as-is", *(word for each in uneven for word in ("--set", each))]) == 0
+    note = capsys.readouterr().out.splitlines()[-1]
+    assert f" parallel.layers={'3,' * 12}2,2 " in note
 
 
 def test_what_the_best_needs_and_is_not_installed_is_named(capsys: Output, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,12 +11,13 @@ import pytest
 from megatron_run.config.request import Request
 from megatron_run.errors import InputError, RunError
 from megatron_run.planning import load_config, resolve
+from megatron_run.planning.run import sections
 from megatron_run_engine.training.memory_estimate import model_size
 from megatron_run_planner.devices import read_device, shipped_devices
 from megatron_run_planner.memory import layer_activations, least_memory, stage_memory
 from megatron_run_planner.schedules import Schedules, named
 from megatron_run_planner.search import Candidate, Search
-from megatron_run_planner.task import check_sizes, read_task, sized, written
+from megatron_run_planner.task import check_sizes, read_task, sized, to_type, written
 from megatron_run_planner.workload import Model, Split
 
 A100 = read_device("a100")
@@ -153,6 +154,44 @@ def test_the_best_is_a_configuration_that_resolves(schedules: Schedules, tmp_pat
     again = read_task(Request((str(file),)), None)
     assert again.split.ranks == 8
     assert again.model == task.model
+
+
+LAYERS_22 = {**CONFIG, "model": {**CONFIG["model"], "num_layers": 22}}
+
+
+@pytest.mark.parametrize(
+    "own",
+    [
+        {},
+        {"parallel": {"first_stage_layers": 10, "tensor": 2, "pipeline": 2, "chunks": 2}},
+        {"parallel": {"loss_as_layer": True, "embedding_as_layer": True, "sequence": True, "pipeline": 3}},
+        {"parallel": {"layers": [12, 10], "pipeline": 2}, "optimizer": {"use": "deepspeed"}},
+        {"parallel_layer": {"use": "dense+lora"}, "train": {**CONFIG["train"], "micro_batch_size": 2}},
+    ],
+)
+def test_what_to_type_is_what_is_written(schedules: Schedules, tmp_path: Path, own: dict[str, object]) -> None:
+    """Uneven layers, and keys of the configuration that another split must unset, included."""
+    config = {**LAYERS_22, **own}
+    task = read_task(Request((config,)), 8)
+    found = Search(task.model, 8, 32, A100.model_copy(update={"memory": 9 * 2**30}), schedules).run(keep=1000).best[::3]
+    assert {bool(each.uneven) for each in found} == {True, False}
+    assert len({each.split.tensor for each in found}) > 1
+    for number, each in enumerate(found):
+        file = tmp_path / f"{number}.yaml"
+        file.write_text(written(task, each), encoding="utf-8")
+        spoken = resolve(Request((config,), sets=tuple(to_type(task, each)), nproc=8))
+        filed = resolve(Request((str(file),)))
+        assert spoken.layout == filed.layout
+        assert sections(spoken) == sections(filed)
+
+
+def test_segments_of_the_configuration_are_written_with_its_own_split(schedules: Schedules, tmp_path: Path) -> None:
+    task = read_task(Request((CONFIG,), sets=("train.recompute=core_attn,mlp", "parallel.tensor=2")), 8)
+    same = Search(task.model, 8, 32, A100, schedules).describe(task.split, task.schedule, task.counts)
+    file = tmp_path / "same.yaml"
+    file.write_text(written(task, same), encoding="utf-8")
+    assert load_config(file, environment={}).config.train.recompute == ("core_attn", "mlp")
+    assert "train.recompute=core_attn,mlp" in to_type(task, same)
 
 
 def test_a_decoder_counts_what_the_engine_would_build() -> None:

@@ -170,7 +170,9 @@ def drawn(task: Task, shown: Sequence[Candidate], machine: Device, timeline: Pat
     "--what-if", "changes", multiple=True, metavar="KEY=VALUE", help="Compare CONFIG with a change; repeatable."
 )
 @click.option("--as-is", is_flag=True, help="Only the split that CONFIG has.")
-@click.option("--write", type=_FILE, metavar="FILE", help="Write the best as a configuration.")
+@click.option(
+    "--write", type=_FILE, metavar="FILE", help="Write the best, or the split asked about, as a configuration."
+)
 @timeline_options
 @json_option
 @debug_option
@@ -204,16 +206,17 @@ def search(
             )
             for each in tasks
         ]
-        text, record = report.own_text(task, shown, machine), report.own_record(task, shown, machine)
+        text, record = report.own_text(tasks, shown, machine), report.own_record(task, shown, machine)
     else:
         found = Search(task.model, gpus or task.split.ranks, task.split.global_batch, machine, schedules).run()
         shown = [found.best[0]]
         install = to_install(task, found.best[0], schedules.catalog)
         text = report.choice_text(task, found, machine, write, install)
         record = report.choice_record(task, found, machine, install)
-        if write:
-            write_file(write, written(task, found.best[0]))
-            text += report.written_line(task, write)
+        tasks = [task]
+    if write:  # with --what-if the changed split
+        write_file(write, written(tasks[-1], shown[-1]))
+        text += report.written_line(tasks[-1], write)
     text += drawn(task, shown, machine, **traces)
     if as_json:
         print_json_line(record)

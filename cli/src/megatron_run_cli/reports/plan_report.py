@@ -36,7 +36,7 @@ def choice_text(
         "",
         *_table(task, found.best, device),
         "",
-        f"best: {_settings(best)}",
+        f"best: {_settings(task, best)}",
         *_memory(best, device),
         *_cost(task, best),
         _next(best, device, written, install),
@@ -56,7 +56,7 @@ def _next(best: Candidate, device: Device, written: Path | None, install: Sequen
 
 
 def written_line(task: Task, file: Path) -> str:
-    """That the best split is in ``file``, and what that file lacks."""
+    """That the split is in ``file``, and what that file lacks."""
     generated = task.sections.get("data", {}).get("use") == "mock"
     lacks = "; its data are generated (data=mock): name yours in it (docs/data.md)" if generated else ""
     return f"\nwritten: {file}{lacks}"
@@ -90,24 +90,10 @@ def _table(task: Task, candidates: Sequence[Candidate], device: Device) -> list[
     return rows
 
 
-def _settings(each: Candidate) -> str:
-    split = each.split
-    from megatron_run_planner.schedules import named
+def _settings(task: Task, each: Candidate) -> str:
+    from megatron_run_planner.task import to_type
 
-    word, options = named(each.schedule)
-    keys = {
-        "schedule": word,
-        **{f"schedule.{key}": value for key, value in options.items()},
-        "parallel.tensor": split.tensor,
-        "parallel.pipeline": split.pipeline,
-        "parallel.chunks": split.chunks,
-        "parallel.data": split.data,
-        "parallel.expert": split.expert,
-        "train.micro_batch_size": split.micro_batch,
-        "train.recompute": split.recompute,
-        "optimizer": "zero1" if split.zero1 else "adamw",
-    }
-    return " ".join(f"{key}={value}" for key, value in keys.items() if value != 1)
+    return " ".join(to_type(task, each))
 
 
 def _memory(each: Candidate, device: Device) -> list[str]:
@@ -127,12 +113,12 @@ def _cost(task: Task, each: Candidate) -> list[str]:
     return [f"{whole} in {seconds / _UNITS[unit]:,.2f} {unit}, {hours:,.0f} GPU hours"]
 
 
-def own_text(task: Task, shown: Sequence[Candidate], device: Device) -> str:
-    """The split that the configuration has; of two, what the second changes."""
+def own_text(tasks: Sequence[Task], shown: Sequence[Candidate], device: Device) -> str:
+    """The split that each of ``tasks`` has; of two, what the second changes."""
     if len(shown) == 2:
-        return _pair_text(task, shown, device)
-    (only,) = shown
-    missing = [f"note: {_misfit(only, device)}"] if only.needed > device.memory else []
+        return _pair_text(tasks, shown, device)
+    (task,), (only,) = tasks, shown
+    missing = [f"note: {_misfit(task, only, device)}"] if only.needed > device.memory else []
     return "\n".join(
         [
             *_heading(task, "on", only, device),
@@ -146,8 +132,8 @@ def own_text(task: Task, shown: Sequence[Candidate], device: Device) -> str:
     )
 
 
-def _pair_text(task: Task, pair: Sequence[Candidate], device: Device) -> str:
-    one, two = pair
+def _pair_text(tasks: Sequence[Task], pair: Sequence[Candidate], device: Device) -> str:
+    (task, _), (one, two) = tasks, pair
     change = two.step.seconds / one.step.seconds - 1
     return "\n".join(
         [
@@ -158,7 +144,11 @@ def _pair_text(task: Task, pair: Sequence[Candidate], device: Device) -> str:
             f"a step takes {abs(change):.1%} {'longer' if change > 0 else 'less'} with the change",
             *(f"  {name:18} {one.shares[name]:6.1%} -> {two.shares[name]:6.1%}" for name in one.shares),
             *_more_devices(one, two),
-            *(f"note: {_misfit(each, device)}" for each in pair if each.needed > device.memory),
+            *(
+                f"note: {_misfit(own, each, device)}"
+                for own, each in zip(tasks, pair, strict=True)
+                if each.needed > device.memory
+            ),
         ]
     )
 
@@ -170,8 +160,8 @@ def _more_devices(one: Candidate, two: Candidate) -> list[str]:
     return [f"note: on {two.split.ranks} devices, not {one.split.ranks}; to compare on as many, add --gpus"]
 
 
-def _misfit(each: Candidate, device: Device) -> str:
-    return f"{_settings(each)} needs {each.needed / _GIB:.1f} GiB of {device.memory / _GIB:.0f}"
+def _misfit(task: Task, each: Candidate, device: Device) -> str:
+    return f"{_settings(task, each)} needs {each.needed / _GIB:.1f} GiB of {device.memory / _GIB:.0f}"
 
 
 def own_record(task: Task, shown: Sequence[Candidate], device: Device) -> dict[str, Any]:
@@ -198,7 +188,7 @@ def choice_record(task: Task, found: Choice, device: Device, install: Sequence[s
 
 def _record(task: Task, each: Candidate, device: Device) -> dict[str, Any]:
     return {
-        "split": asdict(each.split),
+        "split": {**asdict(each.split), "layers": each.uneven},
         "schedule": each.schedule,
         "seconds": each.step.seconds,
         "waiting": each.step.waiting,
@@ -290,7 +280,7 @@ def yield_text(task: Task, best: Candidate, device: Device, conditions: Conditio
         [
             *_heading(task, "on", best, device),
             f"a device fails every {conditions.mtbf / 3600:g} h, {lost}",
-            f"{_settings(best)}: a step of {best.step.seconds:.3f} s",
+            f"{_settings(task, best)}: a step of {best.step.seconds:.3f} s",
             f"{days:g} days on {conditions.devices} devices: {often}",
             *(f"  {share:6.1%}  {name}" for name, share in shares.items()),
             f"saves every {month.interval / 60:.1f} min (Young and Daly: {told['young_daly'] / 60:.1f} min)",

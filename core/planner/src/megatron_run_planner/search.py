@@ -45,6 +45,12 @@ class Candidate:
         return max(each.needed() for each in self.memory)
 
     @property
+    def uneven(self) -> tuple[int, ...]:
+        """The layers of each place in model order, as ``parallel.layers`` has them; empty where they are even."""
+        counts = tuple(len(place.layers) for place in self.plan.layout)
+        return counts if len({*counts}) > 1 else ()
+
+    @property
     def limit(self) -> str:
         """The largest share that is no computation."""
         return max(self.shares, key=lambda name: self.shares[name])

@@ -10,10 +10,10 @@ from megatron_run.config.merge import ConfigSource
 from megatron_run.config.origin import section_of
 from megatron_run.config.request import Request
 from megatron_run.config.sources import read_sources
-from megatron_run.config.validate import validate_section
-from megatron_run.config.values import core_scalar
+from megatron_run.config.validate import annotation_at, validate_section
+from megatron_run.config.values import core_scalar, read_text, typed
 from megatron_run.config.yaml import yaml_text
-from megatron_run.contracts.schema import ParallelSection, TrainSection
+from megatron_run.contracts.schema import SECTIONS, ParallelSection, TrainSection
 from megatron_run.errors import Findings, InputError, nearest_multiples
 from megatron_run.planning.layer_split import is_uneven, layer_counts
 from megatron_run.planning.rank_grid import ExpertSplit
@@ -28,6 +28,14 @@ from megatron_run_planner.workload import Model, Recompute, Split
 _ASPECT = 128
 #: GPT-2's.
 _VOCABULARY = 50257
+#: Keys of ``parallel`` that say how layers are split, and how each is unset; a chosen split has counts alone.
+_LAYER_KEYS = {
+    "layers": (),
+    "first_stage_layers": None,
+    "last_stage_layers": None,
+    "embedding_as_layer": False,
+    "loss_as_layer": False,
+}
 
 
 @dataclass(frozen=True)
@@ -194,7 +202,12 @@ def _sections(merged: ConfigSource) -> dict[str, Any]:
         holder = data
         for part in key[:-1]:
             holder = holder.setdefault(part, {})
-        holder[key[-1]] = _typed(value.data)
+        section = SECTIONS.get(key[0])
+        if section and isinstance(value.data, str):  # text from the command line, of a list too
+            annotation = annotation_at(section, key[:1], key[1:], value.origin)
+            holder[key[-1]] = read_text(value.data, annotation)
+        else:
+            holder[key[-1]] = _typed(value.data)
     return data
 
 
@@ -202,6 +215,26 @@ def written(task: Task, chosen: Candidate) -> str:
     """The configuration of ``task`` with the split and the schedule of ``chosen``, as a YAML file."""
     data = _with_split(task, chosen)
     return yaml_text({"version": 1, **{name: keys for name, keys in data.items() if name != "version"}})
+
+
+def to_type(task: Task, chosen: Candidate) -> list[str]:
+    """What to set after the configuration of ``task`` to have what :func:`written` writes, as KEY=VALUE."""
+    data, own = _with_split(task, chosen), task.sections.get("parallel", {})
+    schedule, parallel, train = data["schedule"], data["parallel"], data["train"]
+    usual = {"tensor": 1, "pipeline": 1, "chunks": 1, "data": 1, "expert": 1, "sequence": False, "layers": []}
+    words = {"schedule": schedule["use"], **{f"schedule.{key}": schedule[key] for key in schedule if key != "use"}}
+    for key, value in usual.items():
+        if parallel.get(key, value) != value or own.get(key, value) != value:
+            words[f"parallel.{key}"] = parallel.get(key, value)
+    words |= {f"parallel.{key}": unset for key, unset in _LAYER_KEYS.items() if key in own and key not in parallel}
+    if train["micro_batch_size"] != 1 or task.split.micro_batch != 1:
+        words["train.micro_batch_size"] = train["micro_batch_size"]
+    words["train.recompute"] = train["recompute"]
+    if _usual_optimizer(data):
+        words["optimizer"] = data["optimizer"]["use"]
+    if chosen.split.tensor > 1:
+        words["parallel-layer"] = data["parallel_layer"]["use"]
+    return [f"{key}={typed(value)}" for key, value in words.items()]
 
 
 def to_install(task: Task, chosen: Candidate, catalog: Catalog) -> list[str]:
@@ -222,24 +255,28 @@ def _with_split(task: Task, chosen: Candidate) -> dict[str, Any]:
         chosen.split,
         {name: dict(keys) if isinstance(keys, dict) else keys for name, keys in task.sections.items()},
     )
-    data.setdefault("train", {}).update(
-        micro_batch_size=split.micro_batch, recompute=["mlp"] if split.recompute == "mlp" else split.recompute
-    )
+    train = data.setdefault("train", {})
+    recompute: Any = ["mlp"] if split.recompute == "mlp" else split.recompute
+    if split == task.split:  # the configuration may name segments that no split has
+        recompute = train.get("recompute", recompute)
+    train.update(micro_batch_size=split.micro_batch, recompute=recompute)
     kept = data.get("parallel", {})
     sizes = {"tensor": split.tensor, "pipeline": split.pipeline, "chunks": split.chunks, "data": split.data}
     more: dict[str, Any] = {"sequence": split.sequence_parallel, "expert": split.expert}
-    drop = {"layers", "first_stage_layers", "last_stage_layers"}
-    data["parallel"] = {**{key: value for key, value in kept.items() if key not in drop}, **sizes, **more}
-    places = split.pipeline * split.chunks
-    if task.model.layers % places:
-        each, left = divmod(task.model.layers, places)
-        data["parallel"]["layers"] = [each + 1] * left + [each] * (places - left)
+    if chosen.uneven:
+        more["layers"] = list(chosen.uneven)
+    data["parallel"] = {**{key: value for key, value in kept.items() if key not in _LAYER_KEYS}, **sizes, **more}
     word, choices = named(chosen.schedule)
     data["schedule"] = {"use": word, **choices}
-    optimizer, layers = (data.get(name, {}) for name in ("optimizer", "parallel_layer"))
-    if optimizer.get("use", "adamw") in ("adamw", "zero1"):  # another one is the user's choice
-        data["optimizer"] = {**optimizer, "use": "zero1" if split.zero1 else "adamw"}
+    layers = data.get("parallel_layer", {})
+    if _usual_optimizer(data):  # another one is the user's choice
+        data["optimizer"] = {**data.get("optimizer", {}), "use": "zero1" if split.zero1 else "adamw"}
     if split.tensor > 1:  # layers of other packages split too, or say at the dry run that they do not
         words = layers.get("use", "dense").split("+")
         data["parallel_layer"] = {**layers, "use": "+".join("tensor" if word == "dense" else word for word in words)}
     return data
+
+
+def _usual_optimizer(data: Mapping[str, Any]) -> bool:
+    """Whether the optimizer is one of the two between which a split decides."""
+    return data.get("optimizer", {}).get("use", "adamw") in ("adamw", "zero1")
