@@ -331,9 +331,13 @@ def environment_record() -> dict[str, Any]:
 
 def _packages() -> dict[str, str]:
     """The versions of what is installed, by name. What has none, since its metadata is broken, is left out."""
-    described = [each.metadata for each in distributions()]  # read once: each of its properties would parse it anew
-    named = [(each["Name"], each["Version"]) for each in described if "Name" in each and "Version" in each]
-    return dict(sorted(named, key=lambda each: each[0].lower()))
+    versions = {}
+    for distribution in distributions():
+        with suppress(Exception):  # metadata is third-party text; importlib_metadata, once imported, raises for none
+            described = distribution.metadata  # read once: each of its properties would parse it anew
+            if "Name" in described and "Version" in described:
+                versions[described["Name"]] = described["Version"]
+    return dict(sorted(versions.items(), key=lambda each: each[0].lower()))
 
 
 def attempt_record(
