@@ -1,5 +1,8 @@
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 import torch
 from torch.nn import Parameter
@@ -22,11 +25,21 @@ def add_one(parameter: Parameter) -> None:
 
 
 def test_what_autograd_accumulates_moves_into_main_grad() -> None:
-    _, (parameter,) = make("w")
+    gradients, (parameter,) = make("w")
     for _ in range(3):
         (parameter * 2.0).sum().backward()
     assert parameter.grad is None
     assert torch.equal(main_grad(parameter), torch.full((2,), 6.0))
+    assert gradients.steps == 0
+
+
+def test_a_training_that_is_over_leaves_no_model_and_no_gradients() -> None:
+    gradients, parameters = make("w")
+    (parameters[0] * 2.0).sum().backward()
+    left = weakref.ref(gradients), weakref.ref(parameters.pop())
+    del gradients
+    gc.collect()
+    assert [each() for each in left] == [None, None], "autograd holds the hook of a parameter"
 
 
 def test_a_submitted_gradient_runs_at_once_in_a_whole_backward() -> None:

@@ -7,10 +7,12 @@ through a hook, in ``I`` already. The accumulator also knows which arrival of a 
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, cast
 
 import torch
 
@@ -57,7 +59,7 @@ class GradientAccumulator:
             )
         if parameter not in self._names:  # a parameter shared by two chunks gets one hook
             self._names[parameter] = name
-            parameter.register_post_accumulate_grad_hook(self._move_grad)
+            parameter.register_post_accumulate_grad_hook(partial(_move_grad, weakref.ref(self)))
 
     @property
     def defers(self) -> bool:
@@ -117,13 +119,14 @@ class GradientAccumulator:
         for parameter in parameters:
             self._arrived(parameter)
 
-    def _move_grad(self, parameter: torch.Tensor) -> None:
+    def move_grad(self, parameter: Parameter) -> None:
+        """Add what autograd put into ``.grad`` to ``main_grad``."""
         if parameter.grad is None:
             return  # the hook also fires when a Function returned None for a parameter it submitted
         with torch.no_grad():
             main_grad(parameter).add_(parameter.grad)
         parameter.grad = None  # or autograd would add the next gradient to it, and it would be counted twice
-        self._arrived(parameter)  # type: ignore[arg-type]  # the hook is registered on parameters only
+        self._arrived(parameter)
 
     def _arrived(self, parameter: Parameter) -> None:
         if self._recorded is not None:
@@ -141,3 +144,12 @@ class GradientAccumulator:
                 why=f"{last:g} arrivals were learned from the first step, this is number {self._arrivals[parameter]}",
                 fix="a parameter must take part in every microbatch equally often",
             )
+
+
+def _move_grad(accumulator: weakref.ref[GradientAccumulator], parameter: torch.Tensor) -> None:
+    """The hook of a parameter. Weak, since the garbage collector cannot see that autograd holds a hook.
+
+    A method as the hook would keep model, gradients and groups of every training until the process ends.
+    """
+    if (alive := accumulator()) is not None:
+        alive.move_grad(cast("Parameter", parameter))  # registered on parameters only

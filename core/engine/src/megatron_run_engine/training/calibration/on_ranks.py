@@ -7,6 +7,7 @@ the job's tasks in order and writes what each returned.
 
 from __future__ import annotations
 
+import gc
 import importlib
 import json
 import os
@@ -102,6 +103,7 @@ def _main(file: Path) -> None:
         found.append(function(**arguments))
         dist.barrier()
         dist.destroy_process_group()
+        gc.collect()  # a training is full of cycles: their groups' threads, files and tensors would slow what follows
         if rank == 0:
             _done(folder, index).touch()
     (folder / f"result-{rank}").write_text(json.dumps(found), encoding="utf-8")
