@@ -1,10 +1,10 @@
 """Steps of real runs on this machine beside what the planner predicts of them after calibrating on it.
 
-Calibration and runs take turns, in rounds over everything, so that a disturbance hits no single one and both see the
-same machine; the calibration has trainings of its own and looks at none of these. A step's time is the typical one of
-the steps of all rounds, as in the calibration. Predicted is the step time that `plan` gives for the very request. How
-well half of the rounds predict the other half is what no prediction can surpass. The order of actions is compared on
-every rank, and between ranks wherever one action ended before another began.
+Calibration and runs take turns by their number of ranks, in rounds over everything, so that a disturbance hits no
+single one and both see the same machine; the calibration has trainings of its own and looks at none of these. A step's
+time is the typical one of the steps of all rounds, as in the calibration. Predicted is the step time that `plan` gives
+for the very request. How well half of the rounds predict the other half is what no prediction can surpass. The order of
+actions is compared on every rank, and between ranks wherever one action ended before another began.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from itertools import combinations
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -112,10 +113,13 @@ def measure(
     runs = [
         Measurement(each.ranks, time_request, {"request": each.request.to_json(), "steps": STEPS}) for each in chosen
     ]
+    tasks = [*calibration, *runs]
+    order = sorted(range(len(tasks)), key=lambda index: tasks[index].ranks)  # a calibration beside what it predicts
     measured, executed = list[Round](), [Executed([], []) for _ in chosen]
     for number in range(1, rounds + 1):
         print(f"measuring, round {number} of {rounds}", flush=True)
-        results = on_ranks([*calibration, *runs])
+        found = on_ranks([tasks[index] for index in order])
+        results = [result for _, result in sorted(zip(order, found, strict=True), key=itemgetter(0))]
         if calibration:
             measured.append(read_round(results[: len(calibration)]))
         for ranks, into in zip(results[len(calibration) :], executed, strict=True):
