@@ -14,7 +14,7 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 
 import numpy as np
@@ -37,15 +37,23 @@ def run(product: Sequence[Case], every: Sequence[Shape]) -> int:
     cases = [case for case in product if case.reference != case]
     references = sorted({case.reference for case in cases})
     alone = {case: ranks[0] for case, ranks in trained(references)}
-    done = [Trained(case, ranks, alone[case.reference]) for case, ranks in trained(cases)]
-    done += [Trained(case, [seen], seen) for case, seen in alone.items()]
-    faults = [fault for each in done for fault in each.faults()]
+    done, faults = [Trained(case, [seen], seen) for case, seen in alone.items()], list[str]()
+
+    def tell(found: Iterable[str]) -> None:  # at once: a grid that is stopped has shown what it found
+        for fault in found:
+            faults.append(fault)
+            print(fault, file=sys.stderr, flush=True)
+
+    for each in done:
+        tell(each.faults())
+    for case, ranks in trained(cases):
+        done.append(Trained(case, ranks, alone[case.reference]))
+        tell(done[-1].faults())
     with found_once():
         refused = [shape for shape in every if not shape.accepted]
-        faults += [fault for shape in refused for fault in refusal_faults(shape)]
+        tell(fault for shape in refused for fault in refusal_faults(shape))
     print_table(done, every)
     print("\n".join(["", *summary(done, len(refused), faults), f"- wall time: {time.perf_counter() - start:.0f} s"]))
-    print("\n".join(faults), file=sys.stderr)
     return 1 if faults else 0
 
 
