@@ -1,18 +1,28 @@
 """The path of a rank's failure, from the exception to the exit code and the one line that the user sees.
 
 1. In the rank ``RankWorker.run`` catches everything. :func:`classify` finds the documented failure behind the exception
-   (None: a bug), :func:`exit_code` its code and :func:`last_line` its text; all three go into a ``RankResult``.
-2. A local rank (``rank.py``) leaves that result next to its job and exits with the code. The launcher (``local.py``)
-   gives the other ranks ``GRACE`` seconds to end, kills what is left, and reads a result for each; one that left none,
-   killed by a signal or ended by a C library, gets one from its exit status, its status page and its log.
-3. The launcher chooses with :func:`first_cause` the rank that failed first, and makes the line with :func:`describe`:
-   a ``RunResult`` with that rank's code.
-4. Under torchrun and Slurm nobody collects results. ``Rendezvous.first_word`` finds the rank that knows the cause: it
-   alone prints, rank 0 writes its line to ``status.json``, and each rank exits with its own code.
+   (None: a bug, whose traceback is printed). A ``RankResult`` gets the code of :func:`exit_code`, the text of
+   :func:`last_line`, and whom the rank blames: ``secondary``, it failed because another rank did, and ``lost``, which.
+2. A local rank (``rank.py``) leaves that result next to its job and exits with the code; a forked one exits in
+   ``fork_server.become_rank``. The launcher (``local.py``) gives the other ranks ``GRACE`` seconds to end, kills what
+   is left, and reads a result for each. One that left none, killed by a signal or ended by a C library, gets one from
+   its exit status, its status page and its log. So does a process that failed before it had a ``RankWorker``:
+   ``rank.failed_start``, which ``fork_server.py`` calls too, chooses the code and prints into the log, of which
+   :func:`describe` quotes the last line.
+3. The launcher makes a ``RunResult`` in ``local._run_result``. The watchdog's verdict goes before a signal to the
+   launcher; then comes the rank that :func:`first_cause` chooses, which decides by ``secondary`` and ``lost``: a time
+   limit or a signal that stopped it, or else its failure, whose line :func:`describe` makes.
+4. Under torchrun and Slurm nobody collects results. ``Rendezvous.first_word`` follows ``lost`` from rank to rank to the
+   one that knows the cause: it alone keeps its line. Rank 0 closes ``status.json`` with that line in
+   ``RankWorker.run``, and each rank exits with its own code.
 5. A rank that hangs or is stopped cannot report. The watchdog names it: the local launcher kills all ranks and uses the
-   watchdog's line, and under torchrun and Slurm each rank's sidecar makes its rank exit with code 4.
-6. ``api.launch`` closes ``status.json`` with code and line, and returns them to the command, which prints the line
-   and exits with the code.
+   watchdog's line. Under torchrun and Slurm each rank's sidecar makes its rank exit with code 4, in
+   ``SidecarClient._end``, where one rank prints the line and rank 0 closes ``status.json``; it kills a rank that does
+   not obey, and that of rank 0 then closes ``status.json`` itself (``Sidecar._write_status``).
+6. ``api.launch`` returns the ``RunResult``; that of local ranks after ``api._attempt`` has closed ``status.json``. The
+   command (``cli/.../commands/train.py``) prints its line with ``tell_error`` and exits with its code. In place
+   of a result ``api.train`` and ``api.run_task`` raise ``FailedRunError``; a world of one that trains in the caller's
+   process (``api._train_here``) closes ``status.json`` and raises the exception itself.
 
 After a lost local rank :class:`Restarts` says when all are started again, and :func:`resumed` what is started then.
 """

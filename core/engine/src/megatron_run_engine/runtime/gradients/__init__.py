@@ -1,31 +1,39 @@
 """Gradients of one rank: the buckets that hold every ``main_grad``, their accumulator and their reducer.
 
-The callbacks of one step, from the backward to the reduction::
+The callbacks of one step, from the backward to the reduction. ``optimizer`` is a ``FlatOptimizer`` (``optim/flat.py``),
+``gradients`` a :class:`GradientAccumulator`::
 
     Trainer._accumulate
       optimizer.zero_grad()                            clears the buckets
       gradients.start_step(M, optimizer.grad_ready)    M microbatches; what to call at last arrivals
-      executor.run(program, StepInputs(..., start_grad_sync=optimizer.start_grad_sync))
+      StepRunner.run -> Executor.run(program, StepInputs(..., start_grad_sync=optimizer.start_grad_sync))
         action B or I: torch.autograd.backward
           layer with a split backward                  gradients.submit(parameters, compute)
             B: now; I: kept for W                        compute() adds to main_grad
           any other parameter                          hook: adds .grad to main_grad
-          replayed graph                               gradients.arrived(parameters)
+          replayed graph of a segment                  gradients.arrived(parameters)
         action W                                       gradients.run_deferred: what I has kept
         any of these, at the last arrival of a step    optimizer.grad_ready(parameter)
           bucket complete, and the next of its chunk     BucketReducer.arrived
-            collective overlaps with the backward          ShardingStrategy.start_reduce(bucket)
+            FlatOptimizer._send: times grad_scale          ShardingStrategy.start_reduce(bucket)
+              the strategy of bucket.replicas                ParallelGroup.start_sum or start_sum_shares
         after a chunk's last backward                  optimizer.start_grad_sync(chunk)
-          the chunk's remaining buckets                  BucketReducer.flush
+          the chunk's remaining buckets                  BucketReducer.flush -> _send, as above
       optimizer.finish_grad_sync()
-        tied buckets; waits for every collective         BucketReducer.finish
+        tied buckets; waits for every collective         BucketReducer.finish -> _send, as above
         partial gradients are summed over their axis     groups.sum_
+        where it updates: to the type of the masters     Shard.take_gradients
     Trainer._update                                    unscale_, clip_, step, start_param_sync
 
+A replay of the whole step (``training/step_runner.py``) runs no action: all backwards end first, then it calls
+``gradients.arrived`` once and ``start_grad_sync`` for each chunk, so that no reduction overlaps with a backward. An
+optimizer that is no ``FlatOptimizer`` answers the same three calls as it likes: that of ``plugins/optimizer/deepspeed``
+has no reducer, ignores ``grad_ready`` and ``start_grad_sync``, and reduces everything in ``finish_grad_sync``.
+
 To change *what* is sent, write a :class:`~megatron_run_engine.optim.ShardingStrategy` in an optimizer plugin, as
-``builtin/optimizer/adamw.py`` and ``tests/examples/plugins/optimizer.py`` do in 50 lines; *when* it is sent, see
-``reducer.py``; *which* gradients are reduced together, see ``buckets.py``; *how* a gradient arrives and
-which arrival is the last, see ``accumulator.py``.
+``builtin/optimizer/adamw.py`` and ``tests/examples/plugins/optimizer.py`` do in 50 lines; its collectives are methods
+of ``runtime/comm/parallel_group.py``. *When* it is sent, see ``reducer.py``; *which* gradients are reduced together,
+see ``buckets.py``; *how* a gradient arrives and which arrival is the last, see ``accumulator.py``.
 
 The accumulator learns in the first step how often a parameter's gradient arrives per microbatch. In that step no
 arrival is known to be the last, so ``start_grad_sync`` and ``finish_grad_sync`` send everything.

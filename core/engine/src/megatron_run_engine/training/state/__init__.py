@@ -1,38 +1,69 @@
 """The state of a training: saving it, resuming from it, and starting from another run's weights.
 
-Why was a checkpoint refused? Every refusal is raised by one of these functions, in this order. A refusal on one rank is
-raised on all of them by ``checkpoint.collectives.on_all_ranks``, before any state has changed. Which configuration
-belongs to another run, ``run_folder.changes.find_refusal`` says, for the run folder and for a step.
+Why was a checkpoint refused? The first column has the words of a message that never vary: search for them here. The
+second says what raises it. The groups are in the order in which they are asked; *it fits the run* is for a run that
+resumes or branches, and the group before the adapters for one with ``run.init_from``. A test compares the rows with the
+places that raise.
 
-======================================================  ================================================
-refusal                                                 raised by
-======================================================  ================================================
-*the run folder*
-belongs to another run, is no run folder, is in use     ``run_folder.opening``
-*which step*
-no checkpoints at a path                                ``checkpoint.step_folder.find_checkpoints``
-the newest step is gone, though ``latest`` names it     ``checkpoint.step_folder.Checkpoints.newest``
-no such step                                            ``checkpoint.step_folder.Checkpoints.find``
-*the files of the step*
-the manifest is damaged, or names an unknown field      ``checkpoint.manifest.read_manifest``
-pieces that do not cover a tensor exactly once          ``checkpoint.manifest.Manifest``
-a manifest of another step                              ``checkpoint.step_folder.Checkpoints.manifest``
-a file is missing, a link or unreadable                 ``checkpoint.files.reading``
-a file has another length, XXH3 or SHA-256              ``checkpoint.step_folder.verify_files``
-the weights that a step adapts are gone, or others      ``checkpoint.adapted.find_base``
-*whether it fits the run* (``resuming.accept``)
-other adapters, or none                                 ``adapting.check_adapters``
-another configuration, other training data              ``resuming.accept``
-another scaler wrote the scaler's state                 ``resuming.scaler_state``
-a plugin cannot read the version of its state           ``resuming.find_upgrade``
-with ``run.init_from``: weights of another model        ``init_from.refuse_other_model``
-*while it is read*
-a shard is no intact safetensors file                   ``checkpoint.shard_file.read_header``
-a shard contradicts the manifest; no such tensor        ``checkpoint.reader.Reader``
-the optimizer needs a field that was not saved          ``resuming.StateReader``
-an upgraded field has the wrong shape                   ``resuming.UpgradingReader``
-======================================================  ================================================
+What one rank refuses, ``checkpoint.collectives`` raises on all of them as a ``CheckpointError``. No state has changed
+until values are read; from there on some may have. ``init_from.check_source`` asks first about the source of
+``run.init_from`` or ``run.branch_from`` (step, manifest, model and tokenizer, or whether it fits), before a run folder
+is opened: in the launcher, under torchrun and Slurm on every rank, and in ``--dry-run``. Which configuration belongs to
+another run, ``run_folder.changes.find_refusal`` says, for the run folder and for a step.
 
-A save is refused by ``checkpoint.saving.Commit`` (the folder is a link, the step exists), by ``checkpoint.files.lock``
-(another job is saving), and by ``checkpoint.manifest.make_manifest`` (the pieces are not the whole state).
+=========================================  ======================================================
+words of the message                       raised by
+=========================================  ======================================================
+*the run folder* (an ``InputError``)
+is not a run folder                        ``run_folder.opening``
+is in use                                  ``run_folder.opening``
+belongs to another run                     ``run_folder.opening``
+*the step*: rank 0 chooses it
+no checkpoints in                          ``checkpoint.step_folder.find_checkpoints``
+is missing                                 ``checkpoint.step_folder.Checkpoints.newest``
+there is no checkpoint                     ``checkpoint.step_folder.Checkpoints.find``
+*its files*: each rank verifies a share
+cannot be read                             ``checkpoint.files.reading``
+is too large                               ``checkpoint.files.read_whole``
+is damaged                                 ``checkpoint.manifest.read_manifest``
+is of a newer format                       ``checkpoint.manifest.read_manifest``
+cannot be used                             ``checkpoint.manifest.read_manifest``
+is not what its name says                  ``checkpoint.step_folder.Checkpoints.manifest``
+is damaged                                 ``checkpoint.step_folder``
+*its model and tokenizer* (``run.init_from``)
+the data has another tokenizer             ``training.state.init_from.check_tokenizer``
+are of another model                       ``training.state.init_from.refuse_other_model``
+*its adapters*, and the weights under them
+belongs to a run with other adapters       ``training.state.adapting.check_adapters``
+holds adapters of random weights           ``checkpoint.adapted.find_base``
+adapts are not in                          ``checkpoint.adapted.find_base``
+*it fits the run* (``resuming.accept``)
+belongs to another run                     ``training.state.resuming.accept``
+the training data is not what it was       ``training.state.resuming.accept``
+holds state of version                     ``training.state.resuming.find_upgrade``
+holds the state of                         ``training.state.resuming.scaler_state``
+cannot read the state of version           ``training.state.resuming.find_upgrade``
+cannot be resumed                          ``training.numbers.Progress.restored``
+*values are read*: state may have changed
+is no intact safetensors file              ``checkpoint.shard_file``
+cannot be read                             ``checkpoint.reader``
+holds no                                   ``checkpoint.reader.Reader``
+does not hold what the manifest says       ``checkpoint.reader.Reader``
+merged weights have no                     ``checkpoint.adapted.MergedReader``
+the checkpoint has no                      ``training.state.resuming.StateReader``
+is not what it should be                   ``training.state.resuming.UpgradingReader``
+has no state, but the checkpoint holds     ``contracts.scaler.Scaler``, or that of a plugin
+newer steps could not be set aside         ``checkpoint.saving.Saver``
+*a save*
+cannot hold checkpoints                    ``checkpoint.saving.Commit``
+exists already                             ``checkpoint.saving.Commit``
+are being saved by another job             ``checkpoint.files.lock``
+the ranks disagree on the                  ``checkpoint.saving``
+its pieces are not the whole state         ``checkpoint.manifest.make_manifest``
+could not be saved                         ``checkpoint.saving.Saver``
+could not be removed                       ``checkpoint.saving.Saver``
+*elsewhere*: generating, and importing
+are of another model                       ``inference.network``
+is not read                                ``checkpoint.files.followed``
+=========================================  ======================================================
 """

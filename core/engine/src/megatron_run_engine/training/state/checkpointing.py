@@ -106,7 +106,8 @@ class Checkpointing:
         """Load the step that ``--resume`` selects. Collective.
 
         If it selects none, the state of ``run.branch_from`` or the weights of ``run.init_from`` are loaded, if set.
-        Raises :class:`megatron_run.errors.CheckpointError` before any state changes.
+        Raises :class:`megatron_run.errors.CheckpointError` before any state changes, but for an error of reading values
+        or of setting newer steps aside.
         """
         run, config = self._run, self._run.config.run
         with self._activity.within("load"):

@@ -194,8 +194,8 @@ Shapes = Mapping[str, tuple[int, ...]]
 def branch(run: ResolvedRun, assembly: Assembly, source: str, ranks: Ranks, data: DataRecord) -> Resumed:
     """Load all state of the step that ``source`` names into a run of its own: moments, position, scaler. Collective.
 
-    Every key may differ that does not give this state its meaning. An error on any rank is raised on all of them as a
-    :class:`CheckpointError`, before any state of ``assembly`` has changed.
+    Every key may differ that does not give this state its meaning. An error on any rank is raised on all of them, as by
+    :func:`~megatron_run_engine.training.state.resuming.resume`.
     """
 
     def chosen() -> str:
@@ -212,9 +212,9 @@ def start_from(run: ResolvedRun, assembly: Assembly, path: Path, ranks: Ranks, s
     """Load the weights at ``path``: a run folder, its checkpoints, one step, or an imported folder. Collective.
 
     ``shapes`` are the global shapes of the logical tensors of which this rank holds a part, adapters left out: they
-    keep their initial values. Each rank reads its own
-    part, whatever parallel layout saved the weights. An error on any rank is raised on all of them as a
-    :class:`CheckpointError`, before any state of ``assembly`` has changed. Returns the folder of the step.
+    keep their initial values. Each rank reads its own part, whatever parallel layout saved the weights. An error on any
+    rank is raised on all of them as a :class:`CheckpointError`, before any state of ``assembly`` has changed unless it
+    is one of reading values. Returns the folder of the step.
     """
     folder, step = json.loads(on_rank0(ranks, lambda: json.dumps(_choose(run, path))))
     checkpoints = Checkpoints(Path(folder))

@@ -1,8 +1,8 @@
-"""Resumes from a checkpoint: rank 0 chooses the step, all ranks verify it, and only then is any state changed.
+"""Resumes from a checkpoint: rank 0 chooses the step, all ranks verify and accept it, and only then read it.
 
 :func:`accept` decides whether the run may resume from a step whose files are intact, in this order: is it this run, are
-these its data, can the scaler and the optimizer read their state? The first "no" is a :class:`CheckpointError` or
-:class:`DataError` that tells what to do about it.
+these its data, can the optimizer and the scaler read their state, does its progress fit the step? The first "no" is a
+:class:`CheckpointError` or :class:`DataError` that tells what to do about it.
 """
 
 from __future__ import annotations
