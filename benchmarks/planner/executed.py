@@ -14,7 +14,6 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from itertools import combinations
-from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -118,8 +117,8 @@ def measure(
     measured, executed = list[Round](), [Executed([], []) for _ in chosen]
     for number in range(1, rounds + 1):
         print(f"measuring, round {number} of {rounds}", flush=True)
-        found = on_ranks([tasks[index] for index in order])
-        results = [result for _, result in sorted(zip(order, found, strict=True), key=itemgetter(0))]
+        found = dict(zip(order, on_ranks([tasks[index] for index in order]), strict=True))
+        results = [found[index] for index in range(len(tasks))]
         if calibration:
             measured.append(read_round(results[: len(calibration)]))
         for ranks, into in zip(results[len(calibration) :], executed, strict=True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
@@ -19,6 +20,7 @@ from megatron_run.contracts.schedule import ScheduleSpec
 from megatron_run.errors import ExitCode, InputError
 from megatron_run_engine import train
 from megatron_run_engine.launch import FailedRunError
+from megatron_run_engine.runtime.gradients import GradientAccumulator
 from tests.support.commands import free_port
 from tests.support.forked import ForkedCommand, forked_command
 
@@ -53,6 +55,16 @@ def test_a_world_of_one_trains_in_this_process_with_an_object_as_plugin(tmp_path
     assert (result.code, result.folder) == (ExitCode.DONE, tmp_path)
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 3
     assert (status(tmp_path)["state"], status(tmp_path)["step"]) == ("finished", 3)
+
+
+def test_what_was_trained_is_freed_when_the_run_has_ended(tmp_path: Path) -> None:
+    def alive() -> int:
+        return sum(type(each) is GradientAccumulator for each in gc.get_objects())
+
+    gc.collect()
+    before = alive()
+    train(load_config("preset:tiny", sets=SETS | {"run.folder": tmp_path}))
+    assert alive() == before
 
 
 def test_sigterm_finishes_the_step_and_gives_the_handler_back(tmp_path: Path) -> None:

@@ -8,11 +8,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from megatron_run import errors
 from megatron_run_engine.training import state
 from tests.support.checkout import ENGINE, KERNEL
 
 #: What makes a refusal from the text that it is called with.
-RAISERS = ("CheckpointError", "DataError", "InputError", "saving")
+RAISERS = (
+    *(name for name, each in vars(errors).items() if isinstance(each, type) and each.__module__ == errors.__name__),
+    "saving",
+)
 #: Packages of which the table has every refusal.
 PROMISED = ("checkpoint.", "training.state.")
 #: Places that raise words which others have given them.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import shutil
@@ -224,6 +225,7 @@ def _train_here(run: ResolvedRun) -> RunResult:
                 raise
             message = interrupted(f"stopped by {code.name}", opened.folder.path) if code is ExitCode.SIGINT else ""
             opened.folder.end(code, message)
+        gc.collect()  # what was trained is full of cycles, and Python counts objects, not bytes
         return RunResult(code, opened.folder.path, message, steps=_last_step(opened.folder))
 
 

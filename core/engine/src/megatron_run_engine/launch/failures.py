@@ -1,8 +1,8 @@
 """The path of a rank's failure, from the exception to the exit code and the one line that the user sees.
 
 1. In the rank ``RankWorker.run`` catches everything. :func:`classify` finds the documented failure behind the exception
-   (None: a bug, whose traceback is printed). A ``RankResult`` gets the code of :func:`exit_code`, the text of
-   :func:`last_line`, and whom the rank blames: ``secondary``, it failed because another rank did, and ``lost``, which.
+   (None: Ctrl-C, or a bug, whose traceback is printed). A ``RankResult`` gets the code of :func:`exit_code`, the text
+   of :func:`last_line`, and whom the rank blames: ``secondary``, it failed because another did, and ``lost``, which.
 2. A local rank (``rank.py``) leaves that result next to its job and exits with the code; a forked one exits in
    ``fork_server.become_rank``. The launcher (``local.py``) gives the other ranks ``GRACE`` seconds to end, kills what
    is left, and reads a result for each. One that left none, killed by a signal or ended by a C library, gets one from
@@ -13,8 +13,8 @@
    launcher; then comes the rank that :func:`first_cause` chooses, which decides by ``secondary`` and ``lost``: a time
    limit or a signal that stopped it, or else its failure, whose line :func:`describe` makes.
 4. Under torchrun and Slurm nobody collects results. ``Rendezvous.first_word`` follows ``lost`` from rank to rank to the
-   one that knows the cause: it alone keeps its line. Rank 0 closes ``status.json`` with that line in
-   ``RankWorker.run``, and each rank exits with its own code.
+   one that knows the cause: it alone keeps its line. Rank 0 closes ``status.json`` in ``RankWorker.run``,
+   with that line unless only another rank knows it, and each rank exits with its own code.
 5. A rank that hangs or is stopped cannot report. The watchdog names it: the local launcher kills all ranks and uses the
    watchdog's line. Under torchrun and Slurm each rank's sidecar makes its rank exit with code 4, in
    ``SidecarClient._end``, where one rank prints the line and rank 0 closes ``status.json``; it kills a rank that does

@@ -331,12 +331,12 @@ def environment_record() -> dict[str, Any]:
 
 def _packages() -> dict[str, str]:
     """The versions of what is installed, by name. What has none, since its metadata is broken, is left out."""
-    versions = {}
+    versions: dict[str, str] = {}
     for distribution in distributions():
-        with suppress(Exception):  # metadata is third-party text; importlib_metadata, once imported, raises for none
+        with suppress(Exception):  # third-party text; importlib_metadata, once imported, raises where it is missing
             described = distribution.metadata  # read once: each of its properties would parse it anew
             if "Name" in described and "Version" in described:
-                versions[described["Name"]] = described["Version"]
+                versions.setdefault(described["Name"], described["Version"])  # the first is imported
     return dict(sorted(versions.items(), key=lambda each: each[0].lower()))
 
 

@@ -59,6 +59,7 @@ class GradientAccumulator:
             )
         if parameter not in self._names:  # a parameter shared by two chunks gets one hook
             self._names[parameter] = name
+            vars(parameter)["accumulator"] = self  # so that it lives as long as what it adopted, for all can see
             parameter.register_post_accumulate_grad_hook(partial(_move_grad, weakref.ref(self)))
 
     @property
@@ -149,7 +150,9 @@ class GradientAccumulator:
 def _move_grad(accumulator: weakref.ref[GradientAccumulator], parameter: torch.Tensor) -> None:
     """The hook of a parameter. Weak, since the garbage collector cannot see that autograd holds a hook.
 
-    A method as the hook would keep model, gradients and groups of every training until the process ends.
+    A bound method would hold the accumulator, which holds every parameter: model, gradients and groups of each training
+    would stay until the process ends.
     """
-    if (alive := accumulator()) is not None:
-        alive.move_grad(cast("Parameter", parameter))  # registered on parameters only
+    alive = accumulator()
+    assert alive is not None, "a parameter keeps the accumulator that adopted it"
+    alive.move_grad(cast("Parameter", parameter))  # registered on parameters only

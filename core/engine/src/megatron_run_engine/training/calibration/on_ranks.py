@@ -101,9 +101,9 @@ def _main(file: Path) -> None:
         method = f"file://{folder}/store-{index}"
         dist.init_process_group("gloo", method, rank=rank, world_size=world, timeout=timedelta(minutes=5))
         found.append(function(**arguments))
+        gc.collect()  # a training is full of cycles: their groups' threads, files and tensors would slow what follows
         dist.barrier()
         dist.destroy_process_group()
-        gc.collect()  # a training is full of cycles: their groups' threads, files and tensors would slow what follows
         if rank == 0:
             _done(folder, index).touch()
     (folder / f"result-{rank}").write_text(json.dumps(found), encoding="utf-8")
