@@ -59,7 +59,7 @@ class GradientAccumulator:
             )
         if parameter not in self._names:  # a parameter shared by two chunks gets one hook
             self._names[parameter] = name
-            vars(parameter)["accumulator"] = self  # so that it lives as long as what it adopted, for all can see
+            vars(parameter)["accumulator"] = self  # it lives as long as what it adopted; the collector sees this
             parameter.register_post_accumulate_grad_hook(partial(_move_grad, weakref.ref(self)))
 
     @property
