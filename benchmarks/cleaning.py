@@ -12,8 +12,8 @@ from collections.abc import Iterator
 
 from benchmarks.support.command import run
 from benchmarks.support.report import table
+from megatron_run_data_indexed.preparation.document_rules import Rules
 from megatron_run_data_indexed.preparation.near_duplicates import BANDS, HASHES, SHINGLE, Duplicates, shingles
-from megatron_run_data_indexed.preparation.rules import Rules
 
 #: Shingles of a document. A similarity is the nearest that two such documents can have.
 SIZE = 400

@@ -24,7 +24,6 @@ from megatron_run_engine.training.calibration.on_ranks import Task as Measuremen
 from megatron_run_engine.training.calibration.on_ranks import on_ranks
 from megatron_run_engine.training.calibration.survey import (
     Round,
-    processor_name,
     read_round,
     slowest,
     step_seconds,
@@ -32,6 +31,7 @@ from megatron_run_engine.training.calibration.survey import (
     tasks,
 )
 from megatron_run_engine.training.calibration.timed_run import time_request
+from megatron_run_engine.training.process import processor_name
 from megatron_run_planner.accuracy import Accuracy, Compared, Measured, kendall, summarise
 from megatron_run_planner.accuracy.calibrate import Survey, describe, device_text
 from megatron_run_planner.devices import Device, read_device

@@ -167,7 +167,7 @@ class Plugin:
 @cache
 def plugins() -> tuple[Plugin, ...]:
     """Every plugin of this repository, by kind, the built-in ones first."""
-    projects = (*ROOT.glob("core/pyproject.toml"), *ROOT.glob("core/*/pyproject.toml"))
+    projects = tuple(ROOT.glob("core/*/pyproject.toml"))
     own = {_distribution(file): 0 for file in projects}
     own |= {_distribution(file): 1 for file in ROOT.glob("plugins/*/*/pyproject.toml")}
     found = []

@@ -141,7 +141,7 @@ def _records(path: Path) -> object:
 
 
 def _converted(path: Path) -> object:
-    from megatron_run_data_indexed.preparation.convert import import_
+    from megatron_run_data_indexed.preparation.import_export import import_
 
     return import_(path, path.with_name("converted"), "tokens", overwrite=True)
 

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from typing import get_args
 
-from megatron_run.config.faults import KINDS
+from megatron_run.config.faults import FAULTS
 from megatron_run.contracts.activity import PhaseName
 
 TESTS = Path(__file__).parents[1]
@@ -26,5 +26,5 @@ def test_each_fault_of_the_list_names_one() -> None:
 
 
 def test_all_kinds_and_phases_are_told() -> None:
-    words = {*KINDS, *get_args(PhaseName)}
+    words = {*FAULTS, *get_args(PhaseName)}
     assert not {word for word in words if f"`{word}`" not in PAGE}

@@ -16,7 +16,7 @@ from megatron_run_engine.nn.attention import CoreAttention
 from megatron_run_engine.runtime.comm import Groups
 from megatron_run_engine.runtime.parameter_init import count_parameters, describe_parameters
 from megatron_run_engine.training.build import build_chunks, make_context, make_layers, with_vocabulary
-from megatron_run_engine.training.saved_activations import peak_activations
+from megatron_run_engine.training.step_memory import count_chunks
 from megatron_run_planner.memory import layer_activations
 from megatron_run_planner.task import read_task
 from tests.support.checkout import KERNEL
@@ -85,9 +85,8 @@ def kept(model: dict[str, Any], parallel: dict[str, Any], layers: int) -> int:
     """Bytes that one microbatch's forward leaves, counted in the layers themselves."""
     config = {**small({**model, "num_layers": layers}, 1024), "parallel": parallel}
     plugins = ("parallel-layer=tensor",) if parallel else ()
-    found = peak_activations(resolve(Request((config,), plugins=plugins)))
-    assert found is not None
-    return found[0]
+    (chunk,) = count_chunks(resolve(Request((config,), plugins=plugins)), 0, {})
+    return chunk.kept
 
 
 KEPT: dict[str, dict[str, Any]] = {

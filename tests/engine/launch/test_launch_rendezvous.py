@@ -71,7 +71,7 @@ def test_rank_0_gets_everybodys_note_by_rank_and_the_others_get_its(file: str, k
     ids=["the last is silent", "one knows", "they miss each other", "neither knows"],
 )
 def test_the_rank_speaks_that_knows_the_cause(file: str, missed: list[int | None], speakers: list[int]) -> None:
-    found = meet(file, len(missed), lambda rank, rendezvous: rendezvous.first_word(f"word of {rank}", missed[rank]))
+    found = meet(file, len(missed), lambda rank, rendezvous: rendezvous.find_cause(f"word of {rank}", missed[rank]))
     assert [outcome.values[0] for outcome in found] == [(speaker, f"word of {speaker}") for speaker in speakers]
 
 

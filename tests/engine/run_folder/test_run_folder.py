@@ -19,7 +19,7 @@ import pytest
 
 from megatron_run.errors import CheckpointError, ExitCode, InputError
 from megatron_run.planning import ResolvedRun, load_config
-from megatron_run.planning.run import digest
+from megatron_run.planning.run import comparison_table
 from megatron_run.safe_folder import SafeFolder
 from megatron_run_engine.run_folder import (
     FolderLock,
@@ -81,7 +81,7 @@ def test_broken_metadata_is_left_out_of_the_record(monkeypatch: pytest.MonkeyPat
 def test_the_written_configuration_resolves_to_the_same_run(tmp_path: Path) -> None:
     run = tiny(tmp_path / "run", train__lr=0.5)
     result = opened(run)
-    assert digest(load_config(result.folder.path / "config.yaml")) == digest(run)
+    assert comparison_table(load_config(result.folder.path / "config.yaml")) == comparison_table(run)
 
 
 def test_without_a_name_a_new_folder_is_made_and_latest_points_at_the_last_that_took_a_step(
@@ -172,10 +172,10 @@ def test_another_run_is_refused_with_the_keys_that_differ(tmp_path: Path) -> Non
 
 def test_an_attempt_that_was_killed_before_it_was_recorded_stands_in_nobodys_way(tmp_path: Path) -> None:
     opened(tiny(tmp_path))
-    (tmp_path / "logs" / "attempt-002").mkdir()
-    (tmp_path / "logs" / "attempt-002" / "config.yaml").write_text("model: {num_la")
+    (attempt := tmp_path / "logs" / "attempt-002").mkdir()
+    (attempt / "config.yaml").write_text("model: {num_la")
     assert opened(tiny(tmp_path)).folder.attempt == 2
-    assert digest(load_config(tmp_path / "logs" / "attempt-002" / "config.yaml")) == digest(tiny(tmp_path))
+    assert comparison_table(load_config(attempt / "config.yaml")) == comparison_table(tiny(tmp_path))
 
 
 def test_a_finished_run_says_so(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_run.config.faults import KINDS, VARIABLE, Fault, read_faults
+from megatron_run.config.faults import FAULTS, VARIABLE, Fault, read_faults
 from megatron_run.config.request import Request
 from megatron_run.contracts.activity import Activity
 from megatron_run.errors import InputError, Problems
@@ -191,4 +191,4 @@ def test_what_says_nothing_ends_or_stays(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_every_kind_is_tried_here() -> None:
     text = Path(__file__).read_text()
-    assert not [kind for kind in KINDS if f'"{kind}"' not in text and f"kind={kind}" not in text]
+    assert not [kind for kind in FAULTS if f'"{kind}"' not in text and f"kind={kind}" not in text]

@@ -26,10 +26,6 @@ def test_warm_up_rises_in_a_line_to_the_maximum(shape: Shape) -> None:
     assert made.at(W) == TOP
 
 
-def test_warm_up_may_start_above_zero() -> None:
-    assert rate("cosine", initial=4e-4).at(50) == pytest.approx(4e-4 + 6e-4 / 2)
-
-
 def test_without_warm_up_the_first_step_has_the_maximum() -> None:
     assert LearningRate(TOP, LOW, "cosine", 0, D).at(0) == TOP
 

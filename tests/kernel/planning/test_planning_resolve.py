@@ -13,7 +13,7 @@ from megatron_run.contracts import Observer, PluginInfo, Schedule
 from megatron_run.contracts.schedule import Action, ScheduleSpec
 from megatron_run.planning import resolve
 from megatron_run.planning.describe import describe, run_record
-from megatron_run.planning.run import digest, to_yaml
+from megatron_run.planning.run import comparison_table, to_yaml
 from tests.support.plugin_file import schedule_file
 from tests.support.resolving import TINY, mistake, resolved
 
@@ -144,15 +144,15 @@ def test_the_written_configuration_resolves_to_the_same_run(name: str, tmp_path:
     run = resolved(**RUNS[name])
     (tmp_path / "config.yaml").write_text(to_yaml(run), encoding="utf-8")
     again = resolved(str(tmp_path / "config.yaml"))
-    assert digest(again) == digest(run)
+    assert comparison_table(again) == comparison_table(run)
     assert again.config == run.config
     assert to_yaml(again) == to_yaml(run)
 
 
 def test_the_digest_tells_runs_apart_and_leaves_out_what_a_rank_may_choose() -> None:
-    base = digest(resolved())
-    assert digest(resolved(sets=["run.folder=x", "run.device=cpu", "run.threads=1"])) == base
-    changed = digest(resolved(sets=["train.seed=2", "optimizer.eps=1e-6"], plugins=["schedule=1f1b"]))
+    base = comparison_table(resolved())
+    assert comparison_table(resolved(sets=["run.folder=x", "run.device=cpu", "run.threads=1"])) == base
+    changed = comparison_table(resolved(sets=["train.seed=2", "optimizer.eps=1e-6"], plugins=["schedule=1f1b"]))
     different = {key for key in base.keys() | changed.keys() if base.get(key) != changed.get(key)}
     assert {"train.seed", "optimizer option eps", "schedule", "parallel.pipeline", "layout"} <= different
     assert "actions of 4 microbatches" in different
@@ -161,16 +161,16 @@ def test_the_digest_tells_runs_apart_and_leaves_out_what_a_rank_may_choose() -> 
 
 def test_the_bytes_of_a_file_enter_the_digest(tmp_path: Path) -> None:
     mine = schedule_file(tmp_path / "mine.py")
-    before = digest(resolved(plugins=[f"schedule={mine}"]))
+    before = comparison_table(resolved(plugins=[f"schedule={mine}"]))
     Path(mine).write_text(Path(mine).read_text() + "\n# changed\n")
-    after = digest(resolved(plugins=[f"schedule={mine}"]))
+    after = comparison_table(resolved(plugins=[f"schedule={mine}"]))
     assert {key for key in before if before[key] != after[key]} == {"schedule code"}
 
 
 def test_a_rank_resolves_the_same_run_from_the_request() -> None:
     run = resolved(plugins=["schedule=interleaved"], sets={"train.lr": 1e-3})
     again = resolve(Request.from_json(run.request.to_json()))
-    assert digest(again) == digest(run)
+    assert comparison_table(again) == comparison_table(run)
 
 
 class Backwards(Schedule):

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import sys
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -10,7 +9,6 @@ from megatron_run import __version__
 from megatron_run.errors import ExitCode, InputError, PluginError
 from megatron_run.registry.choose import check_kind, choose
 from megatron_run.registry.discover import KERNEL, Catalog, Entry, scan
-from megatron_run.registry.known import Known
 from tests.support.fake_plugins import FakeSite
 
 ORIGIN = "--plugin schedule=..."
@@ -68,13 +66,6 @@ def test_a_known_package_is_answered_with_its_install_line() -> None:
         f"no installed plugin is schedule=interleaved (from {ORIGIN}); "
         "pip install -e ./plugins/schedule/interleaved; installed: sequential"
     )
-
-
-def test_a_planned_package_promises_no_installation(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megatron_run.registry.choose.known_plugin", partial(Known, planned=True))
-    message = refusal(Catalog((BUILT_IN,)), "later", kind="model")
-    assert "megatron-run-model-later is planned, not yet released" in message
-    assert "pip install" not in message
 
 
 def test_an_unknown_kind_is_answered_with_the_nearest_and_all() -> None:

@@ -10,10 +10,8 @@ from megatron_run import hookspecs
 from megatron_run.contracts import PluginInfo
 from megatron_run.errors import ExitCode, PluginError
 from megatron_run.hookspecs import hookimpl
-from megatron_run.registry import compatibility
 from megatron_run.registry.compatibility import mismatches, misstacked, unserved
 from megatron_run.registry.discover import KERNEL, Catalog, Entry
-from megatron_run.registry.known import Known
 from megatron_run.registry.loaded_plugin import Plugin, unloaded
 
 NOTHING = Catalog(())
@@ -134,17 +132,6 @@ def test_a_switch_is_served_or_set_back_like_a_size() -> None:
         "or set parallel.tensor=1\n"
         f"parallel.sequence=true needs a plugin that serves it: parallel-layer=dense does not; {install}; "
         "or set parallel.sequence=false"
-    )
-
-
-def test_a_size_that_only_planned_plugins_serve_promises_no_installation(monkeypatch: pytest.MonkeyPatch) -> None:
-    planned = (Known("parallel-layer", "sparse", planned=True), Known("parallel-layer", "expert", planned=True))
-    monkeypatch.setattr(compatibility, "known_providers", lambda _: planned)
-    (problem,) = unserved({"parallel.expert": 2}, [plugin("parallel-layer", "dense")], NOTHING)
-    assert str(problem) == (
-        "parallel.expert=2 needs a plugin that serves it: parallel-layer=dense does not; "
-        "megatron-run-parallel-layer-sparse is planned, not yet released; "
-        "megatron-run-parallel-layer-expert is planned, not yet released; or set parallel.expert=1"
     )
 
 

@@ -6,9 +6,7 @@ from tests.support.checkout import PLUGINS
 
 
 def test_what_is_called_available_is_what_the_tree_holds() -> None:
-    assert {known.distribution for known in KNOWN if not (known.planned or known.builtin)} == {
-        plugin.name for plugin in PLUGINS
-    }
+    assert {known.distribution for known in KNOWN if not known.builtin} == {plugin.name for plugin in PLUGINS}
 
 
 def test_every_known_plugin_is_named_once_and_of_a_real_kind() -> None:
@@ -16,7 +14,7 @@ def test_every_known_plugin_is_named_once_and_of_a_real_kind() -> None:
     assert {known.kind for known in KNOWN} <= set(KINDS)
 
 
-def test_providers_that_exist_come_before_planned_ones() -> None:
+def test_providers_are_the_packages_that_have_the_ability() -> None:
     names = [known.name for known in known_providers("parallel.pipeline")]
     assert names == ["1f1b", "interleaved", "gpipe", "zero-bubble"]
 

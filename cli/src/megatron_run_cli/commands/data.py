@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -96,10 +95,11 @@ def prepare(  # noqa: PLR0913  # one argument an option
         from megatron_run_data_indexed.preparation import prepare as preparation
         from megatron_run_data_indexed.preparation.inputs import find_inputs
         from megatron_run_data_indexed.preparation.records import Reading
+        from megatron_run_engine.training.process import available_cores
     inputs, left_out = find_inputs(names, form)
     if left_out:
         tell(f"{left_out} files of other endings are left out")
-    cores = workers or _cores()
+    cores = workers or available_cores()
     reading = Reading(key, _unescaped(separator), malformed)
     job = preparation.Preparation(tuple(inputs), out, tokenizer, reading, end, cores)
     if dry_run:
@@ -124,11 +124,6 @@ def prepare(  # noqa: PLR0913  # one argument an option
         first, last = split_bounds(IndexedOptions.model_fields["split"].default, totals.documents)[1]
         whole = "" if first < last else " --set data.split=1,0,0  # --separator makes more documents, for validation"
         click.echo(f"train: megatron-run --plugin data=indexed,paths={out},tokenizer={tokenizer}{whole}")
-
-
-def _cores() -> int:
-    """The cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _unescaped(separator: str | None) -> bytes | None:
@@ -242,9 +237,10 @@ def clean(  # noqa: PLR0913  # one argument an option
     """
     with _indexed():
         from megatron_run_data_indexed.preparation import clean as cleaning
+        from megatron_run_data_indexed.preparation.document_rules import Rules
         from megatron_run_data_indexed.preparation.inputs import find_inputs
         from megatron_run_data_indexed.preparation.records import Reading
-        from megatron_run_data_indexed.preparation.rules import Rules
+        from megatron_run_engine.training.process import available_cores
     inputs, left_out = find_inputs(names, form)
     if left_out:
         tell(f"{left_out} files of other endings are left out")
@@ -256,7 +252,7 @@ def clean(  # noqa: PLR0913  # one argument an option
         rules,
         Reading(key, _unescaped(separator), malformed),
         tuple(find_inputs(tests, form)[0]),
-        workers or _cores(),
+        workers or available_cores(),
     )
     with _bar(job.size) as bar:
         report = cleaning.clean(job, overwrite=overwrite, progress=lambda made: bar(made.size, made.kept.tokens))
@@ -381,7 +377,7 @@ def convert(
     One of SOURCE and TARGET is a dataset's prefix, the other ends in .jsonl, .jsonl.gz or .parquet.
     """
     with _indexed():
-        from megatron_run_data_indexed.preparation import convert as conversion
+        from megatron_run_data_indexed.preparation import import_export as conversion
         from megatron_run_data_indexed.preparation.inspect import tokenizer_of
     if source.name.endswith(conversion.ENDINGS):
         documents, count = conversion.import_(source, target, key or "tokens", overwrite=overwrite)

@@ -96,7 +96,7 @@ def model(
         given = {"path": str(model.expanduser()), "step": step, "tasks": tasks, "stride": stride, "batch": batch}
         results = [TaskResult(**each) for each in _on_ranks(run, request, given)]
     else:
-        results = load_here(run, source).evaluate(*tasks, stride=stride, batch=batch, heard=Heard())
+        results = load_here(run, source).evaluate(*tasks, stride=stride, batch=batch, progress=ProgressLines())
     if as_json:
         print_json({"model": str(source.path), "step": source.step, "tasks": [asdict(each) for each in results]})
     else:
@@ -176,7 +176,7 @@ def harness(
     print_table(rows)
 
 
-class Heard:
+class ProgressLines:
     """Says how far a long evaluation is, every ten seconds."""
 
     def __init__(self) -> None:

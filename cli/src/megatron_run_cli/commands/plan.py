@@ -348,7 +348,8 @@ def calibrate(device_name: str | None, output: Path) -> None:
     Ranks are taken to have one thread each (run.threads=1) and to share the cores. Nothing else should run meanwhile.
     """
     from megatron_run_cli.reports.plan_report import device_lines
-    from megatron_run_engine.training.calibration.survey import processor_name, survey
+    from megatron_run_engine.training.calibration.survey import survey
+    from megatron_run_engine.training.process import processor_name
     from megatron_run_planner.accuracy.calibrate import Survey, describe, device_text
 
     if not output.parent.is_dir():

@@ -151,7 +151,7 @@ def _mixture_record(size: ModelSize) -> dict[str, Any] | None:
         "layers": list(mixture.layers),
         "experts": mixture.experts,
         "top_k": mixture.top_k,
-        "parameters_per_token": size.parameters - mixture.unmet,
+        "parameters_per_token": size.parameters - mixture.inactive,
     }
 
 
@@ -163,7 +163,7 @@ def _mixture_text(mixture: Mixture, parameters: int, ways: int) -> str:
         (
             f"experts: {mixture.experts} in each of layers {layers}, of which a token meets {mixture.top_k}",
             f"  a rank holds of its layers' experts: {held}",
-            f"  parameters that a token meets: {parameters - mixture.unmet:,} of {parameters:,}",
+            f"  parameters that a token meets: {parameters - mixture.inactive:,} of {parameters:,}",
         )
     )
 

@@ -125,7 +125,7 @@ class OutOfMemoryError(RunError):
     exit_code = ExitCode.OUT_OF_MEMORY
 
 
-#: Problems that are printed: more of them are of a file that is something else.
+#: The most problems that are printed. A file with more is probably not a configuration.
 _SHOWN = 20
 
 
@@ -286,9 +286,6 @@ class Findings:
 
     def __init__(self) -> None:
         self.problems: list[RunError] = []
-
-    def __bool__(self) -> bool:
-        return bool(self.problems)
 
     def add(self, error: RunError) -> None:
         """Add an error, or each of several; duplicates are dropped."""

@@ -16,7 +16,8 @@ from click.testing import CliRunner
 
 from megatron_run.errors import DataError, InputError
 from megatron_run_cli.main import program
-from megatron_run_data_indexed.preparation import rules
+from megatron_run_data_indexed.preparation import document_rules as rules
+from megatron_run_data_indexed.preparation.document_rules import Examiner, Rules, Verdict, judge, ngrams_of
 from megatron_run_data_indexed.preparation.near_duplicates import (
     BANDS,
     HASHES,
@@ -25,7 +26,6 @@ from megatron_run_data_indexed.preparation.near_duplicates import (
     jaccard,
     shingles,
 )
-from megatron_run_data_indexed.preparation.rules import Examiner, Rules, Verdict, judge, ngrams_of
 from tests.plugins.data.indexed.counting import spaces
 
 rensa = pytest.importorskip("rensa")

@@ -12,7 +12,7 @@ import pytest
 
 from megatron_run.errors import DataError, InputError
 from megatron_run_data_indexed.preparation import inspect as inspection
-from megatron_run_data_indexed.preparation.convert import export, import_
+from megatron_run_data_indexed.preparation.import_export import export, import_
 from megatron_run_engine.data.indexed_files import Reader, Writer
 from megatron_run_engine.data.tokenizer import ByteTokenizer
 

@@ -12,7 +12,8 @@ import pytest
 
 from megatron_run.errors import DataError, InputError, RunError
 from megatron_run.planning import load_config
-from megatron_run_data_nlu import Nlu, NluOptions, metrics, recipes
+from megatron_run_data_nlu import Nlu, NluOptions, recipes
+from megatron_run_data_nlu import official_metrics as metrics
 from megatron_run_data_nlu.rows import Spans
 from tests.plugins.data.nlu import published
 

@@ -14,7 +14,7 @@ import pytest
 from megatron_run.config.request import Request
 from megatron_run.planning import resolve
 from megatron_run_engine.training.memory_estimate import model_size
-from megatron_run_engine.training.saved_activations import peak_activations
+from megatron_run_engine.training.step_memory import step_memory
 from tests.support.indexed_texts import write_texts
 from tests.support.training import learned_alike, train_many
 
@@ -88,15 +88,15 @@ def test_every_topology_trains_as_one_process_does(corpus: Path, names: list[str
 def test_a_dry_run_counts_all_that_crosses_and_what_a_stage_only_hands_on(corpus: Path) -> None:
     """The first stage of four has an encoder layer, the second too, and holds the decoder's stream for it."""
     run = resolve(request(corpus, 4, ("parallel.pipeline=4", "train.micro_batch_size=2"), ("schedule=1f1b",)))
-    size, held = model_size(run), peak_activations(run)
+    size, held = model_size(run), step_memory(run)
     assert size.beside == 4 * (48 * 2 * 32 + 2 * 32 * 2)
     longer = request(corpus, 4, ("parallel.pipeline=4", "train.micro_batch_size=2"), ("schedule=1f1b",))
     longer = replace(longer, sets=tuple(each.replace("length=16", "length=20") for each in longer.sets))
-    more = peak_activations(resolve(longer))
+    more = step_memory(resolve(longer))
     assert held is not None
     assert more is not None
     # Of each microbatch in flight, three on the second stage, four more tokens of 32 features in two rows.
-    assert more[1] - held[1] == 3 * 4 * (4 * 2 * 32)
+    assert more[1]["activations"] - held[1]["activations"] == 3 * 4 * (4 * 2 * 32)
 
 
 def _layers(sets: tuple[str, ...], _: tuple[str, ...]) -> tuple[str, ...]:

@@ -16,7 +16,7 @@ from typing import Protocol
 from megatron_run.errors import CheckpointError
 
 #: Errors of file systems without flock.
-_NO_FLOCK = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
+NO_FLOCK = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 
 
 #: Bytes after which write-back is started, and after which it is awaited.
@@ -132,7 +132,7 @@ def lock(path: Path, owner: str) -> Iterator[None]:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            if error.errno not in _NO_FLOCK:
+            if error.errno not in NO_FLOCK:
                 holder = os.read(handle, 200).decode(errors="replace").strip()
                 raise CheckpointError(
                     f"checkpoints in {path.parent} are being saved by another job", why=f"run {holder} holds {path}"

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from megatron_run.errors import DataError, near_path
+from megatron_run_engine.data.option_types import SPLITS
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -258,9 +259,6 @@ class PackedDataset:
 
 #: A document of at least this many bytes is cut into the shares of all splits. A smaller one goes to one split whole.
 CUT_FROM = 256 * 1024
-
-#: In the order of their shares.
-SPLITS: tuple[Split, ...] = ("train", "validation", "test")
 
 
 @dataclass(frozen=True)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from math import isfinite
 from typing import Annotated
 
 from pydantic import AfterValidator, BeforeValidator
+
+from megatron_run.contracts.data import Split
 
 
 def _at_commas(value: object) -> object:
@@ -24,3 +27,11 @@ AT_COMMAS = BeforeValidator(_at_commas)
 Paths = Annotated[tuple[str, ...], BeforeValidator(lambda value: (value,) if isinstance(value, str) else value)]
 #: How much of the data train, validation and test get, in any unit.
 SplitShares = Annotated[tuple[float, float, float], AT_COMMAS, AfterValidator(_shares)]
+#: In the order of their shares.
+SPLITS: tuple[Split, ...] = ("train", "validation", "test")
+
+
+def validation_notice(shares: tuple[float, float, float]) -> Iterator[str]:
+    """A notice where nothing is kept for validation."""
+    if not shares[SPLITS.index("validation")]:
+        yield "data.split gives validation nothing: nothing is evaluated"

@@ -9,7 +9,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
@@ -19,16 +18,13 @@ from megatron_run.contracts import Dataset, DataSource, Split
 from megatron_run.errors import DataError
 from megatron_run_engine.data.batches import sample_index
 from megatron_run_engine.data.indexed_files import Reader, open_tokens
-from megatron_run_engine.data.option_types import AT_COMMAS, SplitShares
+from megatron_run_engine.data.option_types import AT_COMMAS, SPLITS, SplitShares, validation_notice
 from megatron_run_engine.data.tokenizer import Tokenizer, json_file, open_tokenizer
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from megatron_run.contracts.schema import Config
-
-#: The place of a split among the shares.
-PLACE: Mapping[Split, int] = MappingProxyType({"train": 0, "validation": 1, "test": 2})
 
 
 class PreparedTextOptions(BaseModel):
@@ -47,8 +43,7 @@ class PreparedTextOptions(BaseModel):
 
 def check_config(config: Config, options: PreparedTextOptions) -> Iterator[str]:  # noqa: ARG001  # the contract's
     """A notice where nothing is kept for validation."""
-    if not options.split[1]:
-        yield "data.split gives validation nothing: nothing is evaluated"
+    return validation_notice(options.split)
 
 
 class DrawnSamples(ABC):
@@ -109,12 +104,13 @@ class PreparedTexts(DataSource):
     def bounds(self, reader: Reader, split: Split) -> tuple[int, int]:
         """The first document of ``split``, and the one after its last."""
         ends = np.cumsum((0, *self._shares)) / sum(self._shares) * (len(reader.documents) - 1)
-        first, last = np.round(ends[PLACE[split] : PLACE[split] + 2]).astype(int).tolist()
+        place = SPLITS.index(split)
+        first, last = np.round(ends[place : place + 2]).astype(int).tolist()
         return first, last
 
     def check_filled(self, drawn: DrawnSamples, split: Split, what: str, why: str) -> None:
         """Raise :class:`DataError` when ``split``, which has a share, holds no ``what``."""
-        if self._shares[PLACE[split]] and not len(drawn):
+        if self._shares[SPLITS.index(split)] and not len(drawn):
             raise DataError(
                 f"the {split} split holds no {what}",
                 why=why,

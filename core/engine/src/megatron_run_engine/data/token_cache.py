@@ -32,7 +32,8 @@ import numpy as np
 import xxhash
 
 from megatron_run.errors import DataError, plural
-from megatron_run_engine.data.documents import SPLITS, Document, Shares, split_streams, token_type, unreadable
+from megatron_run_engine.data.documents import Document, Shares, split_streams, token_type, unreadable
+from megatron_run_engine.data.option_types import SPLITS
 from megatron_run_engine.data.user_cache import locked, replacing, user_cache
 
 if TYPE_CHECKING:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from megatron_run.planning import ResolvedRun
     from megatron_run_engine.inference.source import Source
     from megatron_run_engine.runtime.generation import Network
-    from megatron_run_engine.training.tasks import Progress
+    from megatron_run_engine.training.tasks import ReportProgress
 
 #: A prompt: text, or token ids where the model has no tokenizer.
 Prompt = str | Sequence[int]
@@ -142,7 +142,8 @@ class LoadedModel:
     def __call__(self, tokens: Tensor | Sequence[Sequence[int]]) -> Tensor:
         """Logits after each of ``tokens`` [b, s]: fp32 [b, s, v], the same on every rank.
 
-        Raises :class:`InputError` for ids that are none.
+        Raises :class:`InputError` for a table that is empty or has other axes, for more tokens than ``positions``, and
+        for an id outside the vocabulary.
         """
         table = torch.as_tensor(tokens, dtype=torch.int64, device=self.network.context.device)
         if table.ndim != 2 or not table.numel():
@@ -177,18 +178,18 @@ class LoadedModel:
         return self.write([prompts] if isinstance(prompts, str) else prompts, Writing(**options))
 
     def evaluate(
-        self, *tasks: str, stride: int | None = None, batch: int = 8, heard: Progress | None = None
+        self, *tasks: str, stride: int | None = None, batch: int = 8, progress: ReportProgress | None = None
     ) -> list[TaskResult]:
         """Evaluate the model on ``tasks``, each ``NAME=FILE``: perplexity, wikitext or lambada.
 
         ``stride`` tokens are scored in each window but the first, by default as the task defines it; ``batch`` windows
-        are read at once; ``heard`` is told after each pass. Raises :class:`InputError` for an unknown task,
+        are read at once; ``progress`` is told after each pass. Raises :class:`InputError` for an unknown task,
         :class:`DataError` for what it cannot read.
         """
         seed, samples = self.run.config.train.seed, self.source.has_samples
         reader = Reader(self.data, self.positions, seed, self.vocab_size, has_samples=samples)
         works = [make_work(task, reader, stride) for task in tasks]  # all mistakes come before the first takes its time
-        return [run_task(*work, self.network, batch, heard) for work in works]
+        return [run_task(*work, self.network, batch, progress) for work in works]
 
     def step(self, batch: Tensor | Sequence[Prompt], *, lr: float = 1e-4) -> float:
         """Change the weights by one update of AdamW on ``batch``, texts or rows of token ids, all of one length.

@@ -49,11 +49,11 @@ class _NoText(DataSource):
 
     @property
     def vocab_size(self) -> int:
-        """It has no tokens, and so none that a model lacks."""
+        """1: the vocabulary of every model covers it."""
         return 1
 
     def dataset(self, split: Split, sequence_length: int, seed: int) -> Dataset:
-        """There is none."""
+        """Raises :class:`DataError`: there are no samples."""
         raise DataError("the model has come without data")
 
 
@@ -62,11 +62,12 @@ def plan(source: Source, request: Request) -> ResolvedRun:
 
     Weights are used in fp32, as they are saved, unless train.precision is set; nothing else of how the model was
     trained is taken over. A tokenizer may be given with the plugin of kind data. No file that ``source`` names as a
-    plugin is run, unless ``request`` names it too. Raises :class:`InputError` for what is only there for training.
+    plugin is run, unless ``request`` names it too. Raises :class:`InputError` for ``parallel.sequence`` and
+    ``parallel.chunks``, which only training has.
     """
     found = Found(source.config, f"what is saved in {source.path}")
     ours = {
-        "train": {"steps": 1, "global_batch_size": _copies(request)},
+        "train": {"steps": 1, "global_batch_size": _global_batch(request)},
         "parallel": {"tensor": 1, "pipeline": 1},
         "observer": {"use": []},
     }
@@ -80,7 +81,7 @@ def plan(source: Source, request: Request) -> ResolvedRun:
     return run
 
 
-def _copies(request: Request) -> int:
+def _global_batch(request: Request) -> int:
     """A global batch of one sample for each copy of the model, whatever their number is: plans must divide it."""
     words = dict(word.split("=", 1) for word in request.sets if "=" in word)
     values = {**words, **request.values}

@@ -7,12 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_run.config.yaml import Node, parse
+from megatron_run.config.yaml import bare, parse
 from megatron_run.contracts.optimizer import MASTER
 from megatron_run.errors import CheckpointError, InputError
 from megatron_run.registry.choose_format import format_to_read
 from megatron_run_engine.checkpoint.adapted import MergedReader, open_step
 from megatron_run_engine.checkpoint.step_folder import find_step
+from megatron_run_engine.run_folder.changes import nested
 from megatron_run_engine.run_folder.folder import last_config
 
 if TYPE_CHECKING:
@@ -63,7 +64,7 @@ def find_source(path: Path | None, step: int | None = None, *, verified: bool = 
         return _foreign(path)
     manifest = checkpoints.manifest(chosen) if verified else checkpoints.verify(chosen)
     reader = open_step(checkpoints, chosen, manifest, verify=not verified)
-    config = _nested(manifest.about.identity)
+    config = nested(manifest.about.identity)
     found: dict[str, Any] = {name: config[name] for name in _KEPT if name in config}
     found["train"] = {key: config["train"][key] for key in ("sequence_length",) if key in config.get("train", {})}
     layers = _layers(checkpoints.path.parent)
@@ -117,21 +118,5 @@ def _layers(run_folder: Path) -> dict[str, Any] | None:
     if config is None:
         return None
     node = parse(config.text, str(config.path)).get(_LAYERS)
-    section = None if node is None else _plain(node)
+    section = None if node is None else bare(node)
     return section if isinstance(section, dict) else None
-
-
-def _plain(node: Node) -> Any:
-    return {name: _plain(each) for name, each in node.data.items()} if isinstance(node.data, dict) else node.data
-
-
-def _nested(identity: Mapping[str, Any]) -> dict[str, Any]:
-    """``{"model.use": "gpt"}`` as ``{"model": {"use": "gpt"}}``."""
-    found: dict[str, Any] = {}
-    for key, value in identity.items():
-        section = found
-        *sections, name = key.split(".")
-        for each in sections:
-            section = section.setdefault(each, {})
-        section[name] = value
-    return found

@@ -79,7 +79,7 @@ class TextStream:
         return shown
 
     def _new(self) -> str:
-        """What the tokens say that were not read yet."""
+        """The text of the tokens that were not read yet."""
         before, after = (self.decode(self._tokens[self._from : stop]) or "" for stop in (self._read, None))
         return after[len(before) :]
 

@@ -1,9 +1,9 @@
 """Launches the ranks of a run, or joins those that torchrun or Slurm started, and returns how the run ended.
 
-Importing it is instant, since a process beside each rank does: the public names are loaded when first used, and torch
-by the ranks, or by ``launch`` when it resolves the run. Reading order: ``api`` (where ranks come from), ``local``,
-``fork_server`` and ``rank`` (how one starts), ``worker`` (its work), ``rank_output`` (where its words go), ``failures``
-(how its failure reaches the user), ``watchdog`` (how a hang is noticed).
+Importing this package is instant, because the sidecar of each rank imports it: public names are loaded when first
+used, torch by the ranks, or by ``launch`` when it resolves the run. Reading order: ``api`` (where ranks come from),
+``local``, ``fork_server`` and ``rank`` (how one starts), ``worker`` (its work), ``rank_output`` (where its words go),
+``failures`` (how its failure reaches the user), ``watchdog`` (how a hang is noticed).
 
 Imports: checkpoint, config, contracts, data, errors, lazy, planning, run_folder, runtime, safe_folder, training.
 """

@@ -295,7 +295,7 @@ def _local_plan(
 
 
 def run_task(run: ResolvedRun, request: Request, task: Task, options: LaunchOptions) -> RunResult:
-    """Do ``task`` on local ranks, as many as ``run`` has, and return how it ended; its run folder is a passing one.
+    """Do ``task`` on local ranks, as many as ``run`` has, and return how it ended; its run folder is temporary.
 
     ``request`` is what every rank resolves again. Raises :class:`RunError` for what is found before a rank starts, and
     :class:`FailedRunError` when one fails.

@@ -12,7 +12,7 @@
 3. The launcher makes a ``RunResult`` in ``local._run_result``. The watchdog's verdict goes before a signal to the
    launcher; then comes the rank that :func:`first_cause` chooses, which decides by ``secondary`` and ``lost``: a time
    limit or a signal that stopped it, or else its failure, whose line :func:`describe` makes.
-4. Under torchrun and Slurm nobody collects results. ``Rendezvous.first_word`` follows ``lost`` from rank to rank to the
+4. Under torchrun and Slurm nobody collects results. ``Rendezvous.find_cause`` follows ``lost`` from rank to rank to the
    one that knows the cause: it alone keeps its line. Rank 0 closes ``status.json`` in ``RankWorker.run``,
    with that line unless only another rank knows it, and each rank exits with its own code.
 5. A rank that hangs or is stopped cannot report. The watchdog names it: the local launcher kills all ranks and uses the
@@ -20,7 +20,7 @@
    ``SidecarClient._end``, where one rank prints the line and rank 0 closes ``status.json``; it kills a rank that does
    not obey, and that of rank 0 then closes ``status.json`` itself (``Sidecar._write_status``).
 6. ``api.launch`` returns the ``RunResult``; that of local ranks after ``api._attempt`` has closed ``status.json``. The
-   command (``cli/.../commands/train.py``) prints its line with ``tell_error`` and exits with its code. In place
+   command (``commands/train.py`` of the command) prints its line with ``tell_error`` and exits with its code. In place
    of a result ``api.train`` and ``api.run_task`` raise ``FailedRunError``; a world of one that trains in the caller's
    process (``api._train_here``) closes ``status.json`` and raises the exception itself.
 

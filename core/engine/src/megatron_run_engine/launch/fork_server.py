@@ -5,8 +5,8 @@ and torch read their variables when they are loaded. It imports torch and the ch
 thread, and tells the launcher what becomes of the ranks, as it is their parent. When the launcher is gone it kills
 them, also those that hang or are stopped and cannot end by themselves.
 
-multiprocessing's server is one for the whole program of the caller, in the environment of its first use, and its
-children import the caller's main module; so it is none for a library.
+The fork server of multiprocessing does not suit a library: a program has only one, it keeps the environment of its
+first use, and its children import the caller's main module.
 """
 
 from __future__ import annotations
@@ -174,9 +174,8 @@ def _serve(job: Path, control: socket.socket) -> None:
         each.setblocking(False)
     signal.signal(signal.SIGCHLD, lambda *_: None)  # a handler, without which no byte is written to the bell
     signal.set_wakeup_fd(bell.fileno())
-    begin = (
-        partial(_fork, run) if can_fork() else _spawn
-    )  # a lock that another thread holds during a fork is never released
+    # A lock that another thread holds during a fork is never released.
+    begin = partial(_fork, run) if can_fork() else _spawn
     processes = []
     for rank, start in enumerate(starts):
         processes.append(begin(job, start, (control, wakeup, bell)))

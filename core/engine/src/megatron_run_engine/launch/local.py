@@ -27,14 +27,13 @@ from megatron_run_engine.launch.signals import AFTER_THE_STEP, SAVING, caught_si
 from megatron_run_engine.launch.start import RankProcess, RankStart, scratch_folder, spawned_ranks, starting
 from megatron_run_engine.launch.watchdog.monitor import Watchdog
 from megatron_run_engine.launch.watchdog.page import Page
+from megatron_run_engine.launch.watchdog.verdict import IN_ORDER
 from megatron_run_engine.run_folder import RunFolder, open_log
 from megatron_run_engine.training.process import available_cores, rank_environment
 
 #: Seconds that the other ranks get to end by themselves once one has failed: all are gone within 5.
 GRACE = 4.0
 _POLL = 0.02
-#: Ends that do not trouble the other ranks: not yet, done, or stopped after a step on which all ranks agreed.
-_IN_ORDER = (None, ExitCode.DONE, ExitCode.TIME_LIMIT, ExitCode.SIGINT, ExitCode.SIGTERM)
 
 
 @dataclass(frozen=True)
@@ -148,7 +147,7 @@ class _Ranks:
                     deadline = time.monotonic()
             # With a deadline the watchdog is not asked: ranks that wait for a failed one would look as if they hung.
             elif deadline == inf and (
-                self._deserted or any(process.returncode not in _IN_ORDER for process in self._processes)
+                self._deserted or any(process.returncode not in (None, *IN_ORDER) for process in self._processes)
             ):
                 deadline = time.monotonic() + self._plan.grace
             elif deadline == inf:

@@ -145,7 +145,7 @@ class Rendezvous:
         table: dict[str, str] = json.loads(self._store.get(f"table/{name}"))
         return table
 
-    def first_word(self, message: str, lost: int | None) -> tuple[int, str]:
+    def find_cause(self, message: str, lost: int | None) -> tuple[int, str]:
         """The rank that knows why this one failed, and its message.
 
         Follow 'rank X is lost' reports to the rank that failed first: this rank fails with ``message`` because of rank

@@ -69,11 +69,11 @@ def stopping_on_signals(stop: StopRequest, *, tells: bool = False, borrowed: boo
         with _handling(lambda number, _: answer(number), numbers):
             yield
         return
-    with _Ears(answer) as ears, _handling(ears.handle, numbers):
+    with _SignalThread(answer) as ears, _handling(ears.handle, numbers):
         yield
 
 
-class _Ears:
+class _SignalThread:
     """Has each signal answered once: by the main thread, or by another while the main one waits in C.
 
     Python runs handlers between two instructions of the main thread, which may wait for a message of another rank as

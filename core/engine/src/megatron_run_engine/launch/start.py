@@ -71,7 +71,7 @@ def spawn(words: Sequence[str], environment: Mapping[str, str], log: Path, inher
         )
 
 
-#: What the names of launchers' passing folders begin with, and the file in each that its launcher has locked.
+#: What the names of launchers' temporary folders begin with, and the file in each that its launcher has locked.
 _SCRATCH, _LOCK = "megatron-run-", ".launcher"
 #: Kills the process groups of which it was told, once who told it is gone without a last word.
 _GUARD = """
@@ -155,7 +155,7 @@ def starting() -> Iterator[None]:
 
 @contextmanager
 def scratch_folder() -> Iterator[Path]:
-    """A passing folder of this launcher. Those of launchers that were killed are removed first.
+    """A temporary folder of this launcher. Those of launchers that were killed are removed first.
 
     A launcher holds a lock in its folder, which the operating system releases when it dies.
     """

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from megatron_run.contracts.activity import Activity
 from megatron_run.errors import CheckpointError, ExitCode, RankLostError
-from megatron_run.planning.run import digest
+from megatron_run.planning.run import comparison_table
 from megatron_run_engine.launch.failures import classify, exit_code, last_line
 from megatron_run_engine.launch.rank_output import redirect_output, untold
 from megatron_run_engine.launch.rendezvous import PeerError, Rendezvous, attempt, check_digests, check_gpus
@@ -70,7 +70,7 @@ class RankWorker:
         self._terminal = os.dup(2)  # the output of most ranks goes to their log, but one line must reach the user
 
     def run(self) -> RankResult:
-        """Train. Nothing is raised: whatever happens has an exit code, and a message where this rank must print one."""
+        """Train, or do the task. Nothing is raised: there is an exit code, and a message if this rank must print it."""
         rank, joined = self._world.rank, self._world.launcher != "local"
         try:
             result = RankResult(rank, self._train())
@@ -85,7 +85,7 @@ class RankWorker:
         if self._rendezvous is not None:
             if result.message and joined:  # our launcher reads the results of all ranks, and chooses the first cause
                 with stopping_on_signals(StopRequest()):  # torchrun sends SIGTERM to the others once one has exited
-                    speaker, message = self._rendezvous.first_word(result.message, result.lost)
+                    speaker, message = self._rendezvous.find_cause(result.message, result.lost)
                 result = replace(result, message=message)
             self._rendezvous.leave()
         # Last: once the lock is released another attempt may open the folder, and must find how this one ended.
@@ -146,7 +146,7 @@ class RankWorker:
             return placed
 
         def note(placed: World) -> dict[str, Any]:
-            kept = rendezvous.keep({**digest(run), "device": placed.device.partition(":")[0]})
+            kept = rendezvous.keep({**comparison_table(run), "device": placed.device.partition(":")[0]})
             gpu = gpu_name(placed.device) if placed.backend == "nccl" else ""
             return {"host": placed.host, "gpu": gpu, "digest": kept}
 

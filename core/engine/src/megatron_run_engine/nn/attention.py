@@ -38,7 +38,7 @@ class Attention(nn.Module):
     """A layer's attention: derived classes make queries, keys and values, and map what the core makes of them.
 
     Their ``forward`` has the arguments of that of :class:`SelfAttention`. Raises :class:`InputError` for a ``shape``
-    with variants that the core of these ``layers`` has not.
+    with variants that the core of these ``layers`` does not support.
     """
 
     #: Whether a token sees only those before it; else it sees its whole document, and padding is one.

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 #: Values processed at a time on a CPU: 1 MiB of fp32.
 CACHED = 2**18
-#: Slices of a fake tensor, about.
+#: About how many slices a fake tensor is cut into.
 _FAKE_SLICES = 16
 LOG2_E = 1 / math.log(2)
 

@@ -228,7 +228,7 @@ def _slow_in_bf16() -> bool:
 
 
 def _maker() -> str:
-    """Of the first processor: on a big machine, the kernel takes its time to describe them all."""
+    """The vendor of the first processor. The rest is not read: with many processors the kernel is slow to list them."""
     with suppress(OSError), Path("/proc/cpuinfo").open(encoding="utf-8") as described:
         for line in described:
             if line.startswith("vendor_id"):

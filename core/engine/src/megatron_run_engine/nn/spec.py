@@ -70,7 +70,6 @@ class ExpertSpec:
 
 
 Position = Literal["learned", "rope"]
-Norm = NormKind
 #: Of a half's norms: before it, on what it adds to the stream, both, or on the sum.
 NormPlacement = Literal["pre", "post", "sandwich", "sum"]
 QkNorm = Literal["none", "head", "full"]
@@ -144,7 +143,7 @@ class TransformerSpec:
     qk_norm: QkNorm = "none"
     scale: float | None = None
     softcap: float | None = None
-    norm: Norm = "layernorm"
+    norm: NormKind = "layernorm"
     norm_eps: float = 1e-5
     norm_placement: NormPlacement = "pre"
     activation: Activation = "gelu"

@@ -93,6 +93,18 @@ def digest(keys: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(keys, sort_keys=True).encode()).hexdigest()
 
 
+def nested(identity: Mapping[str, Any]) -> dict[str, Any]:
+    """``{"model.use": "gpt"}`` as ``{"model": {"use": "gpt"}}``."""
+    found: dict[str, Any] = {}
+    for key, value in identity.items():
+        section = found
+        *sections, name = key.split(".")
+        for each in sections:
+            section = section.setdefault(each, {})
+        section[name] = value
+    return found
+
+
 class Change(NamedTuple):
     """A key with its value ``before`` and ``now``; None for a key that is unset."""
 
@@ -168,7 +180,7 @@ def find_refusal(
 
 
 def has_trained(path: Path) -> bool:
-    """Whether a run in the folder ``path`` got as far as a step: one that ended before, at a typo say, binds nobody."""
+    """Whether a run in the folder ``path`` saved a step or wrote metrics. If not, another configuration may take it."""
     return any((path / "checkpoints").glob("step*")) or os.path.lexists(path / "metrics.jsonl")
 
 
@@ -197,7 +209,7 @@ def check_names(request: Request, run: ResolvedRun) -> None:
 
 
 def check_goes_on(run: ResolvedRun) -> None:
-    """Raise :class:`InputError` where ``run`` goes on from no other run, and its request has a word about that."""
+    """Raise :class:`InputError` for an option about going on (``--extend``, ...) where ``run`` goes on from nothing."""
     folders, request = run.config.run, run.request
     if folders.folder or folders.branch_from:
         return
@@ -207,7 +219,7 @@ def check_goes_on(run: ResolvedRun) -> None:
         "--allow-plugin-change": request.allow_plugin_change,
         f"--resume {request.resume}": request.resume not in ("auto", "never"),
     }
-    for option in (option for option, given in about.items() if given):
+    if option := next((option for option, given in about.items() if given), None):
         raise InputError(
             f"{option} is about a run that goes on, and run.folder names none",
             fix="add --set run.folder=FOLDER, as runs/latest",

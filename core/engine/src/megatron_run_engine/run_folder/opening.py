@@ -5,7 +5,6 @@ An attempt's records are its configuration, plan, environment, command and host.
 
 from __future__ import annotations
 
-import errno
 import fcntl
 import os
 import platform
@@ -28,6 +27,7 @@ from megatron_run.errors import InputError, system_limit
 from megatron_run.planning.describe import run_record
 from megatron_run.planning.run import to_yaml
 from megatron_run.safe_folder import SafeFolder
+from megatron_run_engine.checkpoint.files import NO_FLOCK
 from megatron_run_engine.run_folder.changes import (
     LENGTH,
     Change,
@@ -44,10 +44,6 @@ from megatron_run_engine.run_folder.folder import RunFolder, is_run_id
 
 if TYPE_CHECKING:
     from megatron_run.planning import ResolvedRun
-
-
-#: Errors of file systems without flock.
-_NO_FLOCK = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
 
 
 class FolderLock:
@@ -103,7 +99,7 @@ class FolderLock:
         except BlockingIOError:
             raise self._in_use(self._path, "wait for it or choose another run.folder") from None
         except OSError as error:
-            if error.errno not in _NO_FLOCK:
+            if error.errno not in NO_FLOCK:
                 raise
             self._make_exclusive()  # unlike flock it survives a killed process, so the refusal says what to delete
 

@@ -40,13 +40,14 @@ class StepInputs:
 
     ``microbatch`` loads microbatch m for this stage. ``boundary`` gives the shapes and dtypes of its messages, the same
     on every stage; it sees the microbatch without fields. ``report`` takes (microbatch, loss name, sum, weight), the
-    last two as scalars. ``seed`` maps (loss name, weight) to the gradient with which that loss starts its backward; it
-    is None without a backward. ``start_grad_sync`` is called with a chunk after the chunk's last backward.
+    last two as scalars; without it losses are dropped. ``seed`` maps (loss name, weight) to the gradient with which
+    that loss starts its backward; it is None without a backward. ``start_grad_sync`` is called with a chunk after the
+    chunk's last backward.
     """
 
     microbatch: Callable[[int], Microbatch]
     boundary: Callable[[Microbatch], Boundary]
-    report: Callable[[int, str, Tensor, Tensor], None]
+    report: Callable[[int, str, Tensor, Tensor], None] | None = None
     seed: Callable[[str, Tensor], Tensor] | None = None
     start_grad_sync: Callable[[int], None] | None = None
 
@@ -169,8 +170,9 @@ class Executor:
             self._to_recompute[key] = inputs  # this forward keeps its inputs only; R builds the graph
         with_graph = self._inputs.seed is not None and key not in self._recomputed
         out, outputs = self._call(action, inputs, with_graph=with_graph)
-        for name, (total, weight) in out.losses.items():
-            self._inputs.report(action.microbatch, name, total.detach(), weight.detach())
+        if self._inputs.report is not None:
+            for name, (total, weight) in out.losses.items():
+                self._inputs.report(action.microbatch, name, total.detach(), weight.detach())
         if out.logits is not None:
             self._record.logits[action.microbatch] = out.logits.detach()
         return tuple([output.detach() for output in outputs])

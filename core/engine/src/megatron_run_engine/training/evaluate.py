@@ -8,7 +8,6 @@ Legend: b rows of a pass, s positions of the logits, k classes.
 
 from __future__ import annotations
 
-import math
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -21,7 +20,7 @@ from megatron_run_engine.runtime.execute import StepInputs
 from megatron_run_engine.runtime.generation import Generation, Network, Sampling, TextTokens
 from megatron_run_engine.runtime.metrics import Metrics
 from megatron_run_engine.training.numbers import LANGUAGE_MODEL, Losses
-from megatron_run_engine.training.tasks import Reader, make_work, run_task
+from megatron_run_engine.training.tasks import Reader, make_work, perplexity_of, run_task
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -67,7 +66,7 @@ def _pass(network: Network, microbatch: Microbatch) -> Tensor | None:
     """Logits [b, s, k] in fp32; None on a stage without the head."""
     rows, columns = microbatch.fields["tokens"].shape
     boundary = partial(network.model.boundary, micro_batch_size=rows, sequence_length=columns)
-    record = network.executor.run(network.program, StepInputs(lambda _: microbatch, boundary, report=_ignore))
+    record = network.executor.run(network.program, StepInputs(lambda _: microbatch, boundary))
     return record.logits[0].transpose(0, 1).float() if record.logits else None
 
 
@@ -75,10 +74,6 @@ def _shape(network: Network, logits: Tensor | None) -> tuple[int, ...]:
     """The sizes s and k of the logits, on stages without the head too."""
     sizes = torch.tensor([0, 0] if logits is None else logits.shape[1:], device=network.context.device)
     return tuple(network.share(sizes).tolist())
-
-
-def _ignore(microbatch: int, name: str, total: Tensor, weight: Tensor) -> None:
-    """Ignore losses: there are no labels."""
 
 
 class Evaluator:
@@ -126,8 +121,7 @@ class Evaluator:
         judged = self._judged()
         set_training(self._assembly.chunks, training=True)
         loss, tokens = self._language_loss(metrics)
-        perplexity = math.exp(min(loss, 700.0))  # exp overflows a double above 709
-        return EvalMetrics(step, "validation", loss, perplexity, tokens, judged)
+        return EvalMetrics(step, "validation", loss, perplexity_of(loss), tokens, judged)
 
     def _judged(self) -> Mapping[str, float]:
         """What the data makes of the model's logits for its validation split; nothing where it judges nothing."""
@@ -187,10 +181,7 @@ def generate_text(run: ResolvedRun, assembly: Assembly) -> str | None:
     if not prompt:
         return None
     assembly.context.groups.activity.enter("generate")
-    program = assembly.programs.forward_only(1)
-    network = Network(
-        assembly.context, assembly.model, assembly.chunks, assembly.executor, program, run.layout[-1].stage
-    )
+    network = network_of(run, assembly)
     text = TextTokens(list(prompt))
     sampling = Sampling(temperature=asked.temperature, seed=run.config.train.seed)
     set_training(assembly.chunks, training=False)

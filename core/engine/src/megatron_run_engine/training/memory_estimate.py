@@ -58,7 +58,7 @@ class Mixture(NamedTuple):
     parameters: int
 
     @property
-    def unmet(self) -> int:
+    def inactive(self) -> int:
         """Expert parameters that are inactive for one token. All experts have the same size."""
         return self.parameters // self.experts * (self.experts - self.top_k)
 
@@ -143,7 +143,7 @@ class _Built(NamedTuple):
 def _build(run: ResolvedRun, options: BaseModel, data: DataSource, stage: int, expert: int) -> _Built:
     """Build the first tensor-parallel rank of ``stage`` that holds the experts of expert-parallel rank ``expert``."""
     first = Topology(run.sizes, 0)
-    topology = Topology(run.sizes, first.rank_at(tensor=0, context=0, data=expert, stage=stage))
+    topology = Topology(run.sizes, first.rank_at(tensor=0, data=expert, stage=stage))
     context = make_context(run, topology, Groups(), torch.device("meta"), options, data.fields)
     model, _, chunks = build_chunks(run, context, make_layers(run, context))
     check_fields(run, model, data)

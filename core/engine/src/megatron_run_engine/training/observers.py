@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import platform
 from collections import Counter
 from operator import index
 from typing import TYPE_CHECKING, Any, NamedTuple, cast, get_args
@@ -15,6 +14,7 @@ from megatron_run.pipeline.simulate import timeline
 from megatron_run.planning.describe import describe
 from megatron_run.planning.run import to_yaml
 from megatron_run_engine.runtime.parameter_init import count_parameters
+from megatron_run_engine.training.process import processor_name
 
 if TYPE_CHECKING:
     import logging
@@ -149,11 +149,10 @@ def start_observers(run: ResolvedRun, assembly: Assembly, folder: RunFolder, beg
 
 def device_record(device: torch.device, precision: str, peak: DevicePeak | None) -> dict[str, Any]:
     """The contents of ``device.json``: rank 0's device, and the peak that its mfu is relative to."""
-    cpu = platform.processor() or platform.machine()
     return {
         "v": 1,
         "device": device.type,
-        "name": torch.cuda.get_device_name(device) if device.type == "cuda" else cpu,
+        "name": torch.cuda.get_device_name(device) if device.type == "cuda" else processor_name(),
         "threads": torch.get_num_threads(),
         "precision": precision,
         "peak_tflops": peak and peak.tflops,

@@ -1,4 +1,4 @@
-"""The peak speed of the device, which the MFU (model FLOP/s utilisation) of a step is a fraction of.
+"""The peak speed of the device. MFU (model FLOP/s utilisation) is the fraction of it that a step reaches.
 
 MFU as in PaLM (Chowdhery et al. 2022, appendix B): the operations that the model's formula needs, over those that the
 device could have done in the same time. Recomputed operations do not count.

@@ -7,6 +7,8 @@ of threads and environment was measured: ``python -m benchmarks.single --only se
 from __future__ import annotations
 
 import os
+import platform
+import re
 import sys
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager, suppress
@@ -230,6 +232,15 @@ def borrowed_process(run: ResolvedRun, world: World) -> Iterator[None]:
             torch.cuda.set_device(current)
         for name in cublas - variables:
             os.environ.pop(name, None)
+
+
+def processor_name() -> str:
+    """The model of this machine's processor."""
+    with suppress(OSError):
+        found = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text("utf-8"))
+        if found:
+            return found[1]
+    return platform.processor() or platform.machine()
 
 
 def available_cores() -> int:

@@ -33,7 +33,7 @@ from megatron_run_engine.training.build import (
     make_layers,
     with_vocabulary,
 )
-from megatron_run_engine.training.saved_activations import PlannedGroups, microbatch_field, received_tensors
+from megatron_run_engine.training.planned_groups import PlannedGroups, microbatch_field, received_tensors
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -175,7 +175,7 @@ def count_chunks(run: ResolvedRun, stage: int, known: dict[object, list[ChunkByt
     data = cast("DataSource", run.one("data").create())
     options = with_vocabulary(run, data)
     first = Topology(run.sizes, 0)
-    topology = Topology(run.sizes, first.rank_at(tensor=0, context=0, data=0, stage=stage))
+    topology = Topology(run.sizes, first.rank_at(tensor=0, data=0, stage=stage))
     dtypes = DTYPES[run.config.train.precision]
     can_widen(torch.empty(0, dtype=dtypes.param), dtypes.main)  # it computes once, which fake tensors cannot
     with FakeTensorMode():

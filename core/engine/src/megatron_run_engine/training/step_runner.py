@@ -142,8 +142,9 @@ class StepRunner:
             for name, field in microbatch.fields.items():
                 field.copy_(loaded[index].fields[name])
         assembly.graph_capture.replay_step()
-        for report in captured.reports:
-            inputs.report(*report)
+        if inputs.report is not None:
+            for report in captured.reports:
+                inputs.report(*report)
         activity.enter("gradient-reduce")
         assembly.context.gradients.arrived(captured.arrivals)
         for instruction in program:

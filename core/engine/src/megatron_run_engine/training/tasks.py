@@ -30,8 +30,6 @@ if TYPE_CHECKING:
 WIKITEXT_STRIDE = 32
 #: How a model gets the tokenizer that its own data do not have.
 _TOKENIZER = "--plugin data=text,tokenizer=FILE"
-#: exp overflows a double above 709.
-_LARGEST = 700.0
 
 
 @dataclass(frozen=True)
@@ -55,7 +53,9 @@ class TaskResult:
     def at_step(self, step: int) -> EvalMetrics:
         """The result as the observers of a run see it."""
         own = dict(self.metrics)
-        return EvalMetrics(step, self.task, self.loss, own.pop("perplexity", _exp(self.loss)), self.tokens, own)
+        return EvalMetrics(
+            step, self.task, self.loss, own.pop("perplexity", perplexity_of(self.loss)), self.tokens, own
+        )
 
 
 class Reader:
@@ -104,14 +104,14 @@ def perplexity(source: str, reader: Reader, stride: int | None) -> Work:
     for text ``bits_per_byte``.
     """
     if source in get_args(Split) and not Path(source).exists():
-        return Work(reader.split(cast("Split", source)), lambda scores: {"perplexity": _exp(_loss(scores))})
+        return Work(reader.split(cast("Split", source)), lambda scores: {"perplexity": perplexity_of(_loss(scores))})
     texts = [_text(document.path) for document in _documents(source)]
     windows = [window for text in texts for window in _windows(text, reader, stride or reader.longest)]
     size = sum(len(text.encode()) for text in texts)
 
     def metrics(scores: Sequence[Score]) -> dict[str, float]:
         bits = -math.fsum(each.logprob for each in scores) / math.log(2)
-        return {"perplexity": _exp(_loss(scores)), "bits_per_byte": bits / size}
+        return {"perplexity": perplexity_of(_loss(scores)), "bits_per_byte": bits / size}
 
     return Work(windows, metrics)
 
@@ -137,7 +137,7 @@ def wikitext(source: str, reader: Reader, stride: int | None) -> Work:
     def metrics(scores: Sequence[Score]) -> dict[str, float]:
         total = -math.fsum(each.logprob for each in scores)
         scored = sum(each.targets for each in scores)
-        return {"perplexity": _exp(total / original), "token_ratio": scored / original}
+        return {"perplexity": perplexity_of(total / original), "token_ratio": scored / original}
 
     return Work(windows, metrics)
 
@@ -152,7 +152,7 @@ def lambada(source: str, reader: Reader, _: int | None) -> Work:
 
 
 #: Is told a task, how many windows it has, and how many of them are scored.
-Progress = Callable[[str, int, int], object]
+ReportProgress = Callable[[str, int, int], object]
 #: Makes the work of a task from its source.
 Maker = Callable[[str, Reader, "int | None"], Work]
 #: What makes the work of each of the kernel's ``TASKS``.
@@ -175,10 +175,10 @@ def make_work(task: str, reader: Reader, stride: int | None = None) -> tuple[str
 
 
 def run_task(
-    name: str, source: str, work: Work, network: Network, batch: int = 8, heard: Progress | None = None
+    name: str, source: str, work: Work, network: Network, batch: int = 8, progress: ReportProgress | None = None
 ) -> TaskResult:
     """Score a task, ``batch`` windows in a pass. Collective over the world."""
-    tell = partial(heard, f"{name}={source}", len(work.windows)) if heard else None
+    tell = partial(progress, f"{name}={source}", len(work.windows)) if progress else None
     scores = score(network, work.windows, batch, tell)
     return TaskResult(name, source, _loss(scores), sum(each.targets for each in scores), work.metrics(scores))
 
@@ -187,8 +187,9 @@ def _loss(scores: Sequence[Score]) -> float:
     return -math.fsum(each.logprob for each in scores) / sum(each.targets for each in scores)
 
 
-def _exp(value: float) -> float:
-    return math.exp(min(value, _LARGEST))
+def perplexity_of(loss: float) -> float:
+    """The perplexity of a mean loss in nats; finite, since exp overflows a double above 709."""
+    return math.exp(min(loss, 700.0))
 
 
 def _text(path: Path) -> str:

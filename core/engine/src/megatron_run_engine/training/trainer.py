@@ -121,15 +121,14 @@ class Trainer:
         """Where this attempt begins; call it after :meth:`resume`."""
         return Beginning(self._progress.step + 1, self._last, self._resumed, self.validation_samples, self.peak)
 
-    def resume(self) -> int:
-        """Load the checkpoint to resume from, if there is one. Return the number of the first step to run."""
+    def resume(self) -> None:
+        """Load the checkpoint to resume from, if there is one."""
         self._resumed = self._checkpoints.resume()
         self._progress, train = self._resumed.progress, self._run.config.train
         # The steps so far may have had other batches: a run that goes on may change its batch.
         self._last, total = run_length(train, self._progress.step, self._progress.samples)
         self._learning_rate = LearningRate.from_config(train, total)
         self._weight_decay = WeightDecay.from_config(train, total)
-        return self._progress.step + 1
 
     def close(self) -> None:
         """Wait for a save in the background, however the training has ended."""

@@ -1,7 +1,7 @@
-"""Faults that are asked for: which rank fails when, where and how, so that what follows can be tried at will.
+"""Injected faults: which rank fails, when, where and how.
 
 ``MEGATRON_RUN_FAULT="rank=2,step=3,at=backward,kind=kill"``; several are separated by ``;``. Without the variable
-nothing is installed. What a fault does is :mod:`megatron_run_engine.training.health.faulting`'s. No torch.
+nothing is installed. :mod:`megatron_run_engine.training.health.faulting` carries them out. No torch.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from megatron_run.errors import InputError, advice, did_you_mean
 #: The variable.
 VARIABLE = "MEGATRON_RUN_FAULT"
 #: What may happen, in words.
-KINDS: Mapping[str, str] = MappingProxyType(
+FAULTS: Mapping[str, str] = MappingProxyType(
     {
         "kill": "SIGKILL",
         "term": "SIGTERM, to this rank alone",
@@ -38,11 +38,10 @@ SIGNALLED = frozenset({"kill", "term", "stop"})
 
 @dataclass(frozen=True)
 class Fault:
-    """What is to happen.
+    """An injected fault. It strikes when the phase ``at`` is entered for the ``nth`` time in a step.
 
-    It happens on ``rank``, every rank when None, in the steps of ``steps``, all when None, of ``attempt``, each when
-    None, as the phase ``at`` is entered for the ``nth`` time in the step; ``after`` so many seconds where a signal
-    does it. ``seconds`` is what a slow phase takes longer.
+    ``rank``, ``steps`` and ``attempt`` limit where it strikes; None means all. ``after`` delays a signal by so many
+    seconds. ``seconds`` is the extra length of a slow phase.
     """
 
     at: str
@@ -143,7 +142,7 @@ _READERS: Mapping[str, Callable[[str], Any]] = MappingProxyType(
         "rank": _whole,
         "step": _steps,
         "at": _one_of("phase", get_args(PhaseName)),
-        "kind": _one_of("kind", tuple(KINDS)),
+        "kind": _one_of("kind", tuple(FAULTS)),
         "attempt": _ordinal,
         "nth": _ordinal,
         "after": _seconds,

@@ -105,7 +105,7 @@ class GraphCapture(ABC):
     capture_after: int = 1
     #: Whether a replay returns the bits of an eager run. If not, it differs by rounding.
     exact: bool = True
-    #: Whether a replay may run again in the backward: so the engine then recomputes captured segments.
+    #: Whether a replay may run a second time, in the backward. If so, the engine recomputes captured segments.
     reruns: bool = False
     #: Whether steps are captured whole, instead of regions.
     whole_step: bool = False

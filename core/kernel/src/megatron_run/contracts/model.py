@@ -184,7 +184,7 @@ class NewParts:
 
 
 class MixtureOptions(ModelOptions, Protocol):
-    """Those of a model whose layers may have ``experts``, 0 for none, of which a token meets ``top_k``."""
+    """Those of a model whose layers may have ``experts`` (0: none). Each token is routed to ``top_k`` of them."""
 
     experts: int
     top_k: int

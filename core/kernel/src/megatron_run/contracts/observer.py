@@ -53,7 +53,7 @@ class Timeline:
 
 @dataclass(frozen=True)
 class DevicePeak:
-    """The most dense TFLOP/s that one device can do in ``train.precision``, which the mfu of a step is a fraction of.
+    """The most dense TFLOP/s that one device can do in ``train.precision``. MFU is the fraction that a step reaches.
 
     ``source`` says where the number comes from: ``run.peak_tflops``, ``data sheet`` or ``measured``.
     """

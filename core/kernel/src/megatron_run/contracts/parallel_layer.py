@@ -86,7 +86,8 @@ class Adapters:
     """Low-rank updates of frozen matrices: ``X.weight`` acts as ``X.weight + scale * X.<up>.weight @ X.<down>.weight``.
 
     ``X.<up>.weight`` is [outputs, rank], ``X.<down>.weight`` [rank, inputs], both logical tensors. ``name`` is that of
-    the factory that made them. Saved steps hold these alone, and say so: so they are read merged without the factory.
+    the factory that made them. Saved steps hold only the adapters and record that. A run without the factory reads
+    them merged.
     """
 
     name: str
@@ -158,7 +159,7 @@ class ParallelLayers(ABC):
 
     @abstractmethod
     def norm(self, kind: NormKind, size: int, eps: float = 1e-5) -> nn.Module:
-        """[s, b, size] -> [s, b, size]. Raises :class:`megatron_run.errors.InputError` for a kind that it has not."""
+        """[s, b, size] -> [s, b, size]. Raises :class:`megatron_run.errors.InputError` for other kinds."""
 
     @abstractmethod
     def dropout(self, p: float) -> nn.Module:

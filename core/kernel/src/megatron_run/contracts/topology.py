@@ -1,6 +1,6 @@
 """The rank grid: coordinates of ranks, and groups along each axis. Pure arithmetic, no torch and no globals.
 
-Legend: T tensor, C context, E expert, D data, P pipeline; d = D, the data-parallel size ``world / (T*C*P)``.
+Legend: T tensor, E expert, D data, P pipeline.
 """
 
 from __future__ import annotations
@@ -10,8 +10,9 @@ from typing import Literal
 
 from megatron_run.errors import InputError
 
-#: Axes from the fastest-varying to the slowest: neighbouring ranks share the tensor axis. `expert` splits `data`.
-Axis = Literal["tensor", "context", "data", "pipeline", "expert", "expert_data", "tie"]
+#: Axes of groups: `tensor`, `data` and `pipeline`, from the fastest-varying to the slowest, and others. `expert` and
+#: `expert_data` split `data`; `tie` joins the stages at the ends of the pipeline.
+Axis = Literal["tensor", "data", "pipeline", "expert", "expert_data", "tie"]
 #: Axes whose ranks may hold the same parameter; an expert's parameters are on fewer ranks (``expert_data``).
 Replicas = Literal["data", "expert_data"]
 
@@ -21,7 +22,6 @@ class Sizes:
     """Size of each axis. ``expert`` divides ``data``: experts are split over data-parallel ranks."""
 
     tensor: int = 1
-    context: int = 1
     data: int = 1
     pipeline: int = 1
     expert: int = 1
@@ -35,13 +35,13 @@ class Sizes:
 
     @property
     def world(self) -> int:
-        """Number of ranks: T*C*D*P."""
-        return self.tensor * self.context * self.data * self.pipeline
+        """Number of ranks: T*D*P."""
+        return self.tensor * self.data * self.pipeline
 
 
 @dataclass(frozen=True)
 class Topology:
-    """One rank's view of the grid. The order is ``tp-cp-ep-dp-pp``, leftmost fastest, as in Megatron-LM.
+    """One rank's view of the grid. The order is ``tp-ep-dp-pp``, leftmost fastest, as in Megatron-LM.
 
     ``ends`` are the stages of the layout's first and last position, which may share a tied parameter. None means the
     first and the last stage.
@@ -61,14 +61,9 @@ class Topology:
         return self.rank % self.sizes.tensor
 
     @property
-    def context_rank(self) -> int:
-        """Index within the context-parallel group."""
-        return self.rank // self.sizes.tensor % self.sizes.context
-
-    @property
     def data_rank(self) -> int:
         """Index within the data-parallel group."""
-        return self.rank // (self.sizes.tensor * self.sizes.context) % self.sizes.data
+        return self.rank // self.sizes.tensor % self.sizes.data
 
     @property
     def expert_rank(self) -> int:
@@ -80,10 +75,9 @@ class Topology:
         """Index of this rank's pipeline stage."""
         return self.rank // (self.sizes.world // self.sizes.pipeline)
 
-    def rank_at(self, *, tensor: int, context: int, data: int, stage: int) -> int:
+    def rank_at(self, *, tensor: int, data: int, stage: int) -> int:
         """The rank at these coordinates."""
-        sizes = self.sizes
-        return tensor + sizes.tensor * (context + sizes.context * (data + sizes.data * stage))
+        return tensor + self.sizes.tensor * (data + self.sizes.data * stage)
 
     def peers(self, axis: Axis) -> tuple[int, ...]:
         """The ranks that differ from this one only in their coordinate along ``axis``, in order.
@@ -92,7 +86,6 @@ class Topology:
         """
         here = {
             "tensor": self.tensor_rank,
-            "context": self.context_rank,
             "data": self.data_rank,
             "stage": self.stage,
         }
@@ -100,7 +93,6 @@ class Topology:
         group = self.data_rank - self.expert_rank
         along: dict[str, tuple[str, list[int]]] = {
             "tensor": ("tensor", list(range(self.sizes.tensor))),
-            "context": ("context", list(range(self.sizes.context))),
             "data": ("data", list(range(self.sizes.data))),
             "pipeline": ("stage", list(range(self.sizes.pipeline))),
             "expert": ("data", list(range(group, group + expert_size))),

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Stretch:
+class BatchPeriod:
     """A run of steps of one global batch ``size``; ``step`` steps and ``samples`` samples lie before it."""
 
     size: int
@@ -72,17 +72,17 @@ class BatchRamp:
         return self.start + consumed * self.increments // self.samples * self.increment
 
     @cached_property
-    def stretches(self) -> tuple[Stretch, ...]:
+    def stretches(self) -> tuple[BatchPeriod, ...]:
         """The steps of equal batch, in order; the last, of the full batch, never ends."""
-        found: list[Stretch] = []
+        found: list[BatchPeriod] = []
         step = consumed = 0
         while (size := self.at(consumed)) < self.full:
-            found.append(Stretch(size, step, consumed))
+            found.append(BatchPeriod(size, step, consumed))
             grown = (size - self.start) // self.increment + 1
             boundary = -(-grown * self.samples // self.increments)
             steps = -(-(boundary - consumed) // size)
             step, consumed = step + steps, consumed + steps * size
-        return (*found, Stretch(self.full, step, consumed))
+        return (*found, BatchPeriod(self.full, step, consumed))
 
     def consumed_at(self, step: int) -> int:
         """Samples consumed once ``step`` steps are done; 0 at step 0."""

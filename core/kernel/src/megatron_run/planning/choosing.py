@@ -47,7 +47,8 @@ def choose_plugins(
     """The plugins of ``kinds``, which are all that a run chooses unless said, loaded.
 
     A kind with a problem is left out, and the problem is in ``findings``. With ``plan_only`` a plugin that cannot be
-    loaded because there is no engine is represented by a stand-in, unless it is the schedule; so is a file not run.
+    loaded because there is no engine is represented by a stand-in, unless it is the schedule. So is a file that must
+    not be run.
     """
     given = _given(objects, findings)
     digests = SourceDigests()
@@ -121,7 +122,7 @@ def _not_typed(kind: str, choice: Choice, stack: Iterable[Choice]) -> PluginErro
     words = quote(SEPARATORS.get(kind, "").join(each.word for each in stack))
     return PluginError(
         f"{kind}={choice.word} is a file and is not run",
-        why="what is found in a folder names no code",
+        why="a configuration that was found in a folder may not name code",
         origin=str(choice.origin),
         fix=f"if you trust it: --plugin {kind}={words}, in Python sets=[{f'{kind}.use={words}'!r}]",
     )

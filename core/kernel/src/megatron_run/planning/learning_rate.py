@@ -53,7 +53,6 @@ class LearningRate:
     decay: int
     wsd: int = 0
     wsd_shape: AnnealShape = "exponential"
-    initial: float = 0.0
 
     @classmethod
     def from_config(cls, train: TrainSection, total: int | None = None) -> LearningRate:
@@ -83,7 +82,7 @@ class LearningRate:
     def at(self, samples: int) -> float:
         """The rate of the step that starts once ``samples`` samples have been consumed."""
         if self.warmup and samples <= self.warmup:
-            return self.initial + (self.maximum - self.initial) * samples / self.warmup
+            return self.maximum * samples / self.warmup
         if self.shape == "constant":
             return self.maximum
         if samples > self.decay:

@@ -87,7 +87,7 @@ def leaves(data: Mapping[str, Any], prefix: Key = ()) -> Iterator[tuple[Key, Any
 _LOCAL = {("run", "folder"), ("run", "device"), ("run", "threads")}
 
 
-def digest(run: ResolvedRun) -> dict[str, str]:
+def comparison_table(run: ResolvedRun) -> dict[str, str]:
     """Names, versions, code, options, configuration and action lists of ``run``; equal on every rank."""
     table = {KERNEL: __version__}
     for package in ("megatron_run", "megatron_run_engine"):  # a rank that trains has imported both

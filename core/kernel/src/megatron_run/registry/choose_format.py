@@ -82,7 +82,9 @@ def format_to_read(source: Path, word: str | None = None, catalog: Catalog | Non
     Raises a :class:`RunError` where there is no such source or format, and where several formats recognise it.
     """
     if not source.exists():
-        raise CheckpointError(f"there is no file or folder {source}", fix=near_path(source) or "name the model's own")
+        raise CheckpointError(
+            f"there is no file or folder {source}", fix=near_path(source) or "name the file or folder of the model"
+        )
     catalog = scan() if catalog is None else catalog
     if word:
         return _named(word, IMPORT, f"--from {word}", catalog)

@@ -104,14 +104,11 @@ def _conflicting(plugin: Plugin, other: Plugin, ability: str) -> PluginError:
 
 
 def _advice(providers: Sequence[Known], catalog: Catalog) -> str:
-    """How to get one of ``providers``: choose an installed one, else install one; else say that it is planned."""
+    """How to get one of ``providers``: choose an installed one, else install one."""
     installed = [known for known in providers if catalog.offering(known.kind, known.name)]
     if installed:
         return f"choose {' or '.join(_typed(known) for known in installed)}"
-    available = [known for known in providers if not known.planned]
-    if available:
-        return " or ".join(f"{known.how_to_get} and choose {_typed(known)}" for known in available)
-    return "; ".join(known.how_to_get for known in providers)
+    return " or ".join(f"{known.how_to_get} and choose {_typed(known)}" for known in providers)
 
 
 def _typed(known: Known) -> str:

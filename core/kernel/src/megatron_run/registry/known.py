@@ -9,16 +9,12 @@ from megatron_run.errors import ENGINE, how_to_install
 
 @dataclass(frozen=True)
 class Known:
-    """A first-party plugin. ``provides`` as in PluginInfo.
-
-    ``builtin``: it comes with the engine. ``planned``: there is no such package yet.
-    """
+    """A first-party plugin. ``provides`` as in PluginInfo. ``builtin``: it comes with the engine."""
 
     kind: str
     name: str
     provides: frozenset[str] = frozenset()
     builtin: bool = False
-    planned: bool = False
 
     @property
     def distribution(self) -> str:
@@ -27,9 +23,7 @@ class Known:
 
     @property
     def how_to_get(self) -> str:
-        """What to type, or that there is nothing to type yet."""
-        if self.planned:
-            return f"{self.distribution} is planned, not yet released"
+        """What to type."""
         return how_to_install(self.distribution)
 
 
@@ -87,6 +81,5 @@ def known_plugin(kind: str, name: str) -> Known | None:
 
 
 def known_providers(ability: str) -> tuple[Known, ...]:
-    """First-party packages that provide ``ability``, those that exist before those that are planned."""
-    providers = (known for known in KNOWN if ability in known.provides and not known.builtin)
-    return tuple(sorted(providers, key=lambda known: known.planned))
+    """First-party packages that provide ``ability``."""
+    return tuple(known for known in KNOWN if ability in known.provides and not known.builtin)

@@ -192,10 +192,10 @@ class Plugin:
 
 
 def unloaded(kind: str, name: str, origin: str, entry: Entry | None, missing: PluginError) -> Plugin:
-    """A stand-in for ``kind=name``, not loaded for want of the engine or as it must not run: nothing to train with.
+    """A stand-in for ``kind=name``, which was not loaded: the engine is missing, or its file must not be run.
 
-    It provides what the kernel knows the plugin to provide, keeps its options unchecked, and raises ``missing`` when
-    its object is asked for. ``entry`` is None for a plugin that is not installed either.
+    A run that has one cannot train. It provides what the kernel knows the plugin to provide, keeps its options
+    unchecked, and raises ``missing`` when its object is asked for. ``entry`` is None if it is not installed.
     """
     known = known_plugin(kind, name)
 

@@ -9,6 +9,7 @@ from megatron_run.contracts import DataSource, PluginInfo
 from megatron_run.errors import InputError
 from megatron_run.hookspecs import hookimpl
 from megatron_run_data_indexed.options import IndexedOptions
+from megatron_run_engine.data.option_types import validation_notice
 
 if TYPE_CHECKING:
     from megatron_run.contracts.schema import Config
@@ -24,8 +25,7 @@ def check_config(config: Config, options: IndexedOptions) -> Iterator[str]:
 
     Raises :class:`InputError` for an option without effect, and for a seed that megatron-core could not have.
     """
-    if not options.split[1]:
-        yield "data.split gives validation nothing: nothing is evaluated"
+    yield from validation_notice(options.split)
     for name in ("samples", "cache"):
         if getattr(options, name) is not None and options.order != "megatron":
             raise InputError(f"data.{name} is for data.order=megatron", fix=f"set that too, or drop data.{name}")
@@ -54,6 +54,6 @@ def megatron_run_plugin_info() -> PluginInfo:
 @hookimpl
 def megatron_run_create_data(options: IndexedOptions) -> DataSource:
     """Make the source. No file is read yet."""
-    from megatron_run_data_indexed.source import Indexed
+    from megatron_run_data_indexed.indexed import Indexed
 
     return Indexed(options)

@@ -28,10 +28,10 @@ class IndexedOptions(BaseModel):
         "permuted", description="permuted: computed, without index files; megatron: that of megatron-core's GPTDataset"
     )
     samples: int | None = Field(
-        None, ge=1, description="with order=megatron, the samples over which it shuffles; empty: those of the run"
+        None, ge=1, description="with order=megatron, the samples over which it shuffles; unset: those of the run"
     )
     cache: str | None = Field(
-        None, description="folder of order=megatron's index files; empty: megatron-run/indexed in the user's cache"
+        None, description="folder of order=megatron's index files; unset: megatron-run/indexed in the user's cache"
     )
     packing: Literal["stream", "documents"] = Field(
         "stream", description="stream: documents run into each other; documents: attention stays within each"
@@ -39,9 +39,9 @@ class IndexedOptions(BaseModel):
     tokenizer: str | None = Field(
         None, description="what made the tokens: bytes, or a JSON file of the `tokenizers` library"
     )
-    vocab_size: int | None = Field(None, ge=2, description="token ids; empty: those of data.tokenizer")
+    vocab_size: int | None = Field(None, ge=2, description="token ids; unset: those of data.tokenizer")
     end_of_document: int | None = Field(
-        None, ge=0, description="token that ends a document; empty: that of data.tokenizer"
+        None, ge=0, description="token that ends a document; unset: that of data.tokenizer"
     )
     mask_end: bool = Field(
         False, description="leave the token after an end of document out of the loss (Megatron's --eod-mask-loss)"

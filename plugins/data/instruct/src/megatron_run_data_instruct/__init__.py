@@ -21,7 +21,7 @@ from megatron_run.hookspecs import hookimpl
 from megatron_run_data_instruct.conversations import Line, conversation, lines_of
 from megatron_run_data_instruct.template import ChatTemplate, NoConversation, find_template
 from megatron_run_engine.data.documents import Shares, find_documents, require_within
-from megatron_run_engine.data.option_types import Paths, SplitShares
+from megatron_run_engine.data.option_types import Paths, SplitShares, validation_notice
 from megatron_run_engine.data.packing import PACKED_FIELDS, PackedDocuments, best_fit, one_a_row
 from megatron_run_engine.data.tokenizer import Tokenizer, json_file, open_tokenizer
 
@@ -197,8 +197,7 @@ def _told(dataset: PackedDocuments, cut: int, silent: int, malformed: int) -> st
 
 def check_config(config: Config, options: InstructOptions) -> Iterator[str]:  # noqa: ARG001  # the contract's
     """A notice where nothing is kept for validation."""
-    if not options.split[1]:
-        yield "data.split gives validation nothing: nothing is evaluated"
+    return validation_notice(options.split)
 
 
 @hookimpl

@@ -19,7 +19,7 @@ from megatron_run.contracts.data import LABELS, LOSS_MASK, TOKENS
 from megatron_run.contracts.data import Field as BatchField
 from megatron_run.errors import DataError, InputError
 from megatron_run.hookspecs import hookimpl
-from megatron_run_data_nlu.metrics import accuracy, answers_of, binary_f1, squad
+from megatron_run_data_nlu.official_metrics import accuracy, answers_of, binary_f1, squad
 from megatron_run_data_nlu.questions import Task, files_of, read_choices, read_questions
 from megatron_run_data_nlu.recipes import published
 from megatron_run_data_nlu.rows import Choices, Reader, Spans

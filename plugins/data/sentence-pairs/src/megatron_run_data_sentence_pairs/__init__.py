@@ -18,7 +18,8 @@ from megatron_run.hookspecs import hookimpl
 from megatron_run_data_sentence_pairs.masking import Masking
 from megatron_run_data_sentence_pairs.pairs import LEAST, SPECIALS, Documents, Pairs
 from megatron_run_data_sentence_pairs.vocabulary import PairVocabulary, pair_vocabulary
-from megatron_run_engine.data.prepared_texts import PLACE, PreparedTextOptions, PreparedTexts, check_config
+from megatron_run_engine.data.option_types import SPLITS
+from megatron_run_engine.data.prepared_texts import PreparedTextOptions, PreparedTexts, check_config
 
 #: A sample ends with padding, which is a document of its own: no token sees another's.
 _BOUNDS = BatchField("documents", shape=(None,))
@@ -69,8 +70,8 @@ class SentencePairs(PreparedTexts):
         vocabulary, options = self._vocabulary, self._options
         masking = Masking(vocabulary.begins, vocabulary.mask, vocabulary.plain, options.masked, options.longest_run)
         parts = [Documents(reader, *self.bounds(reader, split), room) for reader in self.readers]
-        pairs = Pairs(parts, vocabulary, masking, sequence_length, (seed, PLACE[split]))
-        share = options.split[PLACE[split]] / sum(options.split)
+        pairs = Pairs(parts, vocabulary, masking, sequence_length, (seed, SPLITS.index(split)))
+        share = options.split[SPLITS.index(split)] / sum(options.split)
         documents = sum(len(reader.documents) - 1 for reader in self.readers)
         why = (
             f"{share:.1%} of {plural(documents, 'document')} are for it, and a pair needs a document of {LEAST} tokens"

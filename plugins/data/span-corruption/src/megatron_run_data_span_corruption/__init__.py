@@ -14,7 +14,8 @@ from megatron_run.errors import InputError
 from megatron_run.hookspecs import hookimpl
 from megatron_run_data_span_corruption.spans import LEAST, Corruption, Spans, SpanVocabulary, span_vocabulary
 from megatron_run_engine.data.indexed_files import Reader
-from megatron_run_engine.data.prepared_texts import PLACE, PreparedTextOptions, PreparedTexts, check_config
+from megatron_run_engine.data.option_types import SPLITS
+from megatron_run_engine.data.prepared_texts import PreparedTextOptions, PreparedTexts, check_config
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -72,7 +73,7 @@ class SpanCorruption(PreparedTexts):
             )
         sizes = self._encoder_length, sequence_length
         texts = [self._text(reader, split) for reader in self.readers]
-        spans = Spans(texts, self._vocabulary, self._corruption, self._length, sizes, (seed, PLACE[split]))
+        spans = Spans(texts, self._vocabulary, self._corruption, self._length, sizes, (seed, SPLITS.index(split)))
         self.check_filled(spans, split, "text", why=f"its documents have fewer than {LEAST} tokens")
         return spans
 

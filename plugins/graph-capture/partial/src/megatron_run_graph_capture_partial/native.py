@@ -6,11 +6,9 @@ which the kernel lifts when the process is killed. For torch's own lock, a file,
 
 from __future__ import annotations
 
-import fcntl
 import os
 import shlex
 import shutil
-import stat
 import subprocess
 import sys
 import sysconfig
@@ -26,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from megatron_run_engine.data.user_cache import locked, user_cache
 from megatron_run_graph_capture_partial.tape import Executor, Operation, call_of, in_python
 
 if TYPE_CHECKING:
@@ -68,14 +67,8 @@ def _home() -> Path:
 
     Raises :class:`PermissionError` if anybody else could put a library there, which would be executed.
     """
-    named = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    root = (named if named.is_absolute() else Path.home() / ".cache") / "megatron-run"
-    root.mkdir(mode=0o700, parents=True, exist_ok=True)
-    status = root.lstat()
-    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or status.st_mode & 0o022:
-        raise PermissionError(f"{root} is no folder of this user alone: chmod go-w it, or set XDG_CACHE_HOME")
     made_of = (_SOURCE.read_text(encoding="utf-8"), torch.__version__, sysconfig.get_config_var("EXT_SUFFIX"))
-    return root / f"tape-{sha256(repr(made_of).encode()).hexdigest()[:16]}"
+    return user_cache("tapes") / sha256(repr(made_of).encode()).hexdigest()[:16]
 
 
 @cache
@@ -91,7 +84,7 @@ def _load(home: Path) -> Any:
 
 def _compile(home: Path) -> None:
     """Compile the extension and keep it at ``home``, unless another process does so first."""
-    with _locked(home.with_suffix(".lock")):
+    with locked(home.with_suffix(".lock")):
         if home.is_dir():
             return
         for left in home.parent.glob(f"{home.name}.*.tmp"):  # by a process that was killed
@@ -121,14 +114,6 @@ def _call_compiler(library: Path) -> None:
     done = subprocess.run([*words, *linked, *late], capture_output=True, text=True, errors="replace", check=False)
     if done.returncode:
         raise RuntimeError(f"{shlex.join(compiler)} ended with {done.returncode}: {done.stderr.strip()}")
-
-
-@contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    with path.open("w", encoding="utf-8") as file:
-        with suppress(OSError):  # a file system without locks: both compile, and one result is kept
-            fcntl.flock(file, fcntl.LOCK_EX)
-        yield
 
 
 @contextmanager

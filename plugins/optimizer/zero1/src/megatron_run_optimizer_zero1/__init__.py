@@ -31,7 +31,8 @@ class Zero1Options(UpdateOptions):
     """Options of optimizer ``zero1``: those of ``adamw``, and when parameters are gathered."""
 
     overlap_param_gather: bool = Field(
-        True, description="gather each bucket of updated parameters just before the next forward needs it"
+        True,
+        description="gather parameters while the next forward runs, which waits for each bucket that it reads",
     )
 
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from math import log
-from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -20,6 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from megatron_run.contracts import Dataset, DataSource, PluginInfo, Split
 from megatron_run.hookspecs import hookimpl
+from megatron_run_engine.data.option_types import SPLITS
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -28,8 +28,6 @@ if TYPE_CHECKING:
 
 #: Probability of a jump.
 NOISE = 0.1
-
-_STREAM: Mapping[Split, int] = MappingProxyType({"train": 0, "validation": 1, "test": 2})
 
 
 class MockOptions(BaseModel):
@@ -64,7 +62,7 @@ class MockDataset:
 
     def _walk(self, index: int) -> NDArray[np.int64]:
         """Return positions on the circle, [s + 1]: one step per token since the last jump."""
-        generator = np.random.default_rng([self._seed, _STREAM[self._split], index])
+        generator = np.random.default_rng([self._seed, SPLITS.index(self._split), index])
         steps = np.arange(self._length + 1)
         landing = generator.integers(self._options.vocab_size, size=self._length + 1)
         jumps = generator.random(self._length + 1) < NOISE

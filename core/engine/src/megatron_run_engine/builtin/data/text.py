@@ -22,7 +22,7 @@ from megatron_run_engine.data.documents import (
     find_documents,
     standard_library,
 )
-from megatron_run_engine.data.option_types import Paths, SplitShares
+from megatron_run_engine.data.option_types import Paths, SplitShares, validation_notice
 from megatron_run_engine.data.packing import PACKED_FIELDS, PackedDocuments, bounds_of
 from megatron_run_engine.data.token_cache import open_streams
 from megatron_run_engine.data.tokenizer import Tokenizer, json_file, open_tokenizer
@@ -180,8 +180,7 @@ class Text(DataSource):
 
 def check_config(config: Config, options: TextOptions) -> Iterator[str]:  # noqa: ARG001  # the contract's
     """A notice where nothing is kept for validation."""
-    if not options.split[1]:
-        yield "data.split gives validation nothing: nothing is evaluated"
+    return validation_notice(options.split)
 
 
 @hookimpl

@@ -9,11 +9,11 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
+from megatron_run.contracts import NormKind
 from megatron_run.errors import nearest_divisors, nearest_multiples
 from megatron_run_engine.nn import ExpertSpec, TransformerSpec
 from megatron_run_engine.nn.spec import (
     Activation,
-    Norm,
     Position,
     QkNorm,
     RopeScaling,
@@ -83,7 +83,7 @@ class DecoderOptions(BaseModel):
     attention_softcap: float | None = Field(
         None, gt=0, description="cap c of these products x: c tanh(x/c); unset: none"
     )
-    norm: Norm = Field("layernorm", description="of the residual stream; _1p: times 1 + weight, as in Gemma")
+    norm: NormKind = Field("layernorm", description="of the residual stream; _1p: times 1 + weight, as in Gemma")
     norm_eps: float = Field(1e-5, gt=0, description="added to the variance")
     norm_placement: Literal["pre", "post", "sandwich"] = Field(
         "pre", description="pre: before attention and feed-forward; post: on what they add; sandwich: both"

@@ -57,7 +57,7 @@ class GptOptions(DecoderOptions):
         "probs", description="tokens that a full expert drops: least weight, or last position"
     )
     shared_expert_ffn_size: int | None = Field(
-        None, ge=1, description="width of the shared expert that every token meets; unset: none"
+        None, ge=1, description="width of the shared expert, which every token passes through; unset: none"
     )
     shared_expert_gate: bool = Field(False, description="gate the shared expert")
     token_dispatcher: Dispatch = Field("alltoall", description="how tokens reach experts on other ranks")
@@ -77,9 +77,9 @@ class GptOptions(DecoderOptions):
     def _chooses_among_experts(cls, top_k: int, info: ValidationInfo) -> int:
         experts = info.data.get("experts")
         if experts == 1 and top_k > 1:
-            raise ValueError(f"a token cannot meet {top_k} of 1 expert; {_ONE_EXPERT}")
+            raise ValueError(f"a token cannot be routed to {top_k} of 1 expert; {_ONE_EXPERT}")
         if experts and top_k > experts:
-            raise ValueError(f"a token cannot meet {top_k} of {experts} experts; set it to at most {experts}")
+            raise ValueError(f"a token cannot be routed to {top_k} of {experts} experts; set it to at most {experts}")
         return top_k
 
     @field_validator("expert_layer_pattern")

@@ -25,7 +25,7 @@ _LONGEST_GREETING = 512
 
 
 class Connection:
-    """One end of a connection. ``open`` turns false when the other end is gone, or talks too much."""
+    """One end of a connection. ``open`` turns false when the other end is gone, or sends a line over the limit."""
 
     def __init__(self, connection: socket.socket) -> None:
         connection.settimeout(_SEND_TIMEOUT)
@@ -100,7 +100,7 @@ class Stranger:
         connection.send(word=self._word)
 
     def identify(self, connection: Connection, secret: str, ranks: range) -> int | None:
-        """Read the answer: the rank that has proved itself; None while nothing, or for ever when the wrong has come."""
+        """Read the answer: the rank that has proved itself, or None. A wrong answer closes the connection."""
         for message in connection.receive(_LONGEST_GREETING):
             rank, word, given = message.get("rank"), str(message.get("word")), str(message.get("proof"))
             proof = _proof(secret, "sidecar", rank, self._word, word)

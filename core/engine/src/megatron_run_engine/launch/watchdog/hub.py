@@ -24,16 +24,14 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from megatron_run.errors import ExitCode, RankLostError
+from megatron_run.errors import RankLostError
 from megatron_run_engine.launch.watchdog.connection import Connection, Stranger
 from megatron_run_engine.launch.watchdog.monitor import INTERVAL, LONGEST
 from megatron_run_engine.launch.watchdog.page import Page
-from megatron_run_engine.launch.watchdog.verdict import RankState, UnblockedTimer, judge
+from megatron_run_engine.launch.watchdog.verdict import IN_ORDER, RankState, UnblockedTimer, judge
 
 #: Seconds that ranks get to end by themselves once one of them is lost: all are gone within 5.
 GRACE = 3.5
-#: Ends that do not trouble the other ranks.
-_IN_ORDER = (ExitCode.DONE, ExitCode.TIME_LIMIT, ExitCode.SIGINT, ExitCode.SIGTERM)
 #: Seconds that who connects has to prove itself.
 _GREETED_WITHIN = 10.0
 #: Strangers that are heard at once, unless there are more ranks, and open files besides connections.
@@ -171,7 +169,7 @@ class Hub:
         """Take in what a sidecar reports of its ``rank``."""
         if "over" in message:
             self._states[rank] = replace(self._states[rank], ended=True)
-            if message["over"] not in _IN_ORDER:
+            if message["over"] not in IN_ORDER:
                 # Provisional: this rank may have failed because of another, whose death is reported a moment later.
                 self._provisional = not self._verdict
                 self._end_all(RankLostError(f"rank {rank} failed, and the others did not end", rank=rank), GRACE)

@@ -13,13 +13,15 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 
-from megatron_run.errors import RankLostError
+from megatron_run.errors import ExitCode, RankLostError
 from megatron_run_engine.launch.watchdog.page import Entered, Page
 
 #: Seconds that a rank has at least until its first step: loading libraries and connecting changes no page for long.
 BEGINNING = 60.0
 #: Part of the time limit for which a rank must have waited for no other before it is blamed.
 _UNBLOCKED = 1 / 3
+#: Ends that do not trouble the other ranks: done, or stopped after a step on which all ranks agreed.
+IN_ORDER = frozenset({ExitCode.DONE, ExitCode.TIME_LIMIT, ExitCode.SIGINT, ExitCode.SIGTERM})
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from megatron_run_engine.nn.mlp import Experts, Mlp
 from megatron_run_engine.nn.moe.dispatch import make_dispatcher
 from megatron_run_engine.nn.moe.placement import padded, place_all, place_within_capacity, spread
 from megatron_run_engine.nn.moe.router import Router, balance_loss, choose, load_of, z_loss
+from megatron_run_engine.nn.norm import norm_of
 from megatron_run_engine.nn.parameter import empty_parameter
 
 if TYPE_CHECKING:
@@ -111,7 +112,7 @@ class MixtureOfExperts(nn.Module):
         self._parts_of_a_loss = context.topology.sizes.tensor
         peers = context.groups.parallel_group(context.topology, "expert")
         self.dispatcher = make_dispatcher(experts, peers)
-        self.norm = layers.norm(spec.norm, spec.hidden, spec.norm_eps)
+        self.norm = norm_of(layers, spec)
         self.router = Router(context, spec, experts)
         self.experts = Experts(layers, spec, self.dispatcher.held, experts.ffn)
         self.shared = SharedExpert(context, layers, spec, experts) if experts.shared_ffn else None

@@ -65,12 +65,12 @@ def text_windows(tokens: Sequence[int], longest: int, stride: int) -> list[Windo
 
 @torch.no_grad()
 def score(
-    network: Network, windows: Sequence[Window], batch: int = 8, heard: Callable[[int], object] | None = None
+    network: Network, windows: Sequence[Window], batch: int = 8, progress: Callable[[int], object] | None = None
 ) -> list[Score]:
     """Score ``windows``, none of which is empty, ``batch`` of them in a pass. Every rank gets all scores.
 
     Collective over the world: every rank calls it with the same arguments. The data-parallel copies take turns.
-    ``heard`` is told after each pass how many windows are scored.
+    ``progress`` is told after each pass how many windows are scored.
     """
     topology = network.context.topology
     copies, copy = topology.sizes.data, topology.peers("data").index(topology.rank)
@@ -85,8 +85,8 @@ def score(
         scores = _pass(network, [windows[number] for number in numbers])
         if scores is not None and mine < len(batches):
             found[numbers] = scores
-        if heard:
-            heard(min((turn + copies) * batch, len(windows)))
+        if progress:
+            progress(min((turn + copies) * batch, len(windows)))
     found = _shared(network, found)
     counts = [sum(target != IGNORED for target in window.targets) for window in windows]
     return [Score(row[0], round(row[1]), count) for row, count in zip(found.tolist(), counts, strict=True)]

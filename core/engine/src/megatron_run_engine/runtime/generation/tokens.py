@@ -138,7 +138,7 @@ class Network:
         microbatch = Microbatch(0, 0, 0, {"tokens": tokens}, train=False, decoding=decoding)
         rows, columns = tokens.shape
         boundary = partial(self.model.boundary, micro_batch_size=rows, sequence_length=columns)
-        record = self.executor.run(self.program, StepInputs(lambda _: microbatch, boundary, report=_ignore))
+        record = self.executor.run(self.program, StepInputs(lambda _: microbatch, boundary))
         if not record.logits:
             return None
         context, here = self.context, record.logits[0]  # [s, b, p/t]
@@ -280,7 +280,3 @@ class _Frame:
             now = replace(now, positions=places.clamp(0, self._positions - 1), mask=mask)
         self._next = replace(self._next, first=stop)
         return tokens, now
-
-
-def _ignore(microbatch: int, name: str, total: Tensor, weight: Tensor) -> None:
-    """Ignore losses: there are no labels."""

@@ -24,7 +24,7 @@ class BucketReducer:
     """
 
     def __init__(self, buckets: Sequence[Bucket], send: Callable[[Bucket], Pending], *, early: bool) -> None:
-        self._buckets, self._start, self._early = buckets, send, early
+        self._buckets, self._send_bucket, self._early = buckets, send, early
         self._bucket_of = {parameter: bucket for bucket in buckets for parameter in bucket.parameters}
         self._waiting: dict[Bucket, set[Parameter]] = {}
         self._unsent: dict[int, deque[Bucket]] = {}
@@ -63,4 +63,4 @@ class BucketReducer:
             pending.wait()
 
     def _send(self, bucket: Bucket) -> None:
-        self._sent[bucket] = self._start(bucket)
+        self._sent[bucket] = self._send_bucket(bucket)

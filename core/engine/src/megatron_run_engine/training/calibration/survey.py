@@ -7,13 +7,9 @@ computes what a layer with fewer heads and a narrower feed-forward half does, so
 from __future__ import annotations
 
 import os
-import platform
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import islice
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron_run.config.request import Request
@@ -99,7 +95,7 @@ def runs() -> list[Run]:
     """Every run of a survey, a shallow one and the deep one after it; then larger vocabularies, batches and experts."""
     found = [Run(h, heads, s, b, layers, t) for h, heads, s, b, t in SHAPES for layers in DEPTHS]
     found += [Run(128, 4, 128, 2, 1, 1, vocabulary, 2) for vocabulary in (4096, 16384)]
-    found += [Run(128, 4, 64, 1, 1, 1, 1024, microbatches) for microbatches in (8,)]
+    found.append(Run(128, 4, 64, 1, 1, 1, 1024, microbatches=8))
     found += [Run(h, 4, 128, 2, layers, 1, 1024, 2, experts) for h, experts in ((64, 4), (128, 8)) for layers in DEPTHS]
     return found
 
@@ -115,16 +111,8 @@ class Anchor(NamedTuple):
 
     def request(self) -> Request:
         """Four layers, and four microbatches on each of the data-parallel ranks."""
-        micro_batch = 128 // self.sequence
-        run = Run(
-            self.hidden,
-            self.hidden // 32,
-            self.sequence,
-            micro_batch,
-            4,
-            microbatches=4 * self.sets.get("parallel.data", 1),
-            experts=self.sets.get("model.experts", 0),
-        )
+        micro_batch, microbatches = 128 // self.sequence, 4 * self.sets.get("parallel.data", 1)
+        run = Run(self.hidden, self.hidden // 32, self.sequence, micro_batch, 4, microbatches=microbatches)
         keys = ("model.head_size", "model.ffn_size", "model.experts")
         sets = [each for each in run.request().sets if not each.startswith(keys)]
         return Request(
@@ -289,15 +277,6 @@ def spans(times: Mapping[str, Any]) -> dict[str, list[float]]:
 def summary(rounds: Sequence[Mapping[str, Sequence[float]]]) -> dict[str, float]:
     """Typical seconds of a microbatch's forward and backward, and of all else in a step, of the spans of all rounds."""
     return {key: typical([each for one in rounds for each in one[key]]) for key in rounds[0]}
-
-
-def processor_name() -> str:
-    """The model of this machine's processor."""
-    with suppress(OSError):
-        found = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text("utf-8"))
-        if found:
-            return found[1]
-    return platform.processor() or platform.machine()
 
 
 def step_seconds(rounds: Sequence[Sequence[float]]) -> float:

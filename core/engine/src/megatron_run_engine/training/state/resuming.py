@@ -31,6 +31,7 @@ from megatron_run_engine.run_folder.changes import (
     find_changes,
     find_refusal,
     identity,
+    nested,
     with_added_options,
 )
 from megatron_run_engine.training.numbers import Progress
@@ -236,7 +237,7 @@ def _first(shape: tuple[int, ...]) -> Box:
 
 #: Kinds whose state is saved. An optimizer's state is logical: any optimizer reads it, field by field. A scaler's state
 #: is its own.
-LOGICAL, OWN = "optimizer", "scaler"
+OPTIMIZER, SCALER = "optimizer", "scaler"
 
 Plugins = Mapping[str, Sequence["Plugin"]]
 #: Converts the state that an older version of a plugin saved to the current version's state.
@@ -299,16 +300,8 @@ def rate_change(run: ResolvedRun, saved: About, accepted: Accepted) -> list[str]
 
 def _train_section(saved: About) -> TrainSection | None:
     """Return the section ``train`` with which ``saved`` was saved, None if this version cannot read it."""
-    keys: dict[str, Any] = {}
-    for name, value in saved.identity.items():
-        if name.startswith("train."):
-            *parents, key = name.removeprefix("train.").split(".")
-            target = keys
-            for parent in parents:
-                target = target.setdefault(parent, {})
-            target[key] = value
     try:
-        return TrainSection(**keys)
+        return TrainSection(**nested(saved.identity).get("train", {}))
     except ValidationError:
         return None
 
@@ -318,17 +311,17 @@ def scaler_state(saved: About, plugins: Plugins, allowed: Collection[str]) -> Ma
 
     Raises :class:`CheckpointError` if another scaler wrote it, unless the kind is ``allowed`` to change.
     """
-    (plugin,) = plugins[OWN]
-    (writer,) = saved.plugins.get(OWN, (None,))
+    (plugin,) = plugins[SCALER]
+    (writer,) = saved.plugins.get(SCALER, (None,))
     if writer is None or not saved.scaler:
         return None
     if writer.name != plugin.name:
-        if OWN in allowed:
+        if SCALER in allowed:
             return None
         raise CheckpointError(
-            f"step {saved.step} holds the state of {OWN}={writer.name}, which {plugin} cannot read",
+            f"step {saved.step} holds the state of {SCALER}={writer.name}, which {plugin} cannot read",
             why=f"it was written by {writer.source}",
-            fix=f"choose {OWN}={writer.name}, or start its state anew: --allow-plugin-change {OWN}",
+            fix=f"choose {SCALER}={writer.name}, or start its state anew: --allow-plugin-change {SCALER}",
         )
     upgrade = find_upgrade(writer, plugin, saved.step)
     return saved.scaler if upgrade is None else upgrade(saved.scaler)
@@ -339,8 +332,8 @@ def optimizer_upgrade(saved: About, plugins: Plugins) -> Upgrade | None:
 
     Raises :class:`CheckpointError` if the current version cannot read it.
     """
-    (plugin,) = plugins[LOGICAL]
-    (writer,) = saved.plugins.get(LOGICAL, (None,))
+    (plugin,) = plugins[OPTIMIZER]
+    (writer,) = saved.plugins.get(OPTIMIZER, (None,))
     # Another optimizer's fields have logical names: those that both know are read, the others refused or begun anew.
     return None if writer is None or writer.name != plugin.name else find_upgrade(writer, plugin, saved.step)
 

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import IO, NamedTuple
 
 from megatron_run.errors import DataError, InputError
+from megatron_run_data_indexed.preparation.document_rules import Examiner, Rules, judge, ngrams_of
 from megatron_run_data_indexed.preparation.inputs import Input, blocks, missing
 from megatron_run_data_indexed.preparation.records import Reading, read_records, texts
-from megatron_run_data_indexed.preparation.rules import Examiner, Rules, judge, ngrams_of
 from megatron_run_engine.data.tokenizer import open_tokenizer
 
 #: Bytes read at once.

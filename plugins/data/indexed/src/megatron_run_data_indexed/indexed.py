@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import cached_property, partial
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -31,6 +30,7 @@ from megatron_run_data_indexed.samples import (
     blend_of,
 )
 from megatron_run_engine.data.indexed_files import Reader, open_tokens
+from megatron_run_engine.data.option_types import SPLITS
 from megatron_run_engine.data.packing import PACKED_FIELDS, PackedDocuments, same_shape
 
 if TYPE_CHECKING:
@@ -40,8 +40,6 @@ if TYPE_CHECKING:
     from megatron_run_data_indexed.options import IndexedOptions
     from megatron_run_data_indexed.samples import Windows
     from megatron_run_engine.data.tokenizer import Tokenizer
-
-_PLACE: Mapping[Split, int] = MappingProxyType({"train": 0, "validation": 1, "test": 2})
 
 #: Samples after which the choices of a weighted blend start again under ``order=permuted``, which keeps no index file:
 #: the shares are exact to one sample in as many. Up to here they are megatron-core's.
@@ -149,14 +147,14 @@ class Indexed(DataSource):
         if self._options.order == "megatron":
             windows = self._as_megatron(parts, split, sequence_length, seed, samples)
         else:
-            windows = self._permuted(parts, seed, _PLACE[split])
+            windows = self._permuted(parts, seed, SPLITS.index(split))
         return self._with_fields(windows)
 
     def _bounds(self, reader: Reader, split: Split) -> tuple[int, int]:
         """Return the sequences of ``split``. megatron-core counts sequences, so a document may end within a split."""
         if self._options.order == "megatron":
-            return megatron_order.split_bounds(self._options.split, len(reader))[_PLACE[split]]
-        first, last = megatron_order.split_bounds(self._options.split, len(reader.documents) - 1)[_PLACE[split]]
+            return megatron_order.split_bounds(self._options.split, len(reader))[SPLITS.index(split)]
+        first, last = megatron_order.split_bounds(self._options.split, len(reader.documents) - 1)[SPLITS.index(split)]
         return int(reader.documents[first]), int(reader.documents[last])
 
     def _parts(self, split: Split, sequence_length: int) -> Sequence[Ordered[Any]]:
@@ -167,14 +165,14 @@ class Indexed(DataSource):
             same_shape(packed)
         else:
             parts = [Part(reader, *self._bounds(reader, split), sequence_length) for reader in self._readers]
-        share = self._options.split[_PLACE[split]] / sum(self._options.split)
+        share = self._options.split[SPLITS.index(split)] / sum(self._options.split)
         short = [number for number, part in enumerate(parts) if not len(part)]
         if share and short and (self._options.weights or len(short) == len(parts)):
             raise self._too_short(split, share, short[0], sequence_length)
         return parts
 
     def _packed(self, reader: Reader, split: Split, sequence_length: int) -> PackedDocuments:
-        first, last = megatron_order.split_bounds(self._options.split, len(reader.documents) - 1)[_PLACE[split]]
+        first, last = megatron_order.split_bounds(self._options.split, len(reader.documents) - 1)[SPLITS.index(split)]
         bounds = reader.token_bounds(reader.documents[first : last + 1])
         padding = self.end_of_text or 0  # no label, and a document by itself
         return PackedDocuments(reader.tokens, bounds, sequence_length, padding=padding)

@@ -1,4 +1,4 @@
-"""Activations counted on fake tensors are what a real forward leaves in memory, and what the planner's form says."""
+"""What a forward keeps by the count on fake tensors is what a real one leaves, and what the planner says."""
 
 from __future__ import annotations
 
@@ -11,13 +11,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_run.contracts import Microbatch
-from megatron_run.contracts.schedule import Action
 from megatron_run.contracts.topology import Topology
 from megatron_run.errors import PluginError
 from megatron_run.planning import ResolvedRun, load_config
 from megatron_run_engine.runtime.comm import Groups
 from megatron_run_engine.training.build import build_chunks, make_context, make_layers, with_vocabulary
-from megatron_run_engine.training.saved_activations import peak_activations, peak_saved, saved_by_chunk
+from megatron_run_engine.training.step_memory import count_chunks, step_memory
 from megatron_run_planner.memory import layer_activations
 from megatron_run_planner.workload import Model, Split
 
@@ -46,8 +45,7 @@ def resolved(*plugins: str, **values: Any) -> ResolvedRun:
 
 
 def counted(run: ResolvedRun, stage: int = 0) -> list[int]:
-    data = run.one("data").create()
-    return saved_by_chunk(run, with_vocabulary(run, data), data, stage)
+    return [chunk.kept for chunk in count_chunks(run, stage, {})]
 
 
 class Storages(TorchDispatchMode):
@@ -131,29 +129,13 @@ def test_a_layer_on_tensor_ranks_keeps_what_the_planner_says(tensor: int, sequen
     assert two - one == pytest.approx(layer_activations(model, split), rel=0.002 if sequence or tensor == 1 else 0.11)
 
 
-def test_a_pipeline_holds_what_its_plan_has_in_flight() -> None:
-    run = resolved("schedule=1f1b", parallel__pipeline=2, parallel__data=1)
-    first, last = peak_activations(run) or []
-    assert first == 2 * counted(run, 0)[0]
-    assert last == counted(run, 1)[0]
-
-
-def test_chunks_count_by_their_own_size() -> None:
-    def peak(actions: str, *by_chunk: int) -> int:
-        return peak_saved([Action.parse(word) for word in actions.split()], by_chunk)
-
-    assert peak("F0.0 F1.0 F0.1 B0.1 B0.0 B1.0", 10, 100) == 120
-    assert peak("F0.0 I0.0 F1.0 I1.0 W0.0 W1.0", 10) == 20
-    assert peak("F0.0 F1.0 R0.0 B0.0 R1.0 B1.0", 10) == 10
-
-
 def test_routing_that_follows_values_is_not_counted() -> None:
-    assert peak_activations(resolved(model__experts=4)) is None
+    assert step_memory(resolved(model__experts=4)) is None
 
 
 def test_layers_that_refuse_this_machine_are_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_arguments: object) -> None:
         raise PluginError("these layers need a GPU")
 
-    monkeypatch.setattr("megatron_run_engine.training.saved_activations.make_layers", refuse)
-    assert peak_activations(resolved()) is None
+    monkeypatch.setattr("megatron_run_engine.training.step_memory.make_layers", refuse)
+    assert step_memory(resolved()) is None
