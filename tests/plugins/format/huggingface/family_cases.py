@@ -79,6 +79,12 @@ class Case(NamedTuple):
 CASES: Mapping[str, Case] = {
     "gpt2": Case("gpt2", {"n_inner": 40, **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)}),
     "llama": Case("llama", {}, {"activation": "swiglu"}),
+    # transformers' Llama reads no fraction.
+    "llama, partial": Case(
+        "llama",
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.5}},
+        {"rope_fraction": 1.0, "rope_theta": 100.0},
+    ),
     "llama 3": Case("llama", {"rope_parameters": LLAMA3, "head_dim": 8}, {"rope_scaling": "llama3", "head_size": 8}),
     "llama, stretched": Case(
         "llama", {"rope_parameters": {"rope_type": "linear", "rope_theta": 100.0, "factor": 3.0}}, {"rope_factor": 3.0}

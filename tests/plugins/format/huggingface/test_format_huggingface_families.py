@@ -260,9 +260,12 @@ def test_weights_that_sixteen_bits_cannot_hold_stay_as_they_are(tmp_path: Path) 
     assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
 
 
+#: Of families whose code in transformers rotates all features of a head.
+WHOLLY_ROTATED = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "olmo2", "smollm3", "granite", "starcoder2")
 #: A change of a model of ours, the family that is nearest, and what it is refused for.
 BETWEEN = (
     ("llama 3", {"attention_softcap": 5.0}, "llama: model.attention_softcap=5.0 (the family has unset)"),
+    *((case, {"rope_fraction": 0.5}, "model.rope_fraction=0.5 (the family has 1.0)") for case in WHOLLY_ROTATED),
     ("mistral", {"window_pattern": (1, 0, 1)}, "mistral: model.window_pattern=(1, 0, 1) (the family has (1, 1, 1))"),
     ("qwen3", {"qk_norm": "full"}, "qwen3: model.qk_norm=full (the family has head)"),
     ("gemma2", {"embedding_scale": 2.0}, "gemma2: model.embedding_scale=2.0 (the family has 4.898979485566356)"),

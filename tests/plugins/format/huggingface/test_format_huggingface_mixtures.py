@@ -57,7 +57,7 @@ def test_every_split_of_an_imported_mixture_has_the_losses_of_one_process(tmp_pa
         ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise=0.1 (only 0.0)"),
         ("qwen3 with experts", {"attention_bias": True}, "attention_bias=True (only False)"),
         ("qwen3 with experts", {"use_sliding_window": True}, "use_sliding_window=True (only False)"),
-        ("qwen3 with experts", {"num_experts_per_tok": 5}, "a token cannot meet 5 of 4 experts"),
+        ("qwen3 with experts", {"num_experts_per_tok": 5}, "a token cannot be routed to 5 of 4 experts"),
     ],
 )
 def test_a_mixture_that_is_close_is_refused_with_what_differs(

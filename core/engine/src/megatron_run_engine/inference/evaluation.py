@@ -48,7 +48,7 @@ def work(run: ResolvedRun, world: World, activity: Activity, arguments: Mapping[
 def record(source: Source, results: Iterable[EvalMetrics]) -> Path | None:
     """Give ``results`` to the observers of the run that ``source`` is a step of; its folder, or None if there is none.
 
-    An observer that is a file hears nothing: the folder may be somebody else's, and names no code.
+    An observer that is a file hears nothing: the folder may be somebody else's, and may not name code.
 
     Raises what they raise, and :class:`~megatron_run.errors.RunError` if one of them is not installed.
     """

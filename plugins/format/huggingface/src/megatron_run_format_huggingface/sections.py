@@ -23,7 +23,7 @@ SLIDING, FULL = "sliding_attention", "full_attention"
 
 def rope(
     theta: float = 10000.0,
-    fraction: float = 1.0,
+    fraction: float | None = None,
     theta_key: str = "rope_theta",
     fraction_key: str = "partial_rotary_factor",
     kinds: Sequence[str] = ("default", *_SCALING),
@@ -31,7 +31,8 @@ def rope(
 ) -> Section:
     """Rotary positions with these defaults, and these keys beside them; ``kinds`` are the scalings of the family.
 
-    ``length_key`` is where a family has the original length, too.
+    ``fraction`` None: the family rotates all features of a head, whatever a ``partial_rotary_factor`` says, which its
+    code in ``transformers`` does not read. ``length_key`` is where a family has the original length, too.
     """
 
     def found_in(config: Config) -> dict[str, Any]:
@@ -40,18 +41,21 @@ def rope(
         usual = {"rope_theta": theta, "partial_rotary_factor": fraction}
         return rotation({**usual, **{key: value for key, value in beside.items() if value is not None}, **inner})
 
+    def read(config: Config) -> dict[str, Any]:
+        found = found_in(config)
+        part = {} if fraction is None else {"rope_fraction": float(found["partial_rotary_factor"])}
+        return {**scaled(found, config), **part}
+
     def write(options: Config) -> dict[str, Any]:
         found = written(options)
         beside = {theta_key: options["rope_theta"]}  # where older versions of transformers look
-        if (fraction, options["rope_fraction"]) != (1, 1):
+        if fraction is not None and (fraction, options["rope_fraction"]) != (1, 1):
             beside[fraction_key] = found["partial_rotary_factor"] = options["rope_fraction"]
         if length_key and _LENGTH in found:
             beside[length_key] = found[_LENGTH]
         return {**beside, "rope_parameters": found}
 
-    return Section(
-        lambda config: scaled(found_in(config), config), write, lambda config: unscalable(found_in(config), kinds)
-    )
+    return Section(read, write, lambda config: unscalable(found_in(config), kinds))
 
 
 def rotation(found: Config) -> dict[str, Any]:
@@ -71,7 +75,6 @@ def scaled(found: Config, config: Config) -> dict[str, Any]:
     ours = {
         "position": "rope",
         "rope_theta": found["rope_theta"],
-        "rope_fraction": float(found.get("partial_rotary_factor", 1.0)),
     }
     kind = found["rope_type"]
     if kind == "default":

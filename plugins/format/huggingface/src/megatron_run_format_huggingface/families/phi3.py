@@ -6,7 +6,7 @@ from megatron_run_format_huggingface.families.llama import DEFAULTS, ENDS, KEYS,
 from megatron_run_format_huggingface.family import Config, Fused
 from megatron_run_format_huggingface.sections import rope, rotation
 
-_ROPE = rope(kinds=("default", "longrope"), length_key="original_max_position_embeddings")
+_ROPE = rope(fraction=1.0, kinds=("default", "longrope"), length_key="original_max_position_embeddings")
 _NAMES = {"su": "longrope", "yarn": "longrope"}
 
 
