@@ -104,6 +104,8 @@ PLUGINS = {
 }
 
 CONFIGURATION = {
+    "bytes that are not UTF-8": Mistake(f"{PLAIN} --set run.folder=caf\udce9", 2, "run.folder"),
+    "a file of a task that is missing": Mistake(f"{PLAIN} --set eval.tasks=lambada=none.txt", 5, "none.txt"),
     "an option typo": Mistake("--plugin schedule=./depth.py,dept=2", 2, "did you mean 'depth'?"),
     "an option of the wrong type": Mistake(
         "--plugin schedule=./depth.py --set schedule.depth=deep", 2, "(from --set schedule.depth)"

@@ -77,6 +77,17 @@ def test_a_branch_is_the_continuation_in_a_folder_of_its_own(longer: tuple[Path,
     assert again.first == 9  # from its own newest step, no longer from the branch
 
 
+def test_a_branch_that_ends_before_it_begins_is_refused_before_anything_starts(longer: tuple[Path, Attempt]) -> None:
+    for steps in (3, 4):
+        run = load_config("preset:tiny", sets={**LONGER, "train.steps": steps, "run.branch_from": f"{longer[0]}@4"})
+        with pytest.raises(InputError) as error:
+            check_source(run)
+        assert str(error.value).startswith(
+            f"nothing is left to train: run.branch_from is at step 4, and this run ends at {steps} (from "
+        )
+    check_source(load_config("preset:tiny", sets={**LONGER, "train.steps": 5, "run.branch_from": f"{longer[0]}@4"}))
+
+
 def test_a_wsd_run_is_branched_for_its_decay(tmp_path: Path) -> None:
     wsd = {**STEADY, "train.steps": 20, "train.lr_shape": "wsd", "train.lr_wsd": 2, "train.lr_wsd_shape": "linear"}
     attempt(tmp_path / "run", wsd, stop_after=4)

@@ -11,13 +11,15 @@ from typing import Any, cast
 import pytest
 import torch
 
+from megatron_run.config.request import Found, Request
 from megatron_run.contracts import Microbatch
 from megatron_run.contracts.topology import Sizes
 from megatron_run.errors import DataError, ExitCode, GuardError, InputError, PluginError
-from megatron_run.planning import load_config
+from megatron_run.planning import load_config, resolve
 from megatron_run.planning.batch_size import BatchSizes
 from megatron_run.planning.learning_rate import LearningRate
 from megatron_run_engine.runtime.metrics import Metrics
+from megatron_run_engine.training.build import with_vocabulary
 from megatron_run_engine.training.evaluate import Evaluator
 from megatron_run_engine.training.loader import BatchLoader
 from megatron_run_engine.training.numbers import Losses
@@ -162,6 +164,16 @@ def test_a_sample_that_cannot_be_made_is_said(tmp_path: Path) -> None:
 def test_a_vocabulary_smaller_than_the_datas_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"model.vocab_size=100 is smaller than the data's vocabulary of 128"):
         Bench(tmp_path, "model.vocab_size=100")
+
+
+def test_a_vocabulary_that_weights_decide_is_not_to_be_raised() -> None:
+    run = resolve(Request(("preset:tiny", Found({"model": {"vocab_size": 100}}, "what is saved in a"))))
+    with pytest.raises(InputError) as error:
+        with_vocabulary(run, run.one("data").create())
+    assert str(error.value) == (
+        "model.vocab_size=100 is smaller than the data's vocabulary of 128 (from what is saved in a); "
+        "name the tokenizer that the model was trained with: --plugin data=text,tokenizer=FILE"
+    )
 
 
 def test_a_sample_of_text_continues_the_prompt(tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from megatron_run.config.request import Request
+from megatron_run.config.request import Found, Request
 
 
 def test_a_rank_reads_back_what_was_typed() -> None:
@@ -15,3 +15,9 @@ def test_a_rank_reads_back_what_was_typed() -> None:
     )
     assert Request.from_json(request.to_json()) == request
     assert "SECRET" not in request.to_json()
+
+
+def test_a_rank_knows_where_a_configuration_was_found() -> None:
+    (found,) = Request.from_json(Request((Found({"train": {"lr": 1e-4}}, "what is saved in a"),)).to_json()).configs
+    assert isinstance(found, Found)
+    assert (found, found.place) == ({"train": {"lr": 1e-4}}, "what is saved in a")

@@ -78,8 +78,10 @@ def open_data(run: ResolvedRun) -> None:
     """Find the initial weights and read a sample of each data split: what is missing or odd is told before a start."""
     from megatron_run_engine.training.checked_plugins import open_split
     from megatron_run_engine.training.state.init_from import check_source
+    from megatron_run_engine.training.tasks import check_files
 
     check_source(run)
+    check_files(run.config.eval.tasks)
     plugin, train = run.one("data"), run.config.train
     source = plugin.create()
     splits: tuple[Split, ...] = ("train", "validation")

@@ -252,6 +252,9 @@ def test_tokens_of_another_tokenizer_are_refused_before_they_are_read(tmp_path: 
     Path(made).unlink()
     assert opens(vocab_size=None, tokenizer=other), "of a tokenizer that is gone only the number of ids is known"
     assert "did not make the tokens" in told(vocab_size=None, tokenizer=smaller)
+    for damaged in ("garbage", "[]"):
+        (tmp_path / "set.json").write_text(damaged)
+        assert told(vocab_size=None, tokenizer=other).startswith(f"{prefix}.json is damaged: it says how the dataset")
 
 
 @pytest.mark.parametrize("packing", ["stream", "documents"])

@@ -134,8 +134,7 @@ class PreparedTexts(DataSource):
 
     def encode(self, text: str) -> Sequence[int]:
         """Return the token ids of ``text``, without special tokens."""
-        tokens: list[int] = self.tokenizer.encode(text.encode(), "the text").tolist()
-        return tokens
+        return self.tokenizer.encode_text(text)
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of ``tokens``; special tokens that a source added have none."""

@@ -24,7 +24,7 @@ from megatron_run import __version__
 from megatron_run.config.yaml import yaml_text
 from megatron_run.contracts.format import ReadTensor, Weights
 from megatron_run.contracts.optimizer import MASTER, StatePiece
-from megatron_run.errors import CheckpointError, InputError
+from megatron_run.errors import CheckpointError, InputError, RunError
 from megatron_run.registry.choose_format import format_to_read, format_to_write
 from megatron_run.registry.discover import plain_name
 from megatron_run_engine.checkpoint.adapted import MergedReader, open_step
@@ -33,7 +33,7 @@ from megatron_run_engine.checkpoint.manifest import About, DataRecord, Tokenizer
 from megatron_run_engine.checkpoint.saving import LOCK, Commit
 from megatron_run_engine.checkpoint.shard_file import NAMES, write_shard, written_type
 from megatron_run_engine.checkpoint.step_folder import CHECKPOINTS, IMPORTED, Checkpoints, find_step
-from megatron_run_engine.data.tokenizer import TOKENIZER
+from megatron_run_engine.data.tokenizer import TOKENIZER, open_tokenizer
 from megatron_run_engine.formats.gpt_tensors import gpt_options, logical_shapes, names_fault
 from megatron_run_engine.formats.kept_files import (
     SOURCE,
@@ -70,6 +70,22 @@ def _not_finite(bad: Counter[str]) -> Iterator[str]:
         yield f"{sum(bad.values())} values are NaN or infinite, the first of them in {next(iter(bad))}"
 
 
+def _too_many_ids(weights: Weights) -> Iterator[str]:
+    """A note where the tokenizer has ids without a row of the embedding: with it, the model cannot be used."""
+    rows = weights.config.get("vocab_size")
+    if weights.tokenizer is None or not isinstance(rows, int):
+        return
+    try:
+        ids = open_tokenizer(str(weights.tokenizer)).vocab_size
+    except RunError:  # it is told when it is used
+        return
+    if ids > rows:
+        yield (
+            f"its tokenizer has {ids} ids and the model {rows} rows for them: "
+            "use it with another one, --plugin data=text,tokenizer=FILE, or with token ids, --tokens"
+        )
+
+
 @dataclass(frozen=True)
 class Exported:
     """What was exported: a ``step`` of the run at ``source``."""
@@ -95,9 +111,8 @@ def import_model(source: Path, folder: Path, name: str | None = None, *, trust_p
     bad = Counter[str]()
     manifest = write_folder(weights, folder, f"{source} ({chosen.name})", bad)
     moments = tuple(sorted(field for field, readers in weights.moments.items() if readers))
-    return Imported(
-        str(folder), chosen.name, weights.step, count_values(manifest), moments, (*weights.notes, *_not_finite(bad))
-    )
+    notes = (*weights.notes, *_not_finite(bad), *_too_many_ids(weights))
+    return Imported(str(folder), chosen.name, weights.step, count_values(manifest), moments, notes)
 
 
 def export_model(source: Path | None, folder: Path, name: str, step: int | None = None) -> Exported:

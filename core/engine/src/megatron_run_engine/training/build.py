@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import nn
 
+from megatron_run.config.origin import DEFAULT
 from megatron_run.contracts.activity import Activity
 from megatron_run.contracts.data import DOCUMENTS, LABELS, LOSS_MASK, TOKENS, as_fields
 from megatron_run.contracts.topology import Topology
@@ -186,11 +187,12 @@ def with_vocabulary(run: ResolvedRun, data: DataSource) -> BaseModel:
     if chosen is None:
         return options.model_copy(update={"vocab_size": data.vocab_size})
     if chosen < data.vocab_size:
-        raise InputError(
-            f"model.vocab_size={chosen} is smaller than the data's vocabulary of {data.vocab_size}",
-            origin=str(run.origins.get(("model", "vocab_size"), "")),
-            fix=f"leave model.vocab_size out, or set it to at least {data.vocab_size}",
-        )
+        origin = run.origins.get(("model", "vocab_size"), DEFAULT)
+        fix = f"leave model.vocab_size out, or set it to at least {data.vocab_size}"
+        if origin.source == "found":  # the weights there have so many rows
+            fix = "name the tokenizer that the model was trained with: --plugin data=text,tokenizer=FILE"
+        what = f"model.vocab_size={chosen} is smaller than the data's vocabulary of {data.vocab_size}"
+        raise InputError(what, origin=str(origin), fix=fix)
     return options
 
 

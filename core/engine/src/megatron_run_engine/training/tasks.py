@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -116,11 +116,11 @@ def perplexity(source: str, reader: Reader, stride: int | None) -> Work:
     return Work(windows, metrics)
 
 
-def _documents(source: str) -> tuple[Document, ...]:
+def _documents(source: str, name: str = TASKS[0]) -> tuple[Document, ...]:
     try:
         return find_documents([source])
     except DataError as error:
-        error.origin = f"perplexity={source}"
+        error.origin = f"{name}={source}"
         raise
 
 
@@ -157,6 +157,13 @@ ReportProgress = Callable[[str, int, int], object]
 Maker = Callable[[str, Reader, "int | None"], Work]
 #: What makes the work of each of the kernel's ``TASKS``.
 MAKERS: Mapping[str, Maker] = dict(zip(TASKS, (perplexity, wikitext, lambada), strict=True))
+
+
+def check_files(tasks: Iterable[str]) -> None:
+    """Raise :class:`DataError` where a file of ``NAME=SOURCE`` is missing, empty or no text. Nothing is scored."""
+    for name, source in map(read_task, tasks):
+        if not (name == TASKS[0] and source in get_args(Split)):
+            _documents(source, name)
 
 
 def make_work(task: str, reader: Reader, stride: int | None = None) -> tuple[str, str, Work]:

@@ -53,7 +53,8 @@ class Request:
 
     def to_json(self) -> str:
         """One line of JSON that :meth:`from_json` reads back."""
-        return json.dumps(asdict(self))
+        configs = [[each.place, each] if isinstance(each, Found) else each for each in self.configs]
+        return json.dumps({**asdict(self), "configs": configs})
 
     @classmethod
     def from_json(cls, text: str) -> Request:
@@ -61,4 +62,5 @@ class Request:
         data: dict[str, Any] = json.loads(text)
         for name in ("configs", "sets", "plugins", "allow_plugin_change", "allow_change"):
             data[name] = tuple(data[name])
-        return cls(**data)
+        configs = (Found(each[1], each[0]) if isinstance(each, list) else each for each in data["configs"])
+        return cls(**{**data, "configs": tuple(configs)})

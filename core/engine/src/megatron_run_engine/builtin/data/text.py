@@ -165,8 +165,7 @@ class Text(DataSource):
 
     def encode(self, text: str) -> Sequence[int]:
         """Return the token ids of ``text``."""
-        tokens: list[int] = self._tokenizer.encode(text.encode(), "the prompt").tolist()
-        return tokens
+        return self._tokenizer.encode_text(text)
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of ``tokens``."""

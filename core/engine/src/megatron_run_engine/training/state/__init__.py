@@ -44,6 +44,7 @@ holds state of version                     ``training.state.resuming.find_upgrad
 holds the state of                         ``training.state.resuming.scaler_state``
 cannot read the state of version           ``training.state.resuming.find_upgrade``
 cannot be resumed                          ``training.numbers.Progress.restored``
+nothing is left to train                   ``training.state.init_from.check_source``
 *values are read*: state may have changed
 is no intact safetensors file              ``checkpoint.shard_file``
 cannot be read                             ``checkpoint.reader``

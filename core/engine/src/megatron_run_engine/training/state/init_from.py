@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from megatron_run.contracts import NewParts
-from megatron_run.errors import CheckpointError, DataError, advice
+from megatron_run.errors import CheckpointError, DataError, InputError, advice
+from megatron_run.planning.batch_size import run_length
 from megatron_run.registry.discover import plain_name
 from megatron_run_engine.checkpoint.adapted import open_step
 from megatron_run_engine.checkpoint.collectives import on_all_ranks, on_rank0
@@ -54,7 +55,14 @@ def check_source(run: ResolvedRun) -> None:
     if config.branch_from is not None:
         checkpoints, step = choose_branch(run, config.branch_from)
         about = checkpoints.manifest(step).about
-        accept(run, about, about.data, checkpoints.path.parent, None)
+        progress = accept(run, about, about.data, checkpoints.path.parent, None).progress
+        last, _ = run_length(run.config.train, progress.step, progress.samples)
+        if progress.step >= last:
+            raise InputError(
+                f"nothing is left to train: run.branch_from is at step {progress.step}, and this run ends at {last}",
+                origin=str(run.origins.get(("run", "branch_from"), "")),
+                fix="set train.steps above that, or branch from an earlier step: --set run.branch_from=RUN@STEP",
+            )
 
 
 def check_shapes(run: ResolvedRun, shapes: Shapes) -> None:
