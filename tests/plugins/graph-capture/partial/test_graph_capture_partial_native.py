@@ -66,7 +66,7 @@ def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where the extension is kept; what is loaded from there is its folder."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(native, "_load", lambda folder: SimpleNamespace(folder=folder))
-    return tmp_path / "megatron-run"
+    return tmp_path / "megatron-run" / "tapes"
 
 
 def test_one_rank_compiles_and_the_others_wait_for_its_result(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,13 +137,15 @@ def test_what_the_compiler_says_is_passed_on(tmp_path: Path, monkeypatch: pytest
 @pytest.mark.parametrize("mode", [0o777, 0o720])
 def test_nothing_is_executed_that_another_user_could_have_put_there(kept: Path, mode: int) -> None:
     assert native._home().parent == kept
-    assert stat.S_IMODE(kept.stat().st_mode) == 0o700
-    kept.chmod(mode)
+    cache = kept.parent
+    assert stat.S_IMODE(cache.stat().st_mode) == 0o700
+    cache.chmod(mode)
     with pytest.raises(PermissionError):
         native.build(LOG, no_heartbeat)
     kept.rmdir()
-    (kept.parent / "elsewhere").mkdir(mode=0o700)
-    kept.symlink_to(kept.parent / "elsewhere")
+    cache.rmdir()
+    (cache.parent / "elsewhere").mkdir(mode=0o700)
+    cache.symlink_to(cache.parent / "elsewhere")
     with pytest.raises(PermissionError):
         native.build(LOG, no_heartbeat)
 
