@@ -19,8 +19,9 @@ from tests.support.live_bytes import peak_of
 
 #: 11 million parameters, of which a tensor is at most a tenth.
 SIZES = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 9, "vocab_size": 4000}
-#: So many bytes are converted, hashed and written at once, by the writer's block and the blocks that wait to be hashed.
-WRITING = 6 << 22
+#: So many bytes are converted, hashed and written at once: the writer's block, the blocks that wait to be hashed, and one
+#: that is hashed and that its thread still holds for a moment.
+WRITING = 7 << 22
 
 
 @pytest.fixture(scope="module")
@@ -58,4 +59,4 @@ def test_an_import_holds_blocks_and_not_the_model(
     monkeypatch.setattr(shard_file, "_hash", hash_late)
     folder, parameters = llama
     peak = peak_of(lambda: import_model(folder, tmp_path / "ours"))
-    assert peak <= WRITING < 0.6 * 4 * parameters
+    assert peak <= WRITING < 0.7 * 4 * parameters
