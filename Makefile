@@ -64,7 +64,7 @@ te-env:
 	sh tests/te/environment.sh .te-env $(TE_PYTHON) $(MEMBERS)
 te: te-env
 	.te-env/bin/python -m pytest -q -m te $(shell grep -rl --include='test_*.py' 'mark\.te\b' tests)
-# Every schedule in every shape and variant, and every split, where `test` runs the telling ones in pairs: an hour.
+# Every schedule in every shape and variant, and every split, where `test` runs the telling ones in pairs: two hours.
 grid: $(DEV)
 	WHOLE_PRODUCT=1 $(PY) -m tests.integration.whole_grid
 	WHOLE_PRODUCT=1 $(PY) -m pytest -q $(PRODUCTS)
