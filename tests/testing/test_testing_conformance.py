@@ -77,6 +77,43 @@ def test_a_broken_promise_is_found_in_a_file(tmp_path: Path) -> None:
     assert failure.message.startswith("P=")  # what the suite says, not how it says it
 
 
+SHARDED = """
+import os
+
+import numpy as np
+
+from megatron_run.contracts import DataSource, PluginInfo
+from megatron_run.hookspecs import hookimpl
+
+
+class Sharded(DataSource):
+    vocab_size = 64
+    rank = int(os.environ.get("RANK", 0))
+
+    def dataset(self, split, sequence_length, seed):
+        ids, mask = np.arange(sequence_length) % 32 + self.rank, np.ones(sequence_length, np.float32)
+        return [{"tokens": ids, "labels": ids, "loss_mask": mask}]
+
+
+@hookimpl
+def megatron_run_plugin_info():
+    return PluginInfo("data", "sharded")
+
+
+@hookimpl
+def megatron_run_create_data():
+    return Sharded()
+"""
+
+
+def test_a_file_of_data_is_loaded_anew_as_another_rank_would(tmp_path: Path) -> None:
+    file = tmp_path / "sharded.py"
+    file.write_text(SHARDED)
+    (failure,) = failures(file)
+    assert failure.name == "every rank finds the same samples"
+    assert "train sample 0 differs in tokens in a process with RANK=3 " in failure.message
+
+
 def test_a_file_whose_kind_is_unknown_is_named_as_it_stands(tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
     file.write_text(schedule_source().replace("create_schedule", "create_shedule"))

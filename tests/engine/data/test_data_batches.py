@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -31,6 +32,42 @@ def test_the_tensors_are_copies_of_the_data() -> None:
     assert DATASET[1]["tokens"].tolist() == [1, 1, 1, 1]
 
 
+class Buffered(list[Any]):
+    """Every sample in the same arrays."""
+
+    def __init__(self, samples: Iterable[Mapping[str, Any]]) -> None:
+        super().__init__(samples)
+        self._buffers = {name: np.empty_like(value) for name, value in super().__getitem__(0).items()}
+
+    def __getitem__(self, index: Any) -> Any:
+        for name, value in super().__getitem__(index).items():
+            self._buffers[name][:] = value
+        return self._buffers
+
+
+def test_a_sample_is_copied_before_the_next_is_read() -> None:
+    found = fields(Buffered(DATASET), [3, 0, 4], ("tokens", "labels"), CPU)
+    assert found["tokens"].tolist() == [[3] * 4, [0] * 4, [4] * 4]
+    assert found["labels"].tolist() == [[-3] * 4, [0] * 4, [-4] * 4]
+
+
+def test_a_field_of_one_number_is_a_column() -> None:
+    assert fields([{"label": np.array(3)}, {"label": np.array(4)}], [0, 1], ("label",), CPU)["label"].tolist() == [3, 4]
+
+
+@pytest.mark.parametrize(
+    ("second", "forms"),
+    [
+        (np.ones(1, np.float32), r"float32 \[1\] and float32 \[4\]"),
+        (np.ones(4), r"float32 \[4\] and float64 \[4\]"),
+    ],
+)
+def test_a_field_of_two_forms_in_one_batch_is_named(second: Any, forms: str) -> None:
+    samples = [DATASET[0], {**DATASET[1], "loss_mask": second}]
+    with pytest.raises(DataError, match=f"the field 'loss_mask' is {forms} in samples of one batch"):
+        fields(samples, [0, 1], ("tokens", "loss_mask"), CPU)
+
+
 def test_a_stage_that_needs_no_field_reads_nothing() -> None:
     assert fields([], [7], (), CPU) == {}
 
@@ -38,6 +75,8 @@ def test_a_stage_that_needs_no_field_reads_nothing() -> None:
 def test_a_field_that_the_data_lacks_is_named() -> None:
     with pytest.raises(DataError, match=r"no field 'positions': its samples hold labels, loss_mask, tokens"):
         fields(DATASET, [0], ("tokens", "positions"), CPU)
+    with pytest.raises(DataError, match=r"no field 'positions': its samples hold labels, loss_mask, tokens"):
+        fields([{**DATASET[0], "positions": np.arange(4)}, DATASET[1]], [0, 1], ("tokens", "positions"), CPU)
 
 
 def test_a_stream_follows_the_sampler_over_the_end_of_an_epoch() -> None:

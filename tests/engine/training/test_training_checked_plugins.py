@@ -57,11 +57,24 @@ def test_a_sample_that_keeps_the_contract_passes_unchanged() -> None:
         {"tokens": np.ones(4, np.float32)},
         {"labels": np.ones(3, np.int64)},
         {"tokens": [1, 2, 3, 4]},
+        {"loss_mask": np.array([1, 0, np.nan, 1], np.float32)},
+        {"loss_mask": np.array([1, 2, 0, 1], np.float32)},
+        {"loss_mask": np.ones(3, np.float32)},
+        {"loss_mask": np.ones(4)},
+        {"loss_mask": [1.0, 1.0, 1.0, 1.0]},
+        {"title": "a text that no model reads"},
+        {"title": np.array(["a", None], object)},
     ],
 )
 def test_a_sample_that_breaks_the_contract_is_named(wrong: dict[str, Any]) -> None:
     source = Ids({**GOOD, **wrong})
     with pytest.raises(DataError, match=rf"train sample 0 of plugin data=ids .*: {next(iter(wrong))}"):
+        open_split(from_object(source), source, "train", 4, 0, 8)[0]
+
+
+def test_a_value_of_the_loss_mask_that_is_none_is_quoted() -> None:
+    source = Ids({**GOOD, "loss_mask": np.array([1, 0, np.nan, 1], np.float32)})
+    with pytest.raises(DataError, match=r"data=ids .*: loss_mask\[2\] is nan, and must be 0 or 1 "):
         open_split(from_object(source), source, "train", 4, 0, 8)[0]
 
 

@@ -49,7 +49,7 @@ class SampleStream:
     def fields(self, positions: Iterable[int], names: Sequence[str], device: torch.device) -> dict[str, Tensor]:
         """Return the fields ``names`` of the samples at ``positions``, each [b, *shape] on ``device``.
 
-        Raises :class:`DataError` if a sample lacks a field, or has it in another shape than the one before it.
+        Raises :class:`DataError` if a sample lacks a field, or has it in another shape or type than the first.
         """
         indices = [sample_at(self._dataset, self._seed, position) for position in positions]
         return fields(self._dataset, indices, names, device)
@@ -58,21 +58,32 @@ class SampleStream:
 def fields(dataset: Dataset, indices: Sequence[int], names: Sequence[str], device: torch.device) -> dict[str, Tensor]:
     """Return the fields ``names`` of samples ``indices``, each [b, *shape] on ``device``.
 
-    Raises :class:`DataError` if a sample lacks a field, or has it in another shape than the one before it.
+    Raises :class:`DataError` if a sample lacks a field, or has it in another shape or type than the first.
     """
     if not names:  # a middle pipeline stage, where nothing is packed: read no sample
         return {}
-    samples = [dataset[index] for index in indices]
-    missing = [name for name in names if name not in samples[0]]
-    if missing:
-        raise DataError(
-            f"the data has no field {missing[0]!r}", why=f"its samples hold {', '.join(sorted(samples[0]))}"
-        )
-    for name in names:
-        shapes = {sample[name].shape for sample in samples}
-        if len(shapes) > 1:
-            raise DataError(f"the field {name!r} is {' and '.join(map(str, sorted(shapes)))} in samples of one batch")
-    stacked = {name: torch.from_numpy(np.stack([sample[name] for sample in samples])) for name in names}
+    stacked = {name: torch.from_numpy(rows) for name, rows in _stacked(dataset, indices, names).items()}
     if device.type == "cuda":  # a copy from other memory would make the host wait for all that it has launched so far
         return {name: field.pin_memory().to(device, non_blocking=True) for name, field in stacked.items()}
     return {name: field.to(device) for name, field in stacked.items()}
+
+
+def _stacked(dataset: Dataset, indices: Sequence[int], names: Sequence[str]) -> dict[str, NDArray[np.generic]]:
+    """Copy each sample into its row as it is read: one that reuses its arrays has changed when the next is read."""
+    batch: dict[str, NDArray[np.generic]] = {}
+    for row, index in enumerate(indices):
+        sample = dataset[index]
+        for name in names:
+            try:
+                found = sample[name]
+            except KeyError:
+                why = f"its samples hold {', '.join(sorted(sample))}"
+                raise DataError(f"the data has no field {name!r}", why=why) from None
+            if not row:
+                batch[name] = np.empty((len(indices), *found.shape), found.dtype)
+            place = batch[name][row, ...]  # an array, even of a field that is one number
+            if found.shape != place.shape or found.dtype != place.dtype:
+                forms = sorted({f"{each.dtype} {list(each.shape)}" for each in (found, place)})
+                raise DataError(f"the field {name!r} is {' and '.join(forms)} in samples of one batch")
+            place[...] = found
+    return batch

@@ -110,8 +110,9 @@ class CheckedDataset:
     """Samples of ``dataset``, which belongs to ``split`` of ``plugin``; ``vocab_size`` is its number of token ids.
 
     ``in_order``: the run reads them by ascending index; False: it shuffles.
-    Raises :class:`DataError` for a sample with a token outside the vocabulary, with fields that are not what ``fields``
-    declare, or with documents that do not cover its row, and :class:`PluginError` for one that cannot be read.
+    Raises :class:`DataError` for a sample with a token outside the vocabulary, a loss mask that is not 0 or 1, fields
+    that are no arrays or not what ``fields`` declare, or documents that do not cover its row, and :class:`PluginError`
+    for one that cannot be read.
     """
 
     def __init__(
@@ -127,7 +128,7 @@ class CheckedDataset:
     ) -> None:
         self._dataset, self._split, self._plugin = dataset, split, plugin
         self._vocab_size, self._length = vocab_size, sequence_length
-        self._fields = tuple(field for field in fields if field not in (TOKENS, LABELS, LOSS_MASK))
+        self._fields = (LOSS_MASK, *(field for field in fields if field not in (TOKENS, LABELS, LOSS_MASK)))
         self.in_order = in_order
 
     def __len__(self) -> int:
@@ -150,12 +151,18 @@ class CheckedDataset:
         for field in self._fields:
             if field.name in sample:
                 self._check_field(index, field, sample[field.name])
+        for name, found in sample.items():
+            if not isinstance(found, np.ndarray) or found.dtype.hasobject:  # also what is not declared is hashed
+                raise self._broken(index, f"{name} is {said_type(found)}, and must be an array of numbers")
         return sample
 
     def _check_field(self, index: int, field: Field, found: NDArray[np.generic]) -> None:
         if not isinstance(found, np.ndarray) or not field.fits(found.dtype.name, found.shape, self._length):
             is_ = f"{found.dtype} {list(found.shape)}" if isinstance(found, np.ndarray) else said_type(found)
             raise self._broken(index, f"{field.name} is {is_}, and is declared as {field}")
+        if field == LOSS_MASK and not ((found == 0) | (found == 1)).all():  # false for NaN too
+            place = int(np.flatnonzero((found != 0) & (found != 1))[0])
+            raise self._broken(index, f"loss_mask[{place}] is {found[place]}, and must be 0 or 1")
         if field == DOCUMENTS and not _covers(found, self._length):
             told = f"from {found[0]} to {found[-1]}" if len(found) else "nowhere"
             why = f"documents go {told}; they must begin with 0, never fall and end with {self._length}"

@@ -38,7 +38,8 @@ from megatron_run_engine.training.numbers import (
 from megatron_run_engine.training.observers import Beginning, Observers, start_observers
 from megatron_run_engine.training.peak import device_peak
 from megatron_run_engine.training.process import make_deterministic
-from megatron_run_engine.training.state.checkpointing import Checkpointing
+from megatron_run_engine.training.same_data import check_same_data
+from megatron_run_engine.training.state.checkpointing import Checkpointing, fingerprint
 from megatron_run_engine.training.state.resuming import Resumed
 from megatron_run_engine.training.step_runner import CapturePolicy, StepRunner
 from megatron_run_engine.training.tracing import start_tracing
@@ -107,6 +108,9 @@ class Trainer:
         validation = opened("validation", train.sequence_length, train.seed, held_out)
         self._evaluator = Evaluator(run, assembly, self._loader, validation)
         self._checkpoints = Checkpointing(run, assembly, folder, self._dataset)
+        if run.sizes.world > 1:
+            records = {"train": self._checkpoints.data, "validation": fingerprint(validation)}
+            check_same_data(run.one("data"), records, self._context)
         self._guards = Guards(run, assembly, self._losses, self._last)
         watched = self._context.topology.rank == 0  # the only rank with observers
         self.peak = device_peak(run.config.run, train.precision, self._context.device) if watched else None

@@ -84,7 +84,10 @@ class Dataset(Protocol):
         ...
 
     def __getitem__(self, index: int) -> Mapping[str, NDArray[np.generic]]:
-        """Sample ``index``: ``tokens`` and ``labels`` int64 [s], ``loss_mask`` fp32 [s], what else is declared."""
+        """Sample ``index``: ``tokens`` and ``labels`` int64 [s], ``loss_mask`` fp32 [s], what else is declared.
+
+        Its arrays keep their values when another is read, so none is a buffer for the next; they may share memory.
+        """
         ...
 
 
@@ -92,7 +95,8 @@ class DataSource(ABC):
     """Opens the datasets of a run.
 
     Every rank creates the source at start-up, so its constructor must be cheap; files are read when a split is opened.
-    Data must depend only on the options and the arguments, never on the rank: the trainer distributes samples by index.
+    Data must depend only on the options and the arguments, never on the rank, nor on ``hash`` of a text, which differs
+    among processes: the trainer distributes samples by index.
 
     A whole working plugin::
 

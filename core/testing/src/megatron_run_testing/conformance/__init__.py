@@ -91,9 +91,9 @@ def _model(plugin: Plugin) -> tuple[Check, ...]:
 
 
 def _data(plugin: Plugin) -> tuple[Check, ...]:
-    from megatron_run_testing.data import data_checks
+    from megatron_run_testing.data import PluginData, data_checks
 
-    return data_checks(plugin.create())
+    return data_checks(plugin.create(), create=PluginData(*_sendable(plugin)))
 
 
 def _observer(plugin: Plugin) -> tuple[Check, ...]:

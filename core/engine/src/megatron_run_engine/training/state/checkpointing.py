@@ -45,11 +45,15 @@ _FINGERPRINT_SAMPLES = 8
 
 
 class Checkpointing:
-    """Saves and loads the steps of one run on one of its ranks. ``dataset`` is the training split."""
+    """Saves and loads the steps of one run on one of its ranks.
+
+    ``dataset`` is the training split, and ``data`` its fingerprint.
+    """
 
     def __init__(self, run: ResolvedRun, assembly: Assembly, folder: RunFolder, dataset: Dataset) -> None:
         self._run, self._assembly, self._folder = run, assembly, folder
-        self._data, self._tokenizer = fingerprint(dataset), keep_tokenizer(assembly.data.tokenizer_file, folder)
+        self.data = fingerprint(dataset)
+        self._tokenizer = keep_tokenizer(assembly.data.tokenizer_file, folder)
         context, topology = assembly.context, assembly.context.topology
         self._ranks = WorldRanks(context.groups, topology.rank, topology.sizes.world, context.device)
         self._checkpoints, self._activity = Checkpoints(folder.checkpoints), context.groups.activity
@@ -114,7 +118,7 @@ class Checkpointing:
             resumed = self._load(run.request.resume)
             own, base, adapters = resumed.progress.step or None, None, self._assembly.adapters
             if own is None and config.branch_from is not None:
-                resumed = branch(run, self._assembly, config.branch_from, self._ranks, self._data)
+                resumed = branch(run, self._assembly, config.branch_from, self._ranks, self.data)
             elif own is None and config.init_from is not None:
                 shapes = shapes_of(frozen(each) if self._assembly.adapters else each for each in self._assembly.infos)
                 base = start_from(run, self._assembly, config.init_from, self._ranks, shapes)
@@ -141,7 +145,7 @@ class Checkpointing:
             step = choose_on_rank0(word, checkpoints, ranks)
             if step is None:
                 return Resumed(Progress())
-            return resume(run, self._assembly, checkpoints, ranks, self._data, step, self._folder.changed_keys)
+            return resume(run, self._assembly, checkpoints, ranks, self.data, step, self._folder.changed_keys)
 
     def is_due(self, step: int, last: int) -> bool:
         """Whether ``step`` of ``last`` steps is due by ``checkpoint.interval``, or is the last."""
@@ -219,7 +223,7 @@ class Checkpointing:
             counters=progress.counters,
             losses=progress.losses,
             scaler=dict(self._assembly.scaler.state_dict()),
-            data=self._data,
+            data=self.data,
             plugins=plugin_records(run.plugins),
             versions={"megatron-run": __version__, "torch": torch.__version__, "python": platform.python_version()},
             topology={**asdict(run.sizes), "world": run.sizes.world, "chunks": run.config.parallel.chunks},

@@ -1,9 +1,10 @@
-"""The conformance suite of kind ``data``: samples have the contract's form and never change."""
+"""The conformance suite of kind ``data``: samples have the contract's form, and are the same always and everywhere."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from hashlib import sha256
 from itertools import pairwise
 from math import isfinite
 from typing import TYPE_CHECKING, get_args
@@ -12,6 +13,8 @@ import numpy as np
 
 from megatron_run.contracts.data import LABELS, LOSS_MASK, TOKENS, Dataset, DataSource, Field, Split
 from megatron_run_testing import Check, CheckFailed
+from megatron_run_testing.data.elsewhere import NotSendableError, another_rank, process_with, run_elsewhere
+from megatron_run_testing.ranks import SendablePlugin
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -19,9 +22,27 @@ if TYPE_CHECKING:
 #: Number of samples of each split that are checked.
 LOOK = 5
 
+#: By split, or a split's stream: its number of samples, and the hashes of some by index and field.
+_Contents = Mapping[str, tuple[int, Mapping[int, Mapping[str, str]]]]
 
-def data_checks(source: DataSource, sequence_length: int = 32, seed: int = 7) -> tuple[Check, ...]:
-    """The checks that every source of samples must pass; ``source`` must have data for all three splits."""
+
+class PluginData(SendablePlugin):
+    """Creates the source of a plugin; it can be sent to another process."""
+
+    def __call__(self) -> DataSource:
+        """The source, as each rank creates it."""
+        source: DataSource = self.plugin.create()
+        return source
+
+
+def data_checks(
+    source: DataSource, sequence_length: int = 32, seed: int = 7, *, create: Callable[[], DataSource] | None = None
+) -> tuple[Check, ...]:
+    """The checks that every source of samples must pass; ``source`` must have data for all three splits.
+
+    ``create`` makes it anew in another process: a function of a module, or a :class:`PluginData`. Without one
+    ``source`` itself is sent there, and so cannot show what it took from its process when it was made.
+    """
 
     def opened(split: Split) -> Dataset:
         return source.dataset(split, sequence_length, seed)
@@ -33,7 +54,10 @@ def data_checks(source: DataSource, sequence_length: int = 32, seed: int = 7) ->
         ),
         "documents cover their rows": partial(_each_split, opened, partial(_documents_cover, source=source)),
         "token ids lie in the vocabulary": partial(_each_split, opened, partial(_ids_fit, source=source)),
+        "the loss mask is 0 or 1": partial(_each_split, opened, _mask_fits),
         "a sample is the same every time": partial(_samples_repeat, opened),
+        "a sample keeps its values when others are read": partial(_samples_keep, source, sequence_length, seed),
+        "every rank finds the same samples": partial(_ranks_agree, source, create, sequence_length, seed),
         "an order of its own goes on after an epoch": partial(_order_goes_on, source, sequence_length, seed),
         "baselines are losses": lambda: _baselines_are_losses(source.baselines(sequence_length, seed, [0])),
         "text can be encoded and decoded": lambda: _text_returns(source),
@@ -65,6 +89,8 @@ def _fields_fit(split: Split, dataset: Dataset, fields: Sequence[Field], sequenc
             if name not in sample:
                 raise CheckFailed(f"{split} sample {index} has no {name}, only {', '.join(sorted(sample))}")
             found = sample[name]
+            if not isinstance(found, np.ndarray):
+                raise CheckFailed(f"{split} sample {index}: {name} is a {type(found).__name__}, expected an array")
             if not field.fits(found.dtype.name, found.shape, sequence_length):
                 sizes = [sequence_length if size == "s" else size for size in field.shape]
                 raise CheckFailed(
@@ -99,6 +125,15 @@ def _ids_fit(split: Split, dataset: Dataset, source: DataSource) -> None:
                 )
 
 
+def _mask_fits(split: Split, dataset: Dataset) -> None:
+    for index in _looked_at(dataset):
+        mask = np.ravel(dataset[index].get("loss_mask", ()))  # that there is one is another check's to find
+        wrong = np.flatnonzero((mask != 0) & (mask != 1))  # NaN too: it equals neither
+        if wrong.size:
+            place = int(wrong[0])
+            raise CheckFailed(f"{split} sample {index}: loss_mask[{place}] is {mask[place]}, and must be 0 or 1")
+
+
 def _samples_repeat(opened: Callable[[Split], Dataset]) -> None:
     """Read samples twice, the second time in reverse and from a newly opened dataset, to reveal hidden state."""
     for split in get_args(Split):
@@ -108,9 +143,7 @@ def _samples_repeat(opened: Callable[[Split], Dataset]) -> None:
         indices = _looked_at(first)
         before = {index: _copied(first[index]) for index in indices}
         for index in reversed(indices):
-            after = again[index]
-            changed = [name for name, value in before[index].items() if not np.array_equal(value, after[name])]
-            if changed:
+            if changed := _changed(before[index], again[index]):
                 raise CheckFailed(f"{split} sample {index} differs in {changed[0]} when it is asked for again")
 
 
@@ -126,14 +159,81 @@ def _order_goes_on(source: DataSource, sequence_length: int, seed: int) -> str:
         except IndexError as cause:
             raise CheckFailed(f"{split} stream of {len(first)} samples has no next epoch: {cause}") from cause
         for index in reversed(indices):
-            changed = [name for name, value in before[index].items() if not np.array_equal(value, again[index][name])]
-            if changed:
+            if changed := _changed(before[index], again[index]):
                 raise CheckFailed(f"{split} sample {index} of the stream differs in {changed[0]} when it is read again")
     return ""
 
 
+def _orders(source: DataSource, sequence_length: int, seed: int) -> Iterator[tuple[str, Dataset]]:
+    """Every split by name, and its stream where the source has an order of its own."""
+    for split in get_args(Split):
+        yield split, source.dataset(split, sequence_length, seed)
+        stream = source.stream(split, sequence_length, seed, 4 * LOOK)
+        if stream is not None:
+            yield f"{split} stream", stream
+
+
+def _samples_keep(source: DataSource, sequence_length: int, seed: int) -> None:
+    """Hold samples as they were given while others are read, to reveal arrays that are used again."""
+    for name, dataset in _orders(source, sequence_length, seed):
+        held = [(index, sample, _copied(sample)) for index in _looked_at(dataset) for sample in (dataset[index],)]
+        for index, sample, before in held:
+            if changed := _changed(before, sample):
+                raise CheckFailed(
+                    f"{name} sample {index} changes in {changed[0]} when another is read; give each arrays of its own"
+                )
+
+
+def _ranks_agree(
+    source: DataSource, create: Callable[[], DataSource] | None, sequence_length: int, seed: int
+) -> str | None:
+    """Open the data in a process with the environment of another rank, and compare what is there."""
+    here, environment = _contents(source, sequence_length, seed), another_rank()
+    try:
+        there = run_elsewhere(_opened_elsewhere, environment, create or source, sequence_length, seed)
+    except NotSendableError as cause:
+        return f"{cause}; check the plugin itself, by megatron-run plugins check"
+    where = process_with(environment)
+    rule = (
+        "samples depend on options and arguments alone: take nothing from the rank, from hash() of a text or the time"
+    )
+    for name in {**here, **there}:
+        (count, samples), (other, others) = here.get(name, (0, {})), there.get(name, (0, {}))
+        if count != other:
+            raise CheckFailed(f"{name} has {count} samples, and {other} {where}; {rule}")
+        for index, hashes in samples.items():
+            if changed := [field for field in hashes if hashes[field] != others[index].get(field)]:
+                raise CheckFailed(f"{name} sample {index} differs in {changed[0]} {where}; {rule}")
+    return None
+
+
+def _opened_elsewhere(subject: DataSource | Callable[[], DataSource], sequence_length: int, seed: int) -> _Contents:
+    return _contents(subject if isinstance(subject, DataSource) else subject(), sequence_length, seed)
+
+
+def _contents(source: DataSource, sequence_length: int, seed: int) -> _Contents:
+    """What ``source`` holds, in a form that processes can compare."""
+    return {
+        name: (len(dataset), {index: _hashes(dataset[index]) for index in _looked_at(dataset)})
+        for name, dataset in _orders(source, sequence_length, seed)
+    }
+
+
+def _hashes(sample: Mapping[str, NDArray[np.generic]]) -> dict[str, str]:
+    return {
+        name: sha256(f"{value.dtype} {value.shape} ".encode() + value.tobytes()).hexdigest()
+        for name, value in _copied(sample).items()
+    }
+
+
 def _copied(sample: Mapping[str, NDArray[np.generic]]) -> dict[str, NDArray[np.generic]]:
     return {name: np.array(value) for name, value in sample.items()}
+
+
+def _changed(before: Mapping[str, NDArray[np.generic]], after: Mapping[str, NDArray[np.generic]]) -> list[str]:
+    """The fields that are other bits now: NaN is the same as itself, and a mask of it is another check's to find."""
+    mine, theirs = _hashes(before), _hashes(after)
+    return [name for name in mine if mine[name] != theirs.get(name)]
 
 
 def _baselines_are_losses(baselines: Mapping[str, float]) -> str:
