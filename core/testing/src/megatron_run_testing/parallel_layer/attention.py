@@ -21,10 +21,12 @@ from megatron_run_testing.parallel_layer.member import LENGTH, features, heads, 
 _SHAPE = AttentionShape(heads=8, kv_heads=4, head_size=4, layer=0)
 #: Values of all variants that matter among scores of about 1 and 8 tokens.
 _VARIED = replace(_SHAPE, scale=0.9, window=4, softcap=0.7)
+#: The variant that matters to documents and caches, since it hides keys as they do.
+_WINDOW = replace(_SHAPE, window=_VARIED.window)
 #: Each variant alone, and all together, which take other ways through an implementation.
 _SHAPES = {
     "with a scale of its own": replace(_SHAPE, scale=_VARIED.scale),
-    "with a window": replace(_SHAPE, window=_VARIED.window),
+    "with a window": _WINDOW,
     "with capped scores": replace(_SHAPE, softcap=_VARIED.softcap),
     "with scale, window and cap": _VARIED,
 }
@@ -40,7 +42,7 @@ def attentions() -> Iterator[Case]:
         yield _case(f"attention core {how}", shape, None)
     yield _case("attention core with padded keys and all variants", _VARIED, _padding() & _causal())
     documents = torch.tensor([[0, 3, LENGTH, LENGTH], [0, 1, 5, LENGTH]])
-    for how, shape in {"": _SHAPE, **_SHAPES}.items():
+    for how, shape in {"": _SHAPE, "with a window": _WINDOW, "and has all variants": _VARIED}.items():
         yield _case(f"attention core that packs documents {how}".rstrip(), shape, None, documents)
     yield from _decoding()
 
@@ -66,10 +68,10 @@ def _causal() -> Tensor:
 def _decoding() -> Iterator[Case]:
     """The last tokens read the keys and values of all, as while texts are generated: without a backward."""
     padded = torch.arange(LENGTH) >= torch.tensor([0, 2])[:, None, None, None]  # of texts that end together
-    name = "attention core {} of {} after cached ones"
-    for how, shape in {"": _SHAPE, **_SHAPES}.items():
-        for words, count in (("a token", 1), ("tokens", 3)):
-            yield _case(" ".join(name.format(how, words).split()), shape, None, queries=count)
+    yield _case("attention core of a token after cached ones", _SHAPE, None, queries=1)
+    yield _case("attention core of tokens after cached ones", _SHAPE, None, queries=3)
+    yield _case("attention core with a window of tokens after cached ones", _WINDOW, None, queries=3)
+    yield _case("attention core with all variants of a token after cached ones", _VARIED, None, queries=1)
     yield _case("attention core of a token after padded ones", _SHAPE, padded, queries=1)
     yield _case("attention core of tokens after padded ones", _SHAPE, padded & _causal()[-3:], queries=3)
 
