@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from megatron_run.contracts import CaptureSize, GraphCapture, Microbatch, Region, Segment
 from megatron_run.contracts.schedule import Action
@@ -91,3 +94,61 @@ class Boaster(Again):
 
 def test_a_capture_that_is_not_as_planned_is_rejected() -> None:
     assert "planned 2 regions, 12 graphs" in " ".join(failures(graph_capture_checks(Boaster)).values())
+
+
+class Stale(Again):
+    """Replays with the values that parameters had when it captured, as constants in a graph would be."""
+
+    def __init__(self, context: BuildContext) -> None:
+        super().__init__(context)
+        self.values: dict[Parameter, Tensor] = {}
+
+    def capture(
+        self, regions: Sequence[Region], actions: Sequence[Action], examples: Mapping[Region, tuple[Tensor, ...]]
+    ) -> CaptureSize:
+        parameters = [parameter for region in regions for parameter in region.segments[0].params]
+        self.values = {parameter: parameter.detach().clone() for parameter in parameters}
+        return super().capture(regions, actions, examples)
+
+    def replay(self, region: Region, microbatch: Microbatch, *tensors: Tensor) -> tuple[Tensor, ...]:
+        live = {parameter: parameter.detach().clone() for parameter in region.segments[0].params}
+        for parameter in live:
+            parameter.data.copy_(self.values[parameter])
+        result = super().replay(region, microbatch, *tensors)
+        for parameter, value in live.items():
+            parameter.data.copy_(value)
+        return result
+
+
+class _Into(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, slot: Tensor) -> Tensor:
+        slot.copy_(x)
+        return slot.data  # without the slot's version, by which autograd would notice that it is overwritten
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0], None
+
+
+class OneSlot(Again):
+    """Copies the inputs of every microbatch to one place, from where a backward reads those of the last."""
+
+    def __init__(self, context: BuildContext) -> None:
+        super().__init__(context)
+        self.slots: dict[Region, list[Tensor]] = {}
+
+    def replay(self, region: Region, microbatch: Microbatch, *tensors: Tensor) -> tuple[Tensor, ...]:
+        slots = self.slots.setdefault(region, [torch.empty_like(tensor) for tensor in tensors])
+        copied: list[Any] = [_Into.apply(*pair) for pair in zip(tensors, slots, strict=True)]  # type: ignore[no-untyped-call]  # torch's
+        return super().replay(region, microbatch, *copied)
+
+
+def test_a_replay_with_the_parameters_of_the_capture_is_rejected() -> None:
+    assert "step 3: losses are" in " ".join(failures(graph_capture_checks(Stale)).values())
+
+
+def test_one_slot_for_all_microbatches_in_flight_is_rejected() -> None:
+    (name,) = found = failures(graph_capture_checks(OneSlot))
+    assert name == "microbatches in flight in two chunks keep apart what they captured"
+    assert "step 2: the gradient of " in found[name]

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from megatron_run.contracts import AttentionShape, Init, NormKind, ParallelLayers, StackedLayers
+from megatron_run.errors import InputError
 from megatron_run_engine.builtin.parallel_layer.dense import DenseLayers
 from megatron_run_engine.runtime.context import BuildContext
 from megatron_run_testing import parallel_layer
@@ -26,6 +27,18 @@ pytestmark = pytest.mark.usefixtures("fork_server")
 class WrongEps(StackedLayers):
     def norm(self, kind: NormKind, size: int, eps: float = 1e-5) -> nn.Module:
         return self.base.norm(kind, size, 1e-3)
+
+
+class NoEps(StackedLayers):
+    def norm(self, kind: NormKind, size: int, eps: float = 1e-5) -> nn.Module:
+        return self.base.norm(kind, size)
+
+
+class PlainNorms(StackedLayers):
+    """Knows one form of each norm, and gives it for the other as well."""
+
+    def norm(self, kind: NormKind, size: int, eps: float = 1e-5) -> nn.Module:
+        return self.base.norm("layernorm" if kind.startswith("layernorm") else "rmsnorm", size, eps)
 
 
 class OtherNames(StackedLayers):
@@ -64,6 +77,63 @@ class IgnoresTheMask(StackedLayers):
         return core
 
 
+class PlainAttention(nn.Module):
+    """Attention in one call, which claims nothing."""
+
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.dropout = dropout
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, documents: Tensor | None = None
+    ) -> Tensor:
+        q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
+        dropout, causal = self.dropout * self.training, mask is None
+        y = F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal=causal, enable_gqa=True)
+        return y.permute(2, 0, 1, 3).flatten(2)
+
+
+class ClaimsAll(PlainAttention):
+    """Claims variants, documents and caches, and ignores them: its causal mask aligns the first key and query."""
+
+    variants, packs, caches = frozenset({"scale", "window", "softcap"}), True, True
+
+
+class Claims(StackedLayers):
+    def core_attention(self, shape: AttentionShape, dropout: float) -> nn.Module:
+        return ClaimsAll(dropout)
+
+
+class ClaimsNothing(StackedLayers):
+    """Has none of what a factory may lack."""
+
+    def core_attention(self, shape: AttentionShape, dropout: float) -> nn.Module:
+        return PlainAttention(dropout)
+
+    def norm(self, kind: NormKind, size: int, eps: float = 1e-5) -> nn.Module:
+        if kind.endswith("_1p"):
+            raise InputError(f"no {kind} here", fix="choose another")
+        return self.base.norm(kind, size, eps)
+
+    def linear_cross_entropy(self, vocab: int, label_smoothing: float, chunks: int) -> nn.Module:
+        return ParallelLayers.linear_cross_entropy(self, vocab, label_smoothing, chunks)
+
+
+class ForgetsToSmooth(StackedLayers):
+    def linear_cross_entropy(self, vocab: int, label_smoothing: float, chunks: int) -> nn.Module:
+        return self.base.linear_cross_entropy(vocab, 0.0, chunks)
+
+
+class KeepsTheHead(StackedLayers):
+    """Its loss in chunks has no gradient of the output layer's weight."""
+
+    def linear_cross_entropy(self, vocab: int, label_smoothing: float, chunks: int) -> nn.Module:
+        loss = self.base.cross_entropy(vocab, label_smoothing)
+        forward = loss.forward
+        loss.forward = lambda x, weight, labels: forward(F.linear(x, weight.detach()), labels)
+        return loss
+
+
 class PaddingIsAClass(StackedLayers):
     def cross_entropy(self, vocab: int, label_smoothing: float = 0.0) -> nn.Module:
         return self.base.cross_entropy(-(-vocab // 128) * 128, label_smoothing)
@@ -96,6 +166,9 @@ class WrongSign(StackedLayers):
 
 WRONG = {
     WrongEps: ("layer norm", "output on one rank"),
+    PlainNorms: ("root-mean-square norm times 1 + weight", "output on one rank"),
+    ForgetsToSmooth: ("output layer and cross entropy in one", "output"),
+    KeepsTheHead: ("output layer and cross entropy in one", "gradient of layer.output.weight"),
     OtherNames: ("row linear", "logical tensors on one rank"),
     OtherStart: ("row linear", "initial layer.weight on one rank"),
     OtherDecay: ("row linear", "layer.weight on one rank: shape (12, 8), decay False, expected (12, 8), True"),
@@ -114,6 +187,45 @@ def test_the_suite_sees_a_wrong_layer(wrong: type[StackedLayers]) -> None:
     name, message = WRONG[wrong]
     checks = parallel_layer_checks(lambda context: wrong(DenseLayers(context)))
     assert message in failures(check for check in checks if check.name == name)[name]
+
+
+@pytest.mark.parametrize("kind", ["layer norm", "root-mean-square norm"])
+def test_the_suite_sees_an_epsilon_that_is_ignored(kind: str) -> None:
+    found = failures(parallel_layer_checks(lambda context: NoEps(DenseLayers(context))))
+    assert f"{kind} with a large epsilon" in found
+    assert kind not in found
+
+
+CLAIMED = {
+    "attention core with a scale of its own",
+    "attention core with a window",
+    "attention core with capped scores",
+    "attention core with padded keys and all variants",
+    "attention core that packs documents",
+    "attention core that packs documents with a window",
+    "attention core of tokens after cached ones",
+    "attention core with a window of tokens after cached ones",
+}
+
+
+def test_the_suite_sees_what_attention_claims_and_ignores() -> None:
+    found = failures(parallel_layer_checks(lambda context: Claims(DenseLayers(context))))
+    assert found.keys() >= CLAIMED
+    assert "attention core" not in found
+
+
+def test_nothing_is_asked_that_is_not_claimed() -> None:
+    checks = parallel_layer_checks(lambda context: ClaimsNothing(DenseLayers(context)))
+    told = {check.name: check.run() or "" for check in checks}
+    assert (
+        told["attention core with scale, window and cap"] == "its attention does not claim scale and softcap and window"
+    )
+    assert told["attention core that packs documents"] == "its attention does not claim packs"
+    assert told["attention core of a token after cached ones"] == "its attention does not claim caches"
+    assert told["layer norm times 1 + weight"] == "it refuses: no layernorm_1p here"
+    assert "model.loss_chunks=3" in told["output layer and cross entropy in one"]
+    assert told["attention core"] == ""
+    assert {check.run() or "" for check in parallel_layer_checks(DenseLayers)} == {""}
 
 
 def _changed(context: BuildContext, method: str, change: Callable[[Any], None]) -> ParallelLayers:

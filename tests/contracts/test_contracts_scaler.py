@@ -27,7 +27,7 @@ class Halves(Scaler):
         self._overflows += found_inf > 0
         second = self._overflows == 2
         self._overflows.masked_fill_(second, 0)
-        self._scale.mul_(torch.where(second, 0.5, 1.0))
+        self._scale.mul_(torch.where(second, 0.5, 1.0)).clamp_(min=1)
 
     def state_dict(self) -> Mapping[str, float]:
         return {"scale": self._scale.item(), "overflows": int(self._overflows.item())}
@@ -89,14 +89,62 @@ class SavesATensor(Halves):
         return {"scale": self._scale}  # type: ignore[dict-item]  # what is wrong with it
 
 
+class Sinks(Halves):
+    """Halves without a floor."""
+
+    def update(self, found_inf: Tensor) -> None:
+        self._scale.mul_(torch.where(found_inf > 0, 0.5, 1.0))
+
+
+class Climbs(Halves):
+    """Grows a little in every clean step, without a ceiling."""
+
+    def update(self, found_inf: Tensor) -> None:
+        self._scale.mul_(torch.where(found_inf > 0, 0.5, 1.08)).clamp_(min=1)
+
+
+class Window(Halves):
+    """Doubles after ``window`` clean steps, and forgets in its state how many there were."""
+
+    window = 2000
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._clean = torch.zeros(1)
+
+    def update(self, found_inf: Tensor) -> None:
+        super().update(found_inf)
+        self._clean.add_(1).masked_fill_(found_inf > 0, 0)
+        full = self._clean == self.window
+        self._scale.mul_(torch.where(full, 2.0, 1.0))
+        self._clean.masked_fill_(full, 0)
+
+
+class LongWindow(Window):
+    window = 4000
+
+
+class CountsTheWindow(Window):
+    """The same without the fault."""
+
+    def state_dict(self) -> Mapping[str, float]:
+        return {**super().state_dict(), "clean": int(self._clean.item())}
+
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
+        super().load_state_dict(state)
+        self._clean.fill_(state["clean"])
+
+
+SCALE = "scale is fp32 of shape [1], positive and finite"
 STORAGE = "scale keeps its storage through updates"
 FOUND_INF = "any found_inf above 0 is an overflow and stays unchanged"
 JSON = "its state is finite numbers, as JSON can hold"
 RESUMED = "a scaler that loads its state continues as it does"
 
 
-def test_one_that_keeps_it_passes() -> None:
-    assert failures(scaler_checks(lambda _: Halves())) == {}
+@pytest.mark.parametrize("scaler", [Halves, CountsTheWindow])
+def test_one_that_keeps_it_passes(scaler: type[Halves]) -> None:
+    assert failures(scaler_checks(lambda _: scaler())) == {}
 
 
 @pytest.mark.parametrize(
@@ -108,6 +156,10 @@ def test_one_that_keeps_it_passes() -> None:
         (Clears, FOUND_INF, "update changed found_inf, which the trainer reads after it"),
         (Forgets, RESUMED, "without the interruption"),
         (SavesNothing, RESUMED, "saved before step 0: before step 0 scale is 32768.0, and 65536.0 without"),
+        (Window, RESUMED, "saved before step 700: before step 20"),
+        (LongWindow, RESUMED, "saved before step 700: before step 40"),
+        (Sinks, SCALE, "scale is 0.0, expected a positive finite number"),
+        (Climbs, SCALE, "scale is inf, expected a positive finite number"),
         (SavesATensor, JSON, "before step 0: the state has scale=tensor("),
     ],
 )

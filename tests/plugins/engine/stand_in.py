@@ -257,13 +257,15 @@ class LayerNormLinear(_Product):
         assert normalization in ("LayerNorm", "RMSNorm")
         assert parallel_mode != "row"
         layer_norm = normalization == "LayerNorm"
-        self.layer_norm_weight = Parameter(torch.ones(in_features, device=device, dtype=params_dtype))
+        start = torch.full((in_features,), 1.0 - zero_centered_gamma, device=device, dtype=params_dtype)
+        self.layer_norm_weight = Parameter(start)
         self.layer_norm_bias = Parameter(torch.zeros_like(self.layer_norm_weight)) if layer_norm else None
 
     def forward(
         self, inp: Tensor, is_first_microbatch: bool | None = None, fp8_output: bool = False, fp8_grad: bool = False
     ) -> Tensor:
-        y = _normalise(inp, self.layer_norm_weight, self.layer_norm_bias, self.options["eps"])
+        weight = self.layer_norm_weight + self.options["zero_centered_gamma"]
+        y = _normalise(inp, weight, self.layer_norm_bias, self.options["eps"])
         return self.multiply(y, is_first_microbatch)
 
 
@@ -289,12 +291,13 @@ class _Norm(nn.Module):
         assert hidden_size is None, "deprecated"
         assert params_dtype is None, "deprecated"
         assert normalized_shape is not None
-        self.eps = eps
-        self.weight = Parameter(torch.ones(normalized_shape, device=device or "cuda", dtype=dtype))
+        self.eps, self.zero_centered_gamma = eps, zero_centered_gamma
+        start = torch.full((normalized_shape,), 1.0 - zero_centered_gamma, device=device or "cuda", dtype=dtype)
+        self.weight = Parameter(start)
         self.bias: Parameter | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        return _normalise(x, self.weight, self.bias, self.eps)
+        return _normalise(x, self.weight + self.zero_centered_gamma, getattr(self, "bias", None), self.eps)
 
 
 class RMSNorm(_Norm):
@@ -303,9 +306,6 @@ class RMSNorm(_Norm):
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         del self.bias
-
-    def forward(self, x: Tensor) -> Tensor:
-        return _normalise(x, self.weight, None, self.eps)
 
 
 class LayerNorm(_Norm):

@@ -15,8 +15,13 @@ from megatron_run_testing.build_contexts import current_device, single_process_c
 
 ScalerFactory = Callable[[BuildContext], Scaler]
 
-#: Steps of the history before which the state is saved: between overflows, within the clean stretch, and after it.
-_SAVED_AT = (0, 3, 30, 700, 1500)
+#: Steps without an overflow in a row: more than the windows after which scales grow, which reach 4000 steps.
+_CLEAN = 4200
+#: Overflows in a row, as in a run that has diverged: a scale that halves without a floor reaches zero.
+_DIVERGED = 1000
+#: Steps of the history before which the state is saved, and how many steps the copy is followed: between overflows;
+#: within the clean stretch, until any window is full; and after it.
+_FOLLOWED = {0: 300, 3: 300, 30: 300, 700: _CLEAN, 2100: _CLEAN, 4300: _CLEAN}
 
 
 def scaler_checks(factory: ScalerFactory) -> tuple[Check, ...]:
@@ -43,12 +48,18 @@ def overflows(seed: int = 0, steps: int = 200) -> list[torch.Tensor]:
 
 
 def long_history() -> list[torch.Tensor]:
-    """Flags with a clean stretch, long enough to fill windows of up to 1200 steps, between overflows."""
-    return [*overflows(1, 60), *(torch.zeros(1, device=current_device()) for _ in range(1400)), *overflows(2, 100)]
+    """Flags with a clean stretch, long enough to fill windows of up to 4000 steps, between overflows."""
+    return [*overflows(1, 60), *_alike(0.0, _CLEAN), *overflows(2, 100)]
+
+
+def _alike(flag: float, steps: int) -> list[torch.Tensor]:
+    """As many equal flags, each fp32 [1]."""
+    return [torch.full((1,), flag, device=current_device()) for _ in range(steps)]
 
 
 def _check_scale(scaler: Scaler) -> None:
-    for step, found_inf in enumerate(overflows()):
+    """Neither a long time without overflows nor one of nothing else may move the scale out of fp32."""
+    for step, found_inf in enumerate([*overflows(), *_alike(0.0, _CLEAN), *_alike(1.0, _DIVERGED), *overflows(3, 1)]):
         scale = scaler.scale
         if scale.dtype != torch.float32 or tuple(scale.shape) != (1,):
             raise CheckFailed(f"before step {step}: scale is {scale.dtype} {tuple(scale.shape)}, expected fp32 (1,)")
@@ -111,11 +122,12 @@ def _check_resumed(make: Callable[[], Scaler]) -> None:
     history, original = long_history(), make()
     copies: dict[int, Scaler] = {}
     for step, found_inf in enumerate(history):
-        if step in _SAVED_AT:
+        if step in _FOLLOWED:
             copies[step] = make()
             for _ in range(3):  # give the copy another state, which loading must replace completely
                 copies[step].update(torch.ones(1, device=current_device()))
             copies[step].load_state_dict(_saved(original))
+        copies = {saved: copy for saved, copy in copies.items() if step < saved + _FOLLOWED[saved]}
         for saved, copy in copies.items():
             if not torch.equal(copy.scale, original.scale):
                 found = f"{copy.scale.item()}, and {original.scale.item()} without the interruption"

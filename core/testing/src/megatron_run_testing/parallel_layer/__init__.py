@@ -1,8 +1,8 @@
 """The conformance suite of kind ``parallel-layer``: every layer against the dense one, on one rank and on several.
 
 The suite starts the ranks itself, as processes on this machine that communicate over gloo. Reading order: ``member``
-(the part of a tensor that a rank holds), ``cases`` (every layer with its inputs and its oracle), ``trial`` (a layer
-against its oracle), ``promises`` (other properties of a factory).
+(the part of a tensor that a rank holds), ``cases`` and ``attention`` (every layer with its inputs and its oracle),
+``trial`` (a layer against its oracle), ``promises`` (other properties of a factory).
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from megatron_run_engine.runtime.comm import create_groups
 from megatron_run_engine.runtime.context import BuildContext
 from megatron_run_testing import Check, CheckFailed
 from megatron_run_testing.build_contexts import current_device
+from megatron_run_testing.parallel_layer.attention import attentions
 from megatron_run_testing.parallel_layer.cases import cases
 from megatron_run_testing.parallel_layer.member import CreateLayers, Member, Rank
 from megatron_run_testing.parallel_layer.promises import rules
@@ -50,9 +51,11 @@ def parallel_layer_checks(
 
     With each number of ranks, and with ``sequence`` also under sequence parallelism, every rank's outputs, initial
     values, input gradients and weight gradients must equal the same parts of the dense layers' within ``tolerance``,
-    relative and absolute; choose a larger one for a ``dtype`` below float64. For sizes above 1 ``create`` must be
-    importable: a function of a module, or a :class:`PluginLayers`. Several ranks run on the CPU, a single one on
-    ``device``, by default that of :func:`~megatron_run_testing.build_contexts.on_device`.
+    relative and absolute; choose a larger one for a ``dtype`` below float64. What a factory may lack is tried where it
+    has it: variants of attention, packed documents, keys of earlier tokens, norms times 1 + weight, the loss in chunks.
+    For sizes above 1 ``create`` must be importable: a function of a module, or a :class:`PluginLayers`. Several ranks
+    run on the CPU, a single one on ``device``, by default that of
+    :func:`~megatron_run_testing.build_contexts.on_device`.
     """
     here = current_device() if device is None else torch.device(device)
     bench = _Bench(create, dtype, here, tuple(ranks), sequence, tolerance)
@@ -90,14 +93,19 @@ class _Bench:
         """All trials by name, in the order in which they run."""
         return all_trials(self.dtype, self.device)
 
-    def check(self, trial: Trial) -> None:
-        """Judge ``trial`` with every number of ranks, without and with sequence parallelism."""
+    def check(self, trial: Trial) -> str:
+        """Judge ``trial`` with every number of ranks, without and with sequence parallelism.
+
+        Returns the reason if there was nothing to try on any.
+        """
+        reasons = []
         for size in self.ranks:
             for sequence in (False, True) if self.sequence and size > 1 else (False,):
                 try:
-                    trial.judge(self._found(size, (sequence, trial.name)), self.tolerance)
+                    reasons.append(trial.judge(self._found(size, (sequence, trial.name)), self.tolerance) or "")
                 except CheckFailed as failure:
                     raise CheckFailed(f"{trial.name}: {failure}") from None
+        return reasons[0] if all(reasons) else ""
 
     def _found(self, size: int, job: _Job) -> dict[Member, Any]:
         """The results of ``job`` on each of ``size`` ranks."""
@@ -115,7 +123,7 @@ class _Bench:
 
 def all_trials(dtype: torch.dtype, device: torch.device) -> dict[str, Trial]:
     """Every trial by name, the same in every process."""
-    trials: list[Trial] = [*(LayerTrial(case, dtype, device) for case in cases()), *rules()]
+    trials: list[Trial] = [*(LayerTrial(case, dtype, device) for case in (*cases(), *attentions())), *rules()]
     return {trial.name: trial for trial in trials}
 
 

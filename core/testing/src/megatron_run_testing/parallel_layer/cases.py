@@ -1,10 +1,10 @@
-"""Every layer with its inputs, the split of both over ranks, and its oracle.
+"""Every layer but attention with its inputs, the split of both over ranks, and its oracle.
 
 The oracle of adapters is the dense layer with merged matrices, and from its gradients those of both factors. For
 W' = W + scale * B A, the chain rule gives dB = scale * dW' A^T and dA = scale * B^T dW'; dW = dW'.
 
-Legend: s sequence, b micro batch, h hidden, n heads, k key-value heads, d head size, v vocabulary, t tensor-parallel
-size. Here s = 8, b = 2, h = 8, n = 8, k = 4, d = 4, so that all divide by 4.
+Legend: s sequence, b micro batch, h hidden, v vocabulary, p padded vocabulary, t tensor-parallel size. Here s = 8,
+b = 2, h = 8, so that all but b divide by 4.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from megatron_run.contracts import AttentionShape, Init, LinearPart, ParallelLayers, ParamInfo, Part
+from megatron_run.contracts import Init, LinearPart, ParallelLayers, ParamInfo, Part
 from megatron_run_engine.runtime.parameter_init import initialise
 from megatron_run_testing.parallel_layer.member import (
     HIDDEN,
@@ -28,7 +28,6 @@ from megatron_run_testing.parallel_layer.member import (
     VOCAB,
     Cut,
     features,
-    heads,
     tokens,
     vocabulary,
     whole,
@@ -41,7 +40,11 @@ if TYPE_CHECKING:
 
 Make = Callable[[ParallelLayers], nn.Module]
 
-BATCH, HEADS, KV_HEADS, SIZE = 2, 8, 4, 4
+BATCH = 2
+#: An epsilon that no norm can leave out unnoticed: its inputs have squares of about 1.
+_LARGE_EPS = 0.5
+#: Chunks of the tokens of which a loss makes the logits at a time; they do not divide.
+_CHUNKS = 3
 _QKV = (LinearPart("query", 16), LinearPart("key", 8), LinearPart("value", 8))
 
 
@@ -98,8 +101,12 @@ def _filled(name: str, shape: tuple[int, int], seed: int, init: Init) -> Tensor:
 class Case:
     """One layer: ``make`` creates it from a factory, and ``cuts`` select a rank's part of each of ``inputs``.
 
-    ``leaves`` selects the rank's part of the output, whose pieces are ``parts``. The expected output is that of
-    ``oracle`` or, if it is None, of the dense factory's layer. ``training`` is the layer's mode.
+    ``leaves`` selects the rank's part of the output, whose pieces are ``parts``. The expected output is that of the
+    layer that ``oracle`` or, if it is None, ``make`` creates from the dense factory. ``training`` is the layer's mode;
+    without ``learns`` there is no backward.
+
+    An ability that factories may lack has ``lacks``, the reason why a layer does not have it, empty if it does; a
+    factory may also refuse it by an :class:`InputError`.
     """
 
     name: str
@@ -108,27 +115,38 @@ class Case:
     cuts: tuple[Cut, ...]
     leaves: Cut
     parts: tuple[LinearPart, ...] = ()
-    oracle: nn.Module | None = None
+    oracle: Make | None = None
     training: bool = True
+    learns: bool = True
+    lacks: Callable[[nn.Module], str] | None = None
 
 
 def cases() -> tuple[Case, ...]:
     """All cases; inputs are equal in every process."""
-    return (*_linears(), *_experts(), *_ends(), *_norms(), *_attentions(), *_cross_entropies())
+    return (*_linears(), *_experts(), *_ends(), *_norms(), *_cross_entropies())
 
 
 def _linears() -> Iterator[Case]:
-    x, cut = _random(LENGTH, BATCH, HIDDEN), features(*(part.features for part in _QKV))
+    x, cut = random_values(LENGTH, BATCH, HIDDEN), features(*(part.features for part in _QKV))
     for name, make in {
         "column linear of three parts": lambda f: f.column_linear(HIDDEN, _QKV, bias=True, init=INIT),
         "column linear after a layer norm": lambda f: f.column_linear(
-            HIDDEN, _QKV, bias=True, init=INIT, norm=f.norm("layernorm", HIDDEN)
+            HIDDEN, _QKV, bias=True, init=INIT, norm=f.norm("layernorm", HIDDEN, _LARGE_EPS)
         ),
         "column linear after a root-mean-square norm": lambda f: f.column_linear(
-            HIDDEN, _QKV, bias=False, init=INIT, norm=f.norm("rmsnorm", HIDDEN)
+            HIDDEN, _QKV, bias=False, init=INIT, norm=f.norm("rmsnorm", HIDDEN, _LARGE_EPS)
         ),
     }.items():
         yield Case(name, make, (x,), (tokens,), cut, _QKV)
+    yield Case(
+        "column linear after a root-mean-square norm times 1 + weight",
+        lambda f: f.column_linear(HIDDEN, _QKV, bias=False, init=INIT, norm=f.norm("rmsnorm_1p", HIDDEN, _LARGE_EPS)),
+        (x,),
+        (tokens,),
+        cut,
+        _QKV,
+        lacks=lambda _: "",
+    )
     one = (LinearPart("up", 12),)
     yield Case(
         "column linear without bias",
@@ -146,7 +164,7 @@ def _linears() -> Iterator[Case]:
 
 
 def _experts() -> Iterator[Case]:
-    x = _random(LENGTH, BATCH, HIDDEN)
+    x = random_values(LENGTH, BATCH, HIDDEN)
     for name, bias in {"experts in a region": True, "experts without bias": False}.items():
         yield Case(name, partial(_Experts, bias=bias), (x,), (tokens,), tokens)
 
@@ -156,49 +174,32 @@ def _ends() -> Iterator[Case]:
     yield Case(
         "vocabulary embedding", lambda f: f.vocab_embedding(VOCAB, HIDDEN, init=INIT), (spread,), (whole,), tokens
     )
-    x = _random(LENGTH, BATCH, HIDDEN)
+    x = random_values(LENGTH, BATCH, HIDDEN)
     yield Case("output layer", lambda f: f.output_layer(VOCAB, HIDDEN, init=INIT), (x,), (tokens,), vocabulary)
     yield Case("output layer with the embedding's weight", _tied, (spread,), (whole,), vocabulary)
 
 
 def _norms() -> Iterator[Case]:
-    x = _random(LENGTH, BATCH, HIDDEN)
-    yield Case("layer norm", lambda f: f.norm("layernorm", HIDDEN), (x,), (tokens,), tokens)
-    yield Case("root-mean-square norm", lambda f: f.norm("rmsnorm", HIDDEN), (x,), (tokens,), tokens)
-
-
-def _attentions() -> Iterator[Case]:
-    query, key, value = (_random(LENGTH, BATCH, count, SIZE) for count in (HEADS, KV_HEADS, KV_HEADS))
-    lengths = torch.tensor([LENGTH, 5])  # of the two samples; later positions are padding
-    padding = torch.arange(LENGTH) < lengths[:, None, None, None]  # [b, 1, 1, s]
-    causal = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
-    masks = {
-        "attention core": None,
-        "attention core that sees both ways": torch.ones(1, 1, LENGTH, LENGTH, dtype=torch.bool),
-        "attention core with padded keys": padding,
-        "attention core with padded keys, causal": padding & causal,  # [b, 1, s, s]
-    }
-    for name, mask in masks.items():
-        yield Case(
-            name,
-            lambda f: f.core_attention(AttentionShape(HEADS, KV_HEADS, SIZE, 0), 0.0),
-            (query, key, value, mask),
-            (heads, heads, heads, whole),
-            features(HEADS * SIZE),
-            oracle=_PlainAttention(),
-        )
-    yield Case(
-        "attention core without sharing of heads",
-        lambda f: f.core_attention(AttentionShape(HEADS, HEADS, SIZE, 0), 0.0),
-        (query, query.flip(2), query.flip(0), None),
-        (heads, heads, heads, whole),
-        features(HEADS * SIZE),
-        oracle=_PlainAttention(),
-    )
+    x = random_values(LENGTH, BATCH, HIDDEN)
+    for name, make in {
+        "layer norm": lambda f: f.norm("layernorm", HIDDEN),
+        "layer norm with a large epsilon": lambda f: f.norm("layernorm", HIDDEN, _LARGE_EPS),
+        "root-mean-square norm": lambda f: f.norm("rmsnorm", HIDDEN),
+        "root-mean-square norm with a large epsilon": lambda f: f.norm("rmsnorm", HIDDEN, _LARGE_EPS),
+    }.items():
+        yield Case(name, make, (x,), (tokens,), tokens)
+    for name, make in {
+        "layer norm times 1 + weight": lambda f: f.norm("layernorm_1p", HIDDEN, _LARGE_EPS),
+        "root-mean-square norm times 1 + weight": lambda f: f.norm("rmsnorm_1p", HIDDEN, _LARGE_EPS),
+    }.items():
+        yield Case(name, make, (x,), (tokens,), tokens, lacks=lambda _: "")
 
 
 def _cross_entropies() -> Iterator[Case]:
-    logits, labels = 4 * _random(LENGTH, BATCH, VOCAB), torch.arange(BATCH * LENGTH).view(BATCH, LENGTH) * 37 % VOCAB
+    logits, labels = (
+        4 * random_values(LENGTH, BATCH, VOCAB),
+        torch.arange(BATCH * LENGTH).view(BATCH, LENGTH) * 37 % VOCAB,
+    )
 
     def smoothed(layers: ParallelLayers) -> nn.Module:
         return layers.cross_entropy(VOCAB, 0.1)
@@ -209,7 +210,22 @@ def _cross_entropies() -> Iterator[Case]:
         ("cross entropy of an evaluation, which smoothes nothing", smoothed, 0.0, False),
     ):
         oracle = _PlainCrossEntropy(smoothing)
-        yield Case(name, make, (logits, labels), (vocabulary, whole), whole, oracle=oracle, training=training)
+        yield Case(name, make, (logits, labels), (vocabulary, whole), whole, oracle=always(oracle), training=training)
+    x = random_values(LENGTH, BATCH, HIDDEN)
+    for name, smoothing, training in (
+        ("output layer and cross entropy in one", 0.1, True),
+        ("output layer and cross entropy in one, of an evaluation", 0.0, False),
+    ):
+        yield Case(
+            name,
+            lambda f: _HeadLoss(f, f.linear_cross_entropy(VOCAB, 0.1, _CHUNKS)),
+            (x, labels),
+            (tokens, whole),
+            whole,
+            oracle=partial(_PlainHeadLoss, loss=_PlainCrossEntropy(smoothing)),
+            training=training,
+            lacks=lambda _: "",
+        )
 
 
 class _Tied(nn.Module):
@@ -230,6 +246,28 @@ def _tied(layers: ParallelLayers) -> nn.Module:
     return _Tied(layers)
 
 
+class _HeadLoss(nn.Module):
+    """An output layer, whose weight ``loss`` multiplies with."""
+
+    def __init__(self, layers: ParallelLayers, loss: nn.Module) -> None:
+        super().__init__()
+        self.output, self.loss = layers.output_layer(VOCAB, HIDDEN, init=INIT), loss
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        """[s, b, h] or [s/t, b, h], labels [b, s] -> [s, b]."""
+        result: Tensor = self.loss(x, next(self.output.parameters()), labels)
+        return result
+
+
+class _PlainHeadLoss(_HeadLoss):
+    """The same of whole logits."""
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        """[s, b, h], labels [b, s] -> [s, b]."""
+        result: Tensor = self.loss(self.output(x), labels)
+        return result
+
+
 class _Experts(nn.Module):
     """Every token through one of this rank's three experts, of which one gets no tokens."""
 
@@ -246,19 +284,6 @@ class _Experts(nn.Module):
         return self._layers.leave_region(self.output(F.silu(gate) * up, counts).view(LENGTH, BATCH, HIDDEN))
 
 
-class _PlainAttention(nn.Module):
-    """softmax(q k^T / sqrt(d)) v, written out (Vaswani et al. 2017)."""
-
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-        """Query [s, b, n, d], key and value [s, b, k, d] -> [s, b, n*d]."""
-        key, value = (x.repeat_interleave(query.shape[2] // x.shape[2], 2) for x in (key, value))
-        scores = torch.einsum("qbnd,kbnd->bnqk", query, key) / math.sqrt(query.shape[-1])
-        if mask is None:
-            mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
-        probabilities = scores.masked_fill(~mask, -torch.inf).softmax(-1)
-        return torch.einsum("bnqk,kbnd->qbnd", probabilities, value).flatten(2)
-
-
 class _PlainCrossEntropy(nn.Module):
     """PyTorch's cross entropy over the unpadded columns."""
 
@@ -272,7 +297,12 @@ class _PlainCrossEntropy(nn.Module):
         return F.cross_entropy(real, labels, reduction="none", label_smoothing=self.smoothing).t()
 
 
-def _random(*shape: int) -> Tensor:
+def always(oracle: nn.Module) -> Make:
+    """Creates ``oracle``, from whatever factory."""
+    return lambda _: oracle
+
+
+def random_values(*shape: int) -> Tensor:
     """Normal values, equal in every process."""
     generator = torch.Generator().manual_seed(math.prod(shape))
     return torch.randn(shape, generator=generator, dtype=torch.float64)

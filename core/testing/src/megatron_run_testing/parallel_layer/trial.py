@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 
 from megatron_run.contracts import ChunkOut, Init, Microbatch, ParamInfo, Part, Segment
+from megatron_run.errors import InputError
 from megatron_run_engine.builtin.parallel_layer.dense import DenseLayers
 from megatron_run_engine.runtime.context import BuildContext
 from megatron_run_engine.runtime.gradients import main_grad
@@ -24,7 +26,7 @@ from megatron_run_testing.parallel_layer.cases import Case, Factors, factors, gr
 from megatron_run_testing.parallel_layer.member import Member, Rank
 
 if TYPE_CHECKING:
-    from megatron_run.contracts import Adapters
+    from megatron_run.contracts import Adapters, ParallelLayers
 
 Values = NDArray[np.float64]
 #: Seed and form of the parameters' values in a trial. Biases are random too: from zero, a missing one would not show.
@@ -41,8 +43,11 @@ class Trial(Protocol):
     def run(self, rank: Rank) -> Any:
         """Run on this rank, together with its peers; the result is sent to another process."""
 
-    def judge(self, found: Mapping[Member, Any], tolerance: float) -> None:
-        """Raise :class:`CheckFailed`, which states where, unless the ranks' results are as expected."""
+    def judge(self, found: Mapping[Member, Any], tolerance: float) -> str | None:
+        """Raise :class:`CheckFailed`, which states where, unless the ranks' results are as expected.
+
+        Returns the reason if there was nothing to try.
+        """
 
 
 @dataclass(frozen=True)
@@ -95,7 +100,10 @@ class LayerTrial:
         """The results of the oracle on the whole inputs, without adapters."""
         rank = Rank.alone(DenseLayers, self.dtype, self.device)
         context = rank.context()
-        return self._try(self.case.oracle or self.case.make(DenseLayers(context)), context, rank, None)
+        return self._try(self._expected_layer(context), context, rank, None)
+
+    def _expected_layer(self, context: BuildContext) -> nn.Module:
+        return (self.case.oracle or self.case.make)(DenseLayers(context))
 
     def expected(self, adapters: Adapters | None, names: Collection[str]) -> Outcome:
         """The same where matrices that ``names`` say are adapted have their adapters merged into them."""
@@ -108,7 +116,7 @@ class LayerTrial:
             made.update(factors(infos, adapters, names, _SEED, _RANDOM))
             merge(infos, made, adapters.scale)
 
-        outcome = self._try(self.case.make(DenseLayers(context)), context, rank, None, adapt)
+        outcome = self._try(self._expected_layer(context), context, rank, None, adapt)
         for name, both in made.items():
             merged = torch.from_numpy(outcome.pieces[name].gradient)
             for of, gradient in gradients(both, merged, adapters.scale):
@@ -119,12 +127,28 @@ class LayerTrial:
         return outcome
 
     def run(self, rank: Rank) -> Any:
-        """The results on this rank, as arrays: tensors would share memory with a process that is about to end."""
+        """The results on this rank, or the reason why there is nothing to try.
+
+        They are arrays: tensors would share memory with a process that is about to end.
+        """
         context = rank.context()
         layers = rank.create(context)
-        outcome = self._try(self.case.make(layers), context, rank, self.plain.output)
+        layer = self._made(layers)
+        if isinstance(layer, str):
+            return layer
+        outcome = self._try(layer, context, rank, self.plain.output)
         found = (None if gradient is None else values_of(gradient) for gradient in outcome.input_gradients)
         return values_of(outcome.output), tuple(found), outcome.pieces, layers.adapters()
+
+    def _made(self, layers: ParallelLayers) -> nn.Module | str:
+        """The layer under test, or the reason why this factory has none."""
+        if self.case.lacks is None:
+            return self.case.make(layers)
+        try:
+            layer = self.case.make(layers)
+        except InputError as refusal:
+            return f"it refuses: {refusal.what}"
+        return self.case.lacks(layer) or layer
 
     def _try(
         self,
@@ -153,17 +177,29 @@ class LayerTrial:
     def _pass(self, layer: nn.Module, rank: Rank, like: Tensor | None) -> tuple[Tensor, tuple[Tensor | None, ...]]:
         """Forward and backward; each value of the whole output, shaped ``like`` the oracle's, has its own weight."""
         inputs = [rank.given(x, cut) for x, cut in zip(self.case.inputs, self.case.cuts, strict=True)]
-        output: Tensor = layer(*inputs)
+        with nullcontext() if self.case.learns else torch.no_grad():
+            output: Tensor = layer(*inputs)
         shape = (output if like is None else like).shape
         weights = torch.linspace(-1, 1, shape.numel(), dtype=torch.float64).view(shape)
         mine = self.case.leaves(weights, rank.member).to(output)
         if output.shape != mine.shape:
             raise CheckFailed(f"output is {list(output.shape)}, expected {list(mine.shape)}")
-        output.backward(mine)
+        if self.case.learns:
+            output.backward(mine)
         return output.detach(), tuple(None if x is None else x.grad for x in inputs)
 
-    def judge(self, found: Mapping[Member, Any], tolerance: float) -> None:
+    def judge(self, found: Mapping[Member, Any], tolerance: float) -> str | None:
         """Compare every rank's results with the same part of the oracle's."""
+        lacking = {member: reason for member, reason in found.items() if isinstance(reason, str)}
+        if lacking:
+            member, reason = next(iter(lacking.items()))
+            if len(lacking) < len(found):
+                raise CheckFailed(f"only some ranks have it; on {member}: {reason}")
+            return reason
+        self._compare(found, tolerance)
+        return None
+
+    def _compare(self, found: Mapping[Member, Any], tolerance: float) -> None:
         _, _, some, adapters = next(iter(found.values()))
         expected = self.expected(adapters, some)
         for member, (output, of_inputs, pieces, _) in found.items():
