@@ -9,6 +9,7 @@ from megatron_run.errors import ExitCode, InputError, Problems, RunError
 from megatron_run.registry.discover import Catalog
 from megatron_run_cli.commands.plugins import write_package
 from megatron_run_testing.conformance import Result, check
+from tests.support.broken import BROKEN_IN_A_RUN
 from tests.support.fake_plugins import schedule_source
 
 
@@ -104,6 +105,15 @@ def test_a_plugin_that_cannot_be_made_is_a_failed_check(tmp_path: Path, source: 
     (failure,) = failures(file)
     assert failure.name == name
     assert message in failure.message
+
+
+@pytest.mark.parametrize("status", ["'no corpus is installed'", "0"])
+def test_a_plugin_that_ends_the_process_has_failed(tmp_path: Path, status: str) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(BROKEN_IN_A_RUN["outside"][1].replace("ids + 51", f"__import__('sys').exit({status})"))
+    assert {failure.message for failure in failures(file)} == {f"SystemExit: {status.strip(chr(39))}"}
+    file.write_text(schedule_source().replace("return", f"raise SystemExit({status})\n        return", 1))
+    assert {"SystemExit" in failure.message for failure in failures(file)} == {True}
 
 
 def test_a_package_is_checked_where_it_lies_and_forgotten(tmp_path: Path) -> None:

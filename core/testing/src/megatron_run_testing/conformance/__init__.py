@@ -281,7 +281,7 @@ def _recorded(results: list[Result], name: str) -> Iterator[list[str]]:
         raise
     except (RunError, AssertionError) as cause:
         results.append(Result(name, False, str(cause)))
-    except Exception as cause:
+    except (Exception, SystemExit) as cause:
         check_engine(cause, "the conformance suite cannot run")
         results.append(Result(name, False, in_one_line(cause)))
     else:
