@@ -145,6 +145,17 @@ def test_options_without_a_default_are_asked_for() -> None:
     assert caught.value.exit_code == ExitCode.INPUT
 
 
+def test_a_file_is_tried_on_top_of_other_layers(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    example = Path(__file__).parents[1] / "examples" / "plugins" / "parallel_layer.py"
+    file.write_text(example.read_text(encoding="utf-8"))
+    (report,) = check(f"parallel-layer=dense+{file}")
+    assert report.source == str(file)
+    assert report.results[-1].name == check(str(file))[0].results[-1].name
+    with pytest.raises(RunError, match=r"the plugin file \./none\.py cannot be read: there is no "):
+        check("parallel-layer=dense+./none.py")
+
+
 @pytest.mark.parametrize(
     ("target", "code", "message"),
     [
