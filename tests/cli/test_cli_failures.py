@@ -7,6 +7,7 @@ words is seen in review. After a change that is meant, put the line that pytest 
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -19,6 +20,7 @@ from megatron_run_cli.main import main
 from tests.support.broken import write_broken
 from tests.support.fake_plugins import FakeSite
 from tests.support.forked import forked_command
+from tests.support.plugin_file import schedule_file
 
 Output = pytest.CaptureFixture[str]
 
@@ -26,7 +28,9 @@ Output = pytest.CaptureFixture[str]
 @pytest.fixture(scope="module")
 def bench(tmp_path_factory: pytest.TempPathFactory) -> FakeSite:
     """The folder of everything broken holds a ``site`` of distributions."""
-    return write_broken(tmp_path_factory.mktemp("bench"))
+    folder = tmp_path_factory.mktemp("bench")
+    schedule_file(folder / "quits.py", actions="raise SystemExit('no solver is installed')")
+    return write_broken(folder)
 
 
 @pytest.fixture
@@ -179,6 +183,9 @@ TOPOLOGY = {
         "stage 0: B0.0",
     ),
     "a schedule that crashes": Mistake("--plugin schedule=./crashes.py", 3, "ZeroDivisionError"),
+    "a schedule that calls sys.exit": Mistake(
+        "--plugin schedule=./quits.py", 3, "SystemExit: no solver is installed (quits.py, line "
+    ),
 }
 MISTAKES = COMMAND | PLUGINS | CONFIGURATION | TOPOLOGY
 
@@ -222,6 +229,19 @@ def test_debug_shows_the_whole_cause(name: str, cause: str, capsys: Output) -> N
     assert traceback[0] == "Traceback (most recent call last):"
     assert cause in traceback
     assert names in line
+
+
+def test_a_plugin_that_ends_a_command_by_itself_is_no_success(monkeypatch: pytest.MonkeyPatch, capsys: Output) -> None:
+    for status in ("no licence", 0, None):
+        monkeypatch.setattr("megatron_run_cli.reports.listing.scan", lambda status=status: sys.exit(status))
+        assert main(["plugins", "list"]) == 3
+        told = capsys.readouterr()
+        assert told.out == ""
+        assert told.err.startswith("megatron-run: a plugin ended the command: SystemExit: ")
+        assert told.err.count("\n") == 1
+        assert Path(__file__).name in told.err
+    assert [main([word]) for word in ("--help", "--version")] == [0, 0]
+    capsys.readouterr()
 
 
 @pytest.mark.usefixtures("here")

@@ -88,6 +88,63 @@ class AlwaysDrops(Gpt):
         return chunk
 
 
+class ChangesTheLoss(Gpt):
+    """A model whose loss is what ``change`` makes of it."""
+
+    @staticmethod
+    def change(total: torch.Tensor, microbatch: Microbatch) -> torch.Tensor:
+        raise NotImplementedError
+
+    def build_chunk(
+        self, position: int, layout: tuple[Place, ...], layers: ParallelLayers, shared: dict[str, nn.Parameter]
+    ) -> Chunk:
+        chunk = super().build_chunk(position, layout, layers, shared)
+        forward = chunk.forward  # type: ignore[attr-defined]  # a Module has one
+
+        def changed(x: torch.Tensor | None, microbatch: Microbatch) -> ChunkOut:
+            out: ChunkOut = forward(x, microbatch)
+            losses = {name: (self.change(total, microbatch), weight) for name, (total, weight) in out.losses.items()}
+            return replace(out, losses=losses)
+
+        chunk.forward = changed  # type: ignore[attr-defined]
+        return chunk
+
+
+class AveragesInTraining(ChangesTheLoss):
+    """Divides by the tokens itself, where the engine divides too; what it reports in evaluation is right."""
+
+    @staticmethod
+    def change(total: torch.Tensor, microbatch: Microbatch) -> torch.Tensor:
+        return total / 7 if microbatch.train else total
+
+
+class DrawsItself(ChangesTheLoss):
+    """Has something random in training that is no dropout of the layers."""
+
+    @staticmethod
+    def change(total: torch.Tensor, microbatch: Microbatch) -> torch.Tensor:
+        return total * (1 + microbatch.step % 3) if microbatch.train else total
+
+
+class RoundsTheLoss(ChangesTheLoss):
+    @staticmethod
+    def change(total: torch.Tensor, microbatch: Microbatch) -> torch.Tensor:
+        return total.bfloat16().double()
+
+
+class DetachesActivations(Gpt):
+    """The gradient of a matrix ends at its output: all cuts, ranks and recomputations agree on what is left."""
+
+    def build_chunk(
+        self, position: int, layout: tuple[Place, ...], layers: ParallelLayers, shared: dict[str, nn.Parameter]
+    ) -> Chunk:
+        chunk = super().build_chunk(position, layout, layers, shared)
+        for name, module in chunk.named_modules():
+            if name.endswith("2.mlp.input"):
+                module.register_forward_hook(lambda _module, _inputs, y: y.detach())
+        return chunk
+
+
 class CountsNothing(Gpt):
     def flops_per_token(self, sequence_length: int) -> float:
         return 0.0
@@ -108,6 +165,14 @@ WRONG = {
     TiesNothing: ("chunks of one stage share tied parameters", "two copies of .*embedding.word.weight"),
     IgnoresTheMask: ("masked labels have no weight", "loss after changing masked labels"),
     AlwaysDrops: ("evaluation has no dropout", "second evaluation"),
+    AveragesInTraining: (
+        "training without dropout has the loss of evaluation",
+        r"the loss is 14\.\d+ in training, 9\d\.\d+ in evaluation",
+    ),
+    DetachesActivations: (
+        "gradients are those of the loss",
+        r"along layers\.2\.mlp\.input\.norm\.bias the loss changes by .*, and by its gradient 0: is a tensor detached",
+    ),
     CountsNothing: ("flops do not shrink with the sequence", "flops_per_token is 0"),
 }
 
@@ -131,3 +196,26 @@ def test_the_suite_sees_a_wrong_model(wrong: type[Gpt]) -> None:
     name, message = WRONG[wrong]
     checks = model_checks(lambda context, _: wrong(context, OPTIONS), OPTIONS)
     assert re.search(message, failures(check for check in checks if check.name == name)[name])
+
+
+@pytest.mark.parametrize(
+    ("model", "name", "untried"),
+    [
+        (RoundsTheLoss, "gradients are those of the loss", "its loss is too rough for finite differences"),
+        (DrawsItself, "gradients are those of the loss", ""),
+        (DrawsItself, "training without dropout has the loss of evaluation", "it draws random numbers in training"),
+    ],
+)
+def test_what_no_difference_can_measure_is_not_called_wrong(model: type[Gpt], name: str, untried: str) -> None:
+    (check,) = (
+        check for check in model_checks(lambda context, _: model(context, OPTIONS), OPTIONS) if check.name == name
+    )
+    found = check.run() or ""
+    assert found.startswith(untried)
+    assert bool(found) == bool(untried)
+
+
+def test_smoothed_labels_and_dropout_are_no_difference_between_training_and_evaluation() -> None:
+    options = GptOptions.model_validate({**SMALL["model"], "dropout": 0.5, "label_smoothing": 0.5})
+    checks = model_checks(Gpt, options)  # type: ignore[arg-type]  # it takes its own options
+    assert not failures(check for check in checks if "loss" in check.name)

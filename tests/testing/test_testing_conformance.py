@@ -9,6 +9,7 @@ from megatron_run.errors import ExitCode, InputError, Problems, RunError
 from megatron_run.registry.discover import Catalog
 from megatron_run_cli.commands.plugins import write_package
 from megatron_run_testing.conformance import Result, check
+from tests.support.broken import BROKEN_IN_A_RUN
 from tests.support.fake_plugins import schedule_source
 
 
@@ -143,6 +144,15 @@ def test_a_plugin_that_cannot_be_made_is_a_failed_check(tmp_path: Path, source: 
     assert message in failure.message
 
 
+@pytest.mark.parametrize("status", ["'no corpus is installed'", "0"])
+def test_a_plugin_that_ends_the_process_has_failed(tmp_path: Path, status: str) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(BROKEN_IN_A_RUN["outside"][1].replace("ids + 51", f"__import__('sys').exit({status})"))
+    assert {failure.message for failure in failures(file)} == {f"SystemExit: {status.strip(chr(39))}"}
+    file.write_text(schedule_source().replace("return", f"raise SystemExit({status})\n        return", 1))
+    assert {"SystemExit" in failure.message for failure in failures(file)} == {True}
+
+
 def test_a_package_is_checked_where_it_lies_and_forgotten(tmp_path: Path) -> None:
     package = write_package("schedule", "zigzag", tmp_path / "made", Catalog(()))
     assert failures(package.folder) == []
@@ -170,6 +180,17 @@ def test_options_without_a_default_are_asked_for() -> None:
         "add --set model.hidden_size=... --set model.num_heads=..."
     )
     assert caught.value.exit_code == ExitCode.INPUT
+
+
+def test_a_file_is_tried_on_top_of_other_layers(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    example = Path(__file__).parents[1] / "examples" / "plugins" / "parallel_layer.py"
+    file.write_text(example.read_text(encoding="utf-8"))
+    (report,) = check(f"parallel-layer=dense+{file}")
+    assert report.source == str(file)
+    assert report.results[-1].name == check(str(file))[0].results[-1].name
+    with pytest.raises(RunError, match=r"the plugin file \./none\.py cannot be read: there is no "):
+        check("parallel-layer=dense+./none.py")
 
 
 @pytest.mark.parametrize(

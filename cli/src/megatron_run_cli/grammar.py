@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 import click
 
-from megatron_run.errors import InputError, did_you_mean, near_path
+from megatron_run.errors import InputError, PluginError, did_you_mean, near_path
 
 _CONFIG_ENDINGS = (".yaml", ".yml", ".json")
 
@@ -57,6 +57,22 @@ class Program(DefaultGroup):
     """``megatron-run tiny.yaml`` is ``megatron-run train tiny.yaml``."""
 
     default = "train"
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run the command. Raises :class:`PluginError` where something in it calls ``sys.exit``: nothing of ours does.
+
+        click itself leaves a command by an exception of its own.
+        """
+        try:
+            return super().invoke(ctx)
+        except SystemExit as error:
+            from megatron_run.registry.loaded_plugin import in_one_line
+
+            raise PluginError(
+                "a plugin ended the command",
+                why=in_one_line(error, where=True),
+                fix="let it raise an exception, or see the whole cause with --debug",
+            ) from error
 
 
 class ConfigWord(click.ParamType[str]):

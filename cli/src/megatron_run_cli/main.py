@@ -90,7 +90,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return int(known.exit_code)
     except (click.Abort, KeyboardInterrupt):
         return int(ExitCode.SIGINT)
-    except SystemExit:  # how click ends when nobody reads, as in `megatron-run plugins list | head -1`
+    except SystemExit:  # how click ends when nobody reads, as in `plugins list | head -1`; `Program` has any other
         return int(ExitCode.DONE)
     return int(code or 0)
 

@@ -39,6 +39,8 @@ def raised(work: Callable[[], object]) -> BaseException:
     [
         (InputError("x"), 2),
         (PluginError("x"), 3),
+        (SystemExit(), 3),
+        (SystemExit(0), 3),
         (DataError("x"), 5),
         (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"), 7),
         (MemoryError(), 7),
@@ -69,12 +71,13 @@ def test_a_bug_is_one_line_with_its_place() -> None:
 
 
 def test_what_was_noted_on_an_exception_is_part_of_its_line() -> None:
-    errors = ValueError("x"), MemoryError(), RuntimeError("gloo: Connection closed by peer")
+    errors = ValueError("x"), MemoryError(), SystemExit("no licence"), RuntimeError("gloo: Connection closed by peer")
     for error, line in zip(
         errors,
         (
             "ValueError: x (in rank 1, action 2, F1.0)",
             "the host ran out of memory (from rank 1, action 2, F1.0); lower",
+            "a plugin ended the process: SystemExit: no licence (from rank 1, action 2, F1.0); let it raise",
             "another rank was lost: gloo: Connection closed by peer (from rank 1, action 2, F1.0)",
         ),
         strict=True,

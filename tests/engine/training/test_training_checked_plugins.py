@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ import torch
 
 from megatron_run.contracts import DataSource, Field, Scaler
 from megatron_run.contracts.data import DOCUMENTS, POSITIONS
-from megatron_run.errors import DataError, PluginError
+from megatron_run.errors import DataError, ExitCode, PluginError
 from megatron_run.registry.load import from_object
 from megatron_run_engine.training.checked_plugins import CheckedScaler, open_split
 from tests.support.broken import BROKEN_IN_A_RUN, write_broken_in_a_run
@@ -27,6 +29,30 @@ def test_a_run_with_a_broken_plugin_ends_in_one_line_that_names_it(name: str, tm
     assert "\n" not in ran.message
     assert f"{kind}=" in ran.message
     assert name in ran.message
+
+
+LEAVES = """
+import os
+import sys
+
+import torch
+
+
+class Leaves(torch.optim.SGD):
+    def step(self, closure=None):
+        self.steps = getattr(self, "steps", 0) + 1
+        if self.steps == 2 and os.environ.get("RANK") == "1":
+            sys.exit("no licence")
+"""
+
+
+@pytest.mark.multiproc
+def test_a_rank_on_which_a_plugin_calls_sys_exit_ends_the_run_as_a_fault_of_that_plugin(tmp_path: Path) -> None:
+    (tmp_path / "leaves.py").write_text(LEAVES)
+    ran = run_forked(tiny(tmp_path / "run", {"optimizer.rule": f"{tmp_path}/leaves.py:Leaves"}, nproc=2))
+    assert ran.code == ExitCode.PLUGIN, ran.message
+    assert ran.message.startswith("a plugin ended the process: SystemExit: no licence (leaves.py, line 12)")
+    assert "rank 1, log: " in ran.message
 
 
 class Ids(DataSource):
@@ -123,17 +149,31 @@ def test_a_sample_that_cannot_be_read_is_the_plugins_fault() -> None:
         open_split(from_object(source), source, "validation", 4, 0, 8)[3]
 
 
+class Leaving(Ids):
+    def dataset(self, split: str, sequence_length: int, seed: int) -> Any:
+        sys.exit("no corpus")
+
+
+def test_a_source_that_calls_sys_exit_is_named() -> None:
+    source = Leaving(GOOD)
+    with pytest.raises(PluginError, match=r"data=leaving .* opening split train failed: SystemExit: no corpus"):
+        open_split(from_object(source), source, "train", 4, 0, 8)
+
+
 class Doubling(Scaler):
     """A scaler of which each fault can be switched on."""
 
-    def __init__(self, *, moves: bool = False, state: bool = True, shape: tuple[int, ...] = (1,)) -> None:
-        self._scale, self._moves, self._state = torch.full(shape, 4.0), moves, state
+    def __init__(
+        self, *, moves: bool = False, state: bool = True, shape: tuple[int, ...] = (1,), key: str = "scale"
+    ) -> None:
+        self._scale, self._moves, self._state, self._key = torch.full(shape, 4.0), moves, state, key
 
     @property
     def scale(self) -> torch.Tensor:
         return self._scale
 
     def update(self, found_inf: torch.Tensor) -> None:
+        assert len(found_inf) == 1
         if self._moves:
             self._scale = self._scale * 2
         else:
@@ -141,6 +181,9 @@ class Doubling(Scaler):
 
     def state_dict(self) -> dict[str, float]:
         return {"scale": self._scale.item()} if self._state else {}
+
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
+        self._scale.fill_(state[self._key])
 
 
 def test_a_scaler_is_held_to_its_contract() -> None:
@@ -162,3 +205,28 @@ def test_a_scaler_is_held_to_its_contract() -> None:
     stateless.check_state(4.0)
     with pytest.raises(PluginError, match=r"scaler=doubling .* from 4 to 8"):
         stateless.check_state(8.0)
+
+
+@pytest.mark.parametrize("scale", [float("inf"), float("nan"), 0.0, -2.0])
+def test_a_scale_that_scales_nothing_is_refused_in_the_step_that_used_it(scale: float) -> None:
+    doubling = Doubling()
+    with pytest.raises(PluginError, match=rf"scaler=doubling .* update failed: the scale became {scale:g}, and must"):
+        CheckedScaler(doubling, from_object(doubling)).check_state(scale)
+
+
+def test_a_state_that_no_checkpoint_can_hold_is_refused_before_it_is_written() -> None:
+    doubling = Doubling()
+    checked = CheckedScaler(doubling, from_object(doubling))
+    doubling.scale.fill_(float("inf"))  # by the update of the step that is saved
+    with pytest.raises(PluginError, match=r"scaler=doubling .* state_dict failed: scale is inf, and must be finite"):
+        checked.state_dict()
+
+
+def test_a_state_that_cannot_be_loaded_is_the_plugins_fault() -> None:
+    doubling = Doubling(key="s")
+    checked = CheckedScaler(doubling, from_object(doubling))
+    says = r"scaler=doubling .* load_state_dict failed: KeyError: 's'; the saved state has scale"
+    with pytest.raises(PluginError, match=says):
+        checked.load_state_dict({"scale": 8.0})
+    with pytest.raises(PluginError, match=r"scaler=doubling .* update failed: TypeError"):
+        checked.update(None)  # type: ignore[arg-type]  # a plugin that raises

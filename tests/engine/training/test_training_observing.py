@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from pathlib import Path
 
 import pytest
@@ -75,6 +76,17 @@ def test_one_that_raises_is_named_and_disabled_after_three_failures(caplog: pyte
         *(f"observer failing failed in on_step_end: OSError: disk full ({count} of 3)" for count in (1, 2, 3)),
         "observer failing is disabled after 3 failures; training continues",
     ]
+
+
+class Leaving(Recording):
+    def on_step_end(self, metrics: StepMetrics) -> None:
+        sys.exit("no server")
+
+
+def test_one_that_calls_sys_exit_ends_no_run(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        Observers([("leaving", Leaving())], LOG).on_step_end(example_step(1))
+    assert caplog.messages == ["observer leaving failed in on_step_end: SystemExit: no server (1 of 3)"]
 
 
 def test_failures_need_not_follow_one_another() -> None:

@@ -210,7 +210,7 @@ def _distribution_of(folder: Path, root: Path) -> str:
     return "-".join(("megatron-run", *(names[1:] if len(names) > 1 else names)))
 
 
-def locate(error: Exception, where: str) -> None:
+def locate(error: BaseException, where: str) -> None:
     """Add where ``error`` was raised: to the origin of a :class:`RunError`, or as a note to any other exception."""
     if isinstance(error, RunError):
         error.origin = ", ".join(filter(None, (error.origin, where)))

@@ -143,7 +143,7 @@ def _refused(attempt: Callable[[], object], what: str) -> None:
         found = attempt()
     except RunError:
         return
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise CheckFailed(
             f"{what} raised {type(error).__name__}: {error}; raise a CheckpointError or InputError"
         ) from error
@@ -237,7 +237,7 @@ def _refuses_damage(made: Format, written: _Written) -> None:
             continue  # with the content restored
         except CheckFailed:
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise CheckFailed(f"{where} raised {type(error).__name__}: {error}; raise a CheckpointError") from error
         finally:
             path.write_bytes(content)

@@ -144,7 +144,7 @@ def _called(what: str) -> Iterator[Path]:
             yield Path(folder)
         except CheckFailed:
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise CheckFailed(f"{what}: it raised {error!r}") from error
 
 

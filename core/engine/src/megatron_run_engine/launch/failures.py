@@ -38,7 +38,8 @@ from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING
 
-from megatron_run.errors import ExitCode, OutOfMemoryError, RankLostError, RunError, system_limit
+from megatron_run.errors import ExitCode, OutOfMemoryError, PluginError, RankLostError, RunError, system_limit
+from megatron_run.registry.loaded_plugin import in_one_line
 from megatron_run_engine.checkpoint.step_folder import CHECKPOINTS, Checkpoints
 from megatron_run_engine.launch.rank_output import last_log_line
 from megatron_run_engine.launch.results import RankResult, RunResult
@@ -54,6 +55,7 @@ _CONNECTION = re.compile(
     re.IGNORECASE,
 )
 _COMMUNICATION = re.compile(r"gloo|nccl|tcpstore|filestore|c10d|socket|store", re.IGNORECASE)
+_RAISE = "let it raise an exception, or see the whole cause with --debug"
 _SMALLER = "lower train.micro_batch_size or set train.recompute=full"
 
 
@@ -61,6 +63,9 @@ def classify(error: BaseException) -> RunError | None:
     """The documented failure behind ``error``, or None when it is a bug."""
     if isinstance(error, RunError):
         return error
+    if isinstance(error, SystemExit):  # nothing of ours raises it
+        why = in_one_line(error, where=True)
+        return PluginError("a plugin ended the process", why=why, origin=_notes(error), fix=_RAISE)
     if isinstance(error, MemoryError):
         return OutOfMemoryError("the host ran out of memory", origin=_notes(error), fix=_SMALLER)
     limit = system_limit(error)

@@ -38,14 +38,14 @@ class Outcome(Generic[T]):
     """What a piece of work returned, or what it raised, kept until the other ranks know."""
 
     values: tuple[T, ...]
-    error: Exception | None = None
+    error: Exception | SystemExit | None = None
 
 
 def attempt(work: Callable[[], T]) -> Outcome[T]:
     """Do ``work``, and keep what it raises."""
     try:
         return Outcome((work(),))
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         return Outcome((), error)
 
 

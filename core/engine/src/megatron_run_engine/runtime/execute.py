@@ -126,7 +126,7 @@ class Executor:
                 self._step(program[done])
                 done += 1
             self._messenger.flush()
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             locate(error, f"rank {self._rank}, {_place(program, done)}")
             raise
         return self._record

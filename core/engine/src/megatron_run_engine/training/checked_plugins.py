@@ -6,8 +6,10 @@ Layers are checked as a factory makes them: each declares a ``ParameterSpec`` fo
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import wraps
+from math import isfinite
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -45,6 +47,9 @@ LAYER_METHODS = (
 )
 #: Fields of a sample that index a table of the size of the vocabulary, and must therefore lie within it.
 _IDS = ("tokens", "labels")
+#: What a plugin's code raises and torch, whose errors have other causes too, does not; and all that either may raise.
+_RAISED = (ArithmeticError, AttributeError, LookupError, SystemExit, TypeError, ValueError)
+_ANY = (Exception, SystemExit)
 
 
 class CheckedLayers(StackedLayers):
@@ -92,7 +97,7 @@ def _checked(method: str) -> Callable[..., nn.Module]:
             layer = make(self, *arguments, **options)
         except (RunError, MemoryError):
             raise
-        except (AttributeError, LookupError, TypeError) as cause:  # what the code of a plugin raises, not torch
+        except (AttributeError, LookupError, SystemExit, TypeError) as cause:  # what a plugin's code raises, not torch
             missing = getattr(cause, "name", "") == "base"
             hint = "; call super().__init__(base) in the factory's __init__" if missing else ""
             raise self.failed(method, in_one_line(cause) + hint) from cause
@@ -140,7 +145,7 @@ class CheckedDataset:
             sample = self._dataset[index]
         except RunError:
             raise
-        except Exception as cause:
+        except (Exception, SystemExit) as cause:
             raise self._plugin.failed(f"{self._split} sample {index}", in_one_line(cause)) from cause
         if not isinstance(sample, Mapping):
             why = f"it is {said_type(sample)}, and must map names of fields to arrays"
@@ -204,7 +209,7 @@ def open_split(
         len(dataset)
     except RunError:
         raise
-    except Exception as cause:
+    except (Exception, SystemExit) as cause:
         raise plugin.failed(f"opening split {split}", in_one_line(cause)) from cause
     in_order = ordered is not None
     return CheckedDataset(dataset, split, plugin, source.vocab_size, sequence_length, source.fields, in_order=in_order)
@@ -217,7 +222,11 @@ def _covers(documents: NDArray[np.generic], length: int) -> bool:
 
 
 class CheckedScaler(Scaler):
-    """``scaler``, made by ``plugin``. Raises :class:`PluginError` where its scale moves or changes without a state."""
+    """``scaler``, made by ``plugin``.
+
+    Raises :class:`PluginError` where a method fails, where the scale moves or is no scale, and where it changes without
+    a state.
+    """
 
     def __init__(self, scaler: Scaler, plugin: Plugin) -> None:
         self._scaler, self._plugin = scaler, plugin
@@ -244,18 +253,39 @@ class CheckedScaler(Scaler):
 
     def update(self, found_inf: Tensor) -> None:
         """Update the plugin's scale."""
-        self._scaler.update(found_inf)
+        with self._named("update", _RAISED):
+            self._scaler.update(found_inf)
 
     def state_dict(self) -> Mapping[str, float]:
         """The state of the plugin."""
-        return self._scaler.state_dict()
+        with self._named("state_dict"):
+            state = self._scaler.state_dict()
+            unfit = [f"{key} is {value}" for key, value in state.items() if not isfinite(value)]
+        if unfit:
+            raise self._plugin.failed("state_dict", f"{unfit[0]}, and must be finite: no run could be resumed")
+        return state
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
         """Load the plugin's state."""
-        self._scaler.load_state_dict(state)
+        with self._named("load_state_dict", where=f"; the saved state has {', '.join(state) or 'nothing'}"):
+            self._scaler.load_state_dict(state)
+
+    @contextmanager
+    def _named(self, method: str, raised: tuple[type[BaseException], ...] = _ANY, where: str = "") -> Iterator[None]:
+        try:
+            yield
+        except (RunError, MemoryError):
+            raise
+        except raised as cause:
+            raise self._plugin.failed(method, in_one_line(cause) + where) from cause
 
     def check_state(self, scale: float) -> None:
-        """Check that a scale that changes has a state. ``scale`` is that of the last step, already on the host."""
+        """Check that the scale is one, and that one that changes has a state.
+
+        ``scale`` is that of the last step, already on the host.
+        """
+        if not (isfinite(scale) and scale > 0):
+            raise self._plugin.failed("update", f"the scale became {scale:g}, and must be finite and above 0")
         self._first = scale if self._first is None else self._first
         if scale != self._first and not self._has_state:
             if not self.state_dict():

@@ -107,10 +107,10 @@ class Observers:
         for name, observer in list(self._observers):
             try:
                 call(observer)
-            except Exception as cause:  # observers are third-party code: no error of theirs ends a run
+            except (Exception, SystemExit) as cause:  # observers are third-party code: nothing of theirs ends a run
                 self._failed(name, event, cause)
 
-    def _failed(self, name: str, event: str, cause: Exception) -> None:
+    def _failed(self, name: str, event: str, cause: Exception | SystemExit) -> None:
         self._failures[name] += 1
         count = self._failures[name]
         what = f"observer {name} failed in {event}: {type(cause).__name__}: {cause}"

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
-from traceback import extract_tb
 from typing import TypeVar
 
 from megatron_run.contracts import Schedule
@@ -131,7 +129,7 @@ def _prove(schedule: Plugin, method: str, proof: Callable[[], Answer]) -> Answer
         ) from fault
     except RunError:
         raise
-    except Exception as cause:  # an answer of other things than places and actions
+    except (Exception, SystemExit) as cause:  # an answer of other things than places and actions
         why = f"it did not return a sequence of {_RETURNS[method]} ({type(cause).__name__}: {cause})"
         raise schedule.failed(method, why) from cause
 
@@ -144,9 +142,8 @@ def _ask(plugin: Plugin, method: str, question: Callable[[], Answer]) -> Answer:
         raise InputError(refusal.what, why=refusal.why, origin=refusal.origin, fix=refusal.fix) from refusal
     except RunError:
         raise
-    except Exception as cause:
-        last = extract_tb(cause.__traceback__)[-1]
-        raise plugin.failed(method, f"{in_one_line(cause)} ({Path(last.filename).name}, line {last.lineno})") from cause
+    except (Exception, SystemExit) as cause:
+        raise plugin.failed(method, in_one_line(cause, where=True)) from cause
     if not isinstance(answer, Sequence):
         raise plugin.failed(method, f"it returned {answer!r}, and must return a sequence: is its return missing?")
     return answer

@@ -72,7 +72,7 @@ class ChosenFormat:
             yield
         except passing:
             raise
-        except Exception as cause:
+        except (Exception, SystemExit) as cause:
             raise self.plugin.failed(method, in_one_line(cause)) from cause
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
+from traceback import extract_tb
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -154,7 +156,7 @@ class Plugin:
             said = () if isinstance(notices, str) else tuple(notices)
         except RunError:
             raise
-        except Exception as cause:
+        except (Exception, SystemExit) as cause:
             raise self.failed("check_config", in_one_line(cause)) from cause
         if isinstance(notices, str) or not all(isinstance(notice, str) for notice in said):
             raise self.failed("check_config", f"it returned {notices!r}, and must return texts")
@@ -169,7 +171,7 @@ class Plugin:
         except RunError as error:
             error.origin = error.origin or self.origin
             raise
-        except Exception as cause:
+        except (Exception, SystemExit) as cause:
             raise self.failed("check_device", in_one_line(cause)) from cause
 
     def failed(self, what: str, why: str) -> PluginError:
@@ -233,9 +235,11 @@ _INFO_TYPES: Mapping[str, type] = {
 _CHECKS: Mapping[str, str] = {"check_config": "the configuration", "check_device": "the device"}
 
 
-def in_one_line(cause: BaseException) -> str:
-    """An exception of a plugin as part of a message: ``ValueError: what it says``."""
-    return f"{type(cause).__name__}: {' '.join(str(cause).split())}"
+def in_one_line(cause: BaseException, *, where: bool = False) -> str:
+    """An exception of a plugin as part of a message: ``ValueError: what it says``; ``where``: also who raised it."""
+    last = extract_tb(cause.__traceback__)[-1:] if where else ()
+    place = "".join(f" ({Path(each.filename).name}, line {each.lineno})" for each in last)
+    return f"{type(cause).__name__}: {' '.join(str(cause).split())}{place}"
 
 
 def said_type(value: object) -> str:

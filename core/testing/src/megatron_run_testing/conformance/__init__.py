@@ -178,9 +178,9 @@ class _Network(BaseModel):
 def check(target: str, sets: Iterable[str] = ()) -> tuple[Report, ...]:
     """Run the conformance suite on ``target``: ``KIND=NAME``, the folder of a package, or a file ``./mine.py``.
 
-    A file may be named as for a run, ``KIND=./mine.py``; so may installed layers that are stacked,
-    ``parallel-layer=BELOW+NAME``, and then the last is under test. A package may offer several plugins; each gets a
-    report.
+    A file may be named as for a run, ``KIND=./mine.py``; so may layers that are stacked,
+    ``parallel-layer=BELOW+NAME`` or ``BELOW+./mine.py``, and then the last is under test. A package may offer several
+    plugins; each gets a report.
     ``sets`` are options, as in ``--set model.num_layers=2``, for a plugin that cannot be created with its defaults.
     Raises :class:`RunError` if there is nothing to check.
     """
@@ -189,12 +189,13 @@ def check(target: str, sets: Iterable[str] = ()) -> tuple[Report, ...]:
     findings.settle()
     kind, equals, name = target.partition("=")
     path = Path(name if equals and kind in KINDS else target)
-    if target.endswith(".py"):
+    stacked = bool(equals and "+" in name and SEPARATORS.get(kind) == "+" and not path.is_file())
+    if target.endswith(".py") and not stacked:
         if not path.is_file():
             raise PluginError(f"the plugin file {path} cannot be read", why=f"there is no {path.resolve()}")
         file = path.resolve()
         return (_report(Entry("", file.stem, str(file), location=str(file)), options),)
-    if equals and "+" in name and SEPARATORS.get(kind) == "+":
+    if stacked:
         *below, top = (choose(scan(), kind, word, f"plugins check {target}") for word in name.split("+"))
         return (_report(top, options, below),)
     if equals:
@@ -281,7 +282,7 @@ def _recorded(results: list[Result], name: str) -> Iterator[list[str]]:
         raise
     except (RunError, AssertionError) as cause:
         results.append(Result(name, False, str(cause)))
-    except Exception as cause:
+    except (Exception, SystemExit) as cause:
         check_engine(cause, "the conformance suite cannot run")
         results.append(Result(name, False, in_one_line(cause)))
     else:

@@ -9,20 +9,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
+from math import isclose
 
 import torch
 from pydantic import BaseModel
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from megatron_run.contracts import (
-    Chunk,
-    ChunkOut,
-    Microbatch,
-    Model,
-    ParallelLayers,
-    ParamInfo,
-)
+from megatron_run.contracts import Chunk, ChunkOut, Microbatch, Model, ParallelLayers, ParamInfo
 from megatron_run.contracts.data import FIELDS, Field, as_fields
 from megatron_run.contracts.schedule import LayoutSpec, Place, looped_layout
 from megatron_run_engine.builtin.parallel_layer.dense import DenseLayers
@@ -36,6 +30,8 @@ from megatron_run_testing.build_contexts import (
     single_process_context,
 )
 from megatron_run_testing.model.half_sequence import HalfSequence
+from megatron_run_testing.model.slopes import check_slopes
+from megatron_run_testing.model.without_dropout import WithoutDropout, without_dropout
 
 #: Creates the model under test from a context and its options, as its factory hook does.
 CreateModel = Callable[[BuildContext, BaseModel], Model]
@@ -58,6 +54,8 @@ def model_checks(create: CreateModel, options: BaseModel) -> tuple[Check, ...]:
     checks: dict[str, Callable[[], str | None]] = {
         "a cut model equals the whole model": bench.cuts_agree,
         "initial weights do not depend on the layout": bench.initial_weights_agree,
+        "gradients are those of the loss": bench.slopes_agree,
+        "training without dropout has the loss of evaluation": bench.modes_agree,
         "recomputation changes no gradient": bench.recomputation_agrees,
         "evaluation has no dropout": bench.evaluation_is_still,
         "masked labels have no weight": bench.mask_counts,
@@ -156,6 +154,13 @@ class _Bench:
         built = build_model(self.create, context, self.options, stages, chunks)
         return built.train(mode=True)
 
+    def still(self) -> Built:
+        """The whole model in training mode, without dropout and smoothed labels."""
+        options = without_dropout(self.options)
+        context = replace(single_process_context(options), fields=_PLAIN)
+        built = build_model(self.create, context, options, layers=WithoutDropout(DenseLayers(context)))
+        return built.train(mode=True)
+
     def microbatch(self, **changes: object) -> Microbatch:
         """Two samples of 16 tokens."""
         vocab: int = getattr(self.options, "vocab_size")  # noqa: B009  # unknown to types
@@ -202,6 +207,37 @@ class _Bench:
             _same_names(f"{stages} stages x {chunks} chunks", found, whole)
             for name, value in whole.items():
                 _equal(f"{stages} stages x {chunks} chunks: {name}", found[name], value)
+
+    def slopes_agree(self) -> str:
+        """The loss changes with the parameters as its gradients say.
+
+        Auxiliary losses are left out: the balance of experts deliberately has another gradient than its value.
+        """
+        built = self.still()
+        drawn = self._draws(built)  # of no use to a difference, unless the mode of evaluation turns it off
+        built, microbatch = built.train(mode=not drawn), self.microbatch(train=not drawn)
+        names = {parameter: info.name for parameter, info in built.infos.items()}
+        return check_slopes(lambda: built.forward(microbatch)[0].losses["lm"][0], names)
+
+    def modes_agree(self) -> str:
+        """Without dropout and smoothed labels, training and evaluation compute the same loss."""
+        built = self.still()
+        if self._draws(built):
+            return "it draws random numbers in training without dropout too"
+        training, evaluation = (self._loss(built, train=train) for train in (True, False))
+        if not isclose(training, evaluation, rel_tol=1e-9):
+            raise CheckFailed(
+                f"of the same samples the loss is {training:.6g} in training, {evaluation:.6g} in evaluation"
+            )
+        return ""
+
+    def _loss(self, built: Built, *, train: bool, step: int = 1) -> float:
+        microbatch = self.microbatch(train=train, step=step)
+        return built.train(mode=train).forward(microbatch)[0].losses["lm"][0].item()
+
+    def _draws(self, built: Built) -> bool:
+        """Whether training draws random numbers, and so has another loss of the same samples in another step."""
+        return len({self._loss(built, train=True, step=step) for step in (1, 2, 3, 4)}) > 1
 
     def recomputation_agrees(self) -> None:
         """train.recompute=full gives the same bits, dropout included."""

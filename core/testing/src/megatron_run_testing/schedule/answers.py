@@ -116,5 +116,5 @@ def _only_schedule_errors(shape: Shape, method: str) -> Iterator[None]:
         yield
     except ScheduleError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise CheckFailed(f"{shape}: {method} raised {error!r}; refuse a shape with ScheduleError") from error

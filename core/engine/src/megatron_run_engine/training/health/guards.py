@@ -5,7 +5,7 @@ rank that decided alone would leave the others waiting in a collective.
 
 Replicas are compared by a hash of each parameter. Three kinds of copies are updated by the same numbers and therefore
 equal bit for bit: data-parallel replicas, parameters replicated over tensor-parallel ranks, and the copies of a tied
-parameter. If they differ, a memory, a link or a kernel has failed.
+parameter. If they differ, a memory, a link or a kernel has failed, or a plugin forgets to sum over ranks.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from megatron_run.contracts import scale_text
 from megatron_run.errors import GuardError
 from megatron_run_engine.checkpoint.collectives import WorldRanks
 from megatron_run_engine.training.health.stragglers import Stragglers
+from megatron_run_engine.training.health.suspects import find_cause
 from megatron_run_engine.training.numbers import LANGUAGE_MODEL
 
 if TYPE_CHECKING:
@@ -113,12 +114,13 @@ class Guards:
 
     def __init__(self, run: ResolvedRun, assembly: Assembly, losses: Losses, last: int) -> None:
         self._config, self._max_skips = run.config.guard, run.config.train.max_skips
-        self._assembly, self._losses = assembly, losses
+        self._assembly, self._losses, self._plugins = assembly, losses, run.plugins
         context, batch = assembly.context, run.config.train.global_batch_size
         topology = context.topology
         self._ranks = WorldRanks(context.groups, topology.rank, topology.sizes.world, context.device)
         self._replica_interval = self._config.replica_interval.steps(last, batch) if topology.sizes.world > 1 else 0
         self._deterministic = torch.are_deterministic_algorithms_enabled()
+        self._were_equal = False  # whether a comparison has found all replicas equal
         self._data: list[Tensor] = []  # hashes of what this rank was fed in the step
         interval = self._config.straggler_interval.steps(last, batch)
         self._stragglers = Stragglers(context, interval, self._config.straggler_factor)
@@ -241,8 +243,9 @@ class Guards:
             fix = "give all hosts the same data, from a plugin that depends on nothing but its arguments"
             self._stop(GuardError(f"at step {step} {found}", why=why, fix=fix))
         if found is not None:
-            fix = "run again to resume from the last saved step; leave that machine out if it happens there again"
-            self._stop(GuardError(f"after step {step} {found}", why="a memory, a link or a kernel failed", fix=fix))
+            cause = find_cause(self._plugins, found.more + 1, first=not self._were_equal)
+            self._stop(GuardError(f"after step {step} {found}", why=cause.why, fix=cause.fix))
+        self._were_equal = True
 
     def _warn_of_straggler(self, step: int) -> None:
         found = self._stragglers.report(step)

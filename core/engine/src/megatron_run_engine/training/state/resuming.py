@@ -357,7 +357,7 @@ def find_upgrade(writer: PluginRecord, plugin: Plugin, step: int) -> Upgrade | N
     def upgrade(state: Mapping[str, Any]) -> Mapping[str, Any]:
         try:
             return upgrade_state(state, before)
-        except Exception as error:  # third-party code: name the plugin, whatever it raised
+        except (Exception, SystemExit) as error:  # third-party code: name the plugin, whatever it raised
             raise CheckpointError(
                 f"{plugin} of {plugin.source} cannot read the state of version {before} in step {step}",
                 why=f"its upgrade_state raised {type(error).__name__}: {error}",

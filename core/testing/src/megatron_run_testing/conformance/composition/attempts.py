@@ -125,7 +125,7 @@ def _run(job: Job | None, rank: int, meet: _Meeting, attempts: int) -> Outcome |
         if place < (request.nproc or 1) and not failed:
             try:
                 _attempt(job.home, request, place, number, outcome, HALF if number < attempts else None)
-            except Exception as error:
+            except (Exception, SystemExit) as error:
                 outcome.refused = isinstance(error, InputError)
                 outcome.fault = f"attempt {number}, rank {place}: {type(error).__name__}: {error}"
         failed = meet(job.home, outcome.fault) or failed

@@ -1,0 +1,60 @@
+"""What copies that are not equal may come from, and what to do: hardware, or a plugin that forgets a sum over ranks."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from megatron_run.registry.known import known_plugin
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+    from megatron_run.registry.loaded_plugin import Plugin
+
+#: The kinds whose plugins compute gradients and updates, and so must sum them over the ranks that hold copies.
+_KINDS = ("optimizer", "parallel-layer", "model")
+#: So many tensors at once are no flipped bit: all copies are updated by the same sum, and one value spoils one tensor.
+MANY = 4
+
+
+class Cause(NamedTuple):
+    """Why copies may differ, and what to type."""
+
+    why: str
+    fix: str
+
+
+class _Suspect(NamedTuple):
+    name: str  # with where it comes from
+    checked: str  # what ``plugins check`` takes
+    foreign: bool  # not of this project
+
+
+def find_cause(plugins: Mapping[str, tuple[Plugin, ...]], differing: int, *, first: bool) -> Cause:
+    """What to say of ``differing`` tensors in a run of ``plugins``; ``first``: no comparison before found them equal.
+
+    Plugins of this project have been tried on ranks, and are suspected only where it can be no single fault of a
+    machine; any other one is likelier to be wrong than a machine is to fail.
+    """
+    suspects = list(_suspects(plugins))
+    accused = [suspect for suspect in suspects if suspect.foreign]
+    if not accused and first and differing >= MANY:
+        accused = suspects
+    if not accused:
+        fix = "run again to resume from the last saved step; leave that machine out if it happens there again"
+        return Cause("a memory, a link or a kernel failed", fix)
+    names = " or ".join(suspect.name for suspect in accused)
+    checks = " and ".join(f"megatron-run plugins check {suspect.checked}" for suspect in accused)
+    why = f"{names} may leave out a sum over ranks; else a memory, a link or a kernel failed"
+    return Cause(why, f"type {checks}; if all is well there, run again to resume from the last saved step")
+
+
+def _suspects(plugins: Mapping[str, tuple[Plugin, ...]]) -> Iterator[_Suspect]:
+    for kind in _KINDS:
+        chosen = plugins.get(kind, ())
+        for number, plugin in enumerate(chosen, 1):
+            known = known_plugin(kind, plugin.name)
+            foreign = known is None or known.distribution != plugin.distribution
+            # Layers are tried on top of those below them, as they are trained.
+            word = "+".join(each.word for each in chosen[:number]) if kind == "parallel-layer" else plugin.word
+            yield _Suspect(f"{plugin} of {plugin.source}", f"{kind}={word}", foreign)
