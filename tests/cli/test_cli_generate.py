@@ -98,7 +98,7 @@ def test_without_caches_the_text_is_the_same(run: Path, capsys: Output) -> None:
         (("{run}", "--prompts", "{run}/none.txt", *TEXT), 5, "{run}/none.txt cannot be read: No such file or d"),
         (("{run}", "a", "--step", "8"), 5, "there is no checkpoint {run}/checkpoints/step8; saved steps: 7"),
         (("a b", "{run}"), 2, "the prompt 'a b' is in the place of the model; type: megatron-run generate {run} 'a b'"),
-        (("{run}", "caf\udce9", *TEXT), 5, "the prompt has no character at place 3: there is a byte that is not UTF-8"),
+        (("{run}", "caf\udce9", *TEXT), 5, "the text has no character at place 3: there is a byte that is not UTF-8"),
         (("{run}/..", "a"), 5, "there is no model in {run}/..: no step is saved there"),
         (("{run}", "a", "--set", "model.vocab_size=99", *TEXT), 2, "model.vocab_size=99 is smaller than the data's"),
         (("{run}", "a", "--set", "model.hidden_size=48"), 5, "the weights in {run}/checkpoints/step7 are of another"),

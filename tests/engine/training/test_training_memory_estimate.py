@@ -53,15 +53,15 @@ def test_experts_count_whichever_rank_holds_them() -> None:
 
 
 def test_a_dry_run_tells_the_mixture_and_who_holds_which_experts() -> None:
-    """Four experts, two of which a token meets, in layers 0 and 2 of two stages; each on one of two ranks."""
+    """Four experts, a token is routed to two of them, in layers 0 and 2 of two stages; each on one of two ranks."""
     sets = ["model.experts=4", "model.expert_ffn_size=16", "model.expert_layer_freq=2", "parallel.expert=2"]
     run = load_config("preset:tiny", sets=sets, plugins=["schedule=1f1b"])
     expert, router = 2 * 16 * 32 + 16 + 32, 4 * 32
     whole = 4 * LAYER + 2 * (router - 8 * 32 * 32 - 5 * 32) + 8 * expert + WORDS + POSITIONS + NORM
     text, data = dry_run_text(run), dry_run_json(run)
-    assert "experts: 4 in each of layers 0, 2, of which a token meets 2\n" in text
+    assert "experts: 4 in each of layers 0, 2, of which a token is routed to 2\n" in text
     assert "a rank holds of its layers' experts: 2 of each layer, as the topology lists them\n" in text
-    assert f"parameters that a token meets: {whole - 4 * expert:,} of {whole:,}\n" in text
+    assert f"parameters active for a token: {whole - 4 * expert:,} of {whole:,}\n" in text
     assert "  rank 1  stage 0  data 1  experts 2-3 of 4  layers 0-1\n" in text
     assert data["mixture"] == {"layers": [0, 2], "experts": 4, "top_k": 2, "parameters_per_token": whole - 4 * expert}
     assert [rank["experts"] for rank in data["topology"]["ranks"]] == [[0, 1], [2, 3]] * 2

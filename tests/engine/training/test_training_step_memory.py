@@ -6,7 +6,8 @@ import pytest
 
 from benchmarks.planner.configuration import Configuration
 from benchmarks.planner.memory import CONFIGURATIONS, live_bytes, planned_bytes
-from megatron_run.pipeline.lower import lower
+from megatron_run.contracts.schedule import Action
+from megatron_run.pipeline.lower import Instruction, lower
 from megatron_run_engine.training.step_memory import ChunkBytes, walk
 from megatron_run_planner.schedules import Schedules
 
@@ -50,3 +51,15 @@ def test_a_split_backward_keeps_what_waits_for_w() -> None:
         held += {"F": 100, "I": -40, "W": -60}.get(action.op, 0)
     told = walk(lower(plan, 1, 1), [size], 0)
     assert told["activations"] + told["temporaries"] == most
+
+
+def peak(actions: str, *kept: int) -> int:
+    """Of ``actions`` on one stage without messages; a backward takes 5 bytes for itself, a forward what it keeps."""
+    program = [Instruction((), None, Action.parse(word), None, (), False, False) for word in actions.split()]
+    sizes = [ChunkBytes(size, 0, forward=size, alone=0, backward=5, input=0, weight=0, out=0, back=0) for size in kept]
+    return sum(walk(program, sizes, 0).values())
+
+
+def test_chunks_count_by_their_own_size_and_recomputed_ones_from_r_to_b() -> None:
+    assert peak("F0.0 F1.0 F0.1 B0.1 B0.0 B1.0", 10, 100) == 10 + 10 + 100 + 5
+    assert peak("F0.0 F1.0 R0.0 B0.0 R1.0 B1.0", 10) == 10 + 5

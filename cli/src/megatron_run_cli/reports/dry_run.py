@@ -163,9 +163,9 @@ def _mixture_text(mixture: Mixture, parameters: int, ways: int) -> str:
     layers = spans(mixture.layers)
     return "\n".join(
         (
-            f"experts: {mixture.experts} in each of layers {layers}, of which a token meets {mixture.top_k}",
+            f"experts: {mixture.experts} in each of layers {layers}, of which a token is routed to {mixture.top_k}",
             f"  a rank holds of its layers' experts: {held}",
-            f"  parameters that a token meets: {parameters - mixture.inactive:,} of {parameters:,}",
+            f"  parameters active for a token: {parameters - mixture.inactive:,} of {parameters:,}",
         )
     )
 

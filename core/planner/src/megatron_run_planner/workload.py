@@ -31,7 +31,7 @@ class Model:
     """A decoder. ``kv_heads`` and ``ffn`` of 0 stand for ``heads`` and 4 x ``hidden``.
 
     ``gated`` feed-forward layers have a third matrix. With ``experts``, every layer but the ``dense_layers`` has that
-    many feed-forward layers of width ``expert_ffn`` (0: ``ffn``), of which a token meets ``top_k``, and a shared one of
+    many feed-forward layers of width ``expert_ffn`` (0: ``ffn``), a token is routed to ``top_k``, and a shared one of
     ``shared_ffn``, with a gate of its own if ``shared_gate``. ``flash`` attention never stores its s x s scores.
     ``tied``: the head shares the embedding's matrix. ``predictors`` of further tokens follow the last layer: each a
     layer like the last, a matrix that joins two vectors, and the head's product. ``positions`` are learned vectors,
@@ -193,7 +193,7 @@ class Model:
 
     @property
     def _met_parameters(self) -> float:
-        """Weights of a layer that a token meets; the mean over its kinds of layers."""
+        """Weights of a layer active for a token; the mean over its kinds of layers."""
         return self.dense_parameters + sum(
             share * kind.expert_parameters * kind.top_k / kind.experts for share, kind in self.kinds if kind.experts
         )
@@ -228,7 +228,7 @@ class Model:
     def flops_per_token(self) -> float:
         """Floating-point operations of forward and backward for one token, without recomputation.
 
-        6 per weight that the token meets, and 12 s h a layer for all scores (Narayanan et al. 2021, appendix).
+        6 per weight active for it, and 12 s h a layer for all scores (Narayanan et al. 2021, appendix).
         """
         if self.encoder_layers:
             return self._flops_of_both_texts

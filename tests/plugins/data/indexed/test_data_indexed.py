@@ -252,9 +252,12 @@ def test_tokens_of_another_tokenizer_are_refused_before_they_are_read(tmp_path: 
     Path(made).unlink()
     assert opens(vocab_size=None, tokenizer=other), "of a tokenizer that is gone only the number of ids is known"
     assert "did not make the tokens" in told(vocab_size=None, tokenizer=smaller)
-    for damaged in ("garbage", "[]"):
+    for damaged in ("garbage", "[]", '{"text": "a"}\n{"text": "b"}\n'):
         (tmp_path / "set.json").write_text(damaged)
-        assert told(vocab_size=None, tokenizer=other).startswith(f"{prefix}.json is damaged: it says how the dataset")
+        refused = told(vocab_size=None, tokenizer=other)
+        assert refused.startswith(
+            f"{prefix}.json does not say how the dataset beside it was prepared: it is damaged, or"
+        )
 
 
 @pytest.mark.parametrize("packing", ["stream", "documents"])

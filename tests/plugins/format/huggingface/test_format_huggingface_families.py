@@ -319,6 +319,7 @@ FOREIGN = (
     ("phi3", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type='linear' (only 'default' or 'longrope')"),
     ("llama", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rope_type='dynamic' (angles that change with"),
     ("llama, yarn", {"rope_parameters": {**YARN, "truncate": False}}, "truncate=False"),
+    ("llama, yarn", {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5 (only 1 with rope_type='yarn')"),
     ("gpt_neox", {"attention_bias": False}, "attention_bias=False"),
     ("starcoder2", {"hidden_act": "relu"}, "hidden_act='relu'"),
     ("olmo2", {"attention_bias": True}, "attention_bias=True"),

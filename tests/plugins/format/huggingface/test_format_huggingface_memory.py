@@ -19,8 +19,8 @@ from tests.support.live_bytes import peak_of
 
 #: 11 million parameters, of which a tensor is at most a tenth.
 SIZES = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 9, "vocab_size": 4000}
-#: So many bytes are converted, hashed and written at once: the writer's block, the blocks that wait to be hashed, and one
-#: that is hashed and that its thread still holds for a moment.
+#: So many bytes are converted, hashed and written at once: the writer's block, the blocks that wait to be hashed, and
+#: one that is hashed and that its thread still holds for a moment.
 WRITING = 7 << 22
 
 

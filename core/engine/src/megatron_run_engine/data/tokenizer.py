@@ -53,7 +53,7 @@ class Tokenizer(ABC):
         """Return the ids of a document without ``end_of_document``. Raises :class:`DataError` naming ``source``."""
 
     def encode_text(self, text: str) -> Sequence[int]:
-        """Return the ids of a prompt. Raises :class:`DataError` where it is no Unicode text.
+        """Return the ids of ``text``, a prompt mostly. Raises :class:`DataError` where it is no Unicode text.
 
         A shell passes on what is not UTF-8, and Python stands half of a surrogate pair in its place.
         """
@@ -61,8 +61,8 @@ class Tokenizer(ABC):
             content = text.encode()
         except UnicodeEncodeError as cause:
             why = "there is a byte that is not UTF-8, or half of a surrogate pair"
-            raise DataError(f"the prompt has no character at place {cause.start}", why=why) from cause
-        tokens: list[int] = self.encode(content, "the prompt").tolist()
+            raise DataError(f"the text has no character at place {cause.start}", why=why) from cause
+        tokens: list[int] = self.encode(content, "the text").tolist()
         return tokens
 
     def encode_batch(self, documents: Sequence[tuple[object, bytes]]) -> Sequence[NDArray[np.integer[Any]]]:

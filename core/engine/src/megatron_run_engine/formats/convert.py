@@ -82,7 +82,7 @@ def _too_many_ids(weights: Weights) -> Iterator[str]:
     if ids > rows:
         yield (
             f"its tokenizer has {ids} ids and the model {rows} rows for them: "
-            "use it with another one, --plugin data=text,tokenizer=FILE, or with token ids, --tokens"
+            "use it with another one, --plugin data=text,tokenizer=FILE, or with ids, --tokens --plugin data=mock"
         )
 
 

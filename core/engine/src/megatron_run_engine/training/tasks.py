@@ -116,11 +116,11 @@ def perplexity(source: str, reader: Reader, stride: int | None) -> Work:
     return Work(windows, metrics)
 
 
-def _documents(source: str, name: str = TASKS[0]) -> tuple[Document, ...]:
+def _documents(source: str) -> tuple[Document, ...]:
     try:
         return find_documents([source])
     except DataError as error:
-        error.origin = f"{name}={source}"
+        error.origin = f"perplexity={source}"
         raise
 
 
@@ -162,8 +162,14 @@ MAKERS: Mapping[str, Maker] = dict(zip(TASKS, (perplexity, wikitext, lambada), s
 def check_files(tasks: Iterable[str]) -> None:
     """Raise :class:`DataError` where a file of ``NAME=SOURCE`` is missing, empty or no text. Nothing is scored."""
     for name, source in map(read_task, tasks):
-        if not (name == TASKS[0] and source in get_args(Split)):
-            _documents(source, name)
+        try:
+            if name != "perplexity":
+                _text(Path(source))
+            elif source not in get_args(Split):
+                find_documents([source])
+        except DataError as error:
+            error.origin = f"{name}={source}"
+            raise
 
 
 def make_work(task: str, reader: Reader, stride: int | None = None) -> tuple[str, str, Work]:
@@ -234,6 +240,11 @@ def _json_text(line: str, path: Path, number: int) -> str:
         raise DataError(
             f"line {number} of {path} is no passage", why="JSON with the field 'text' is expected"
         ) from cause
+    try:
+        str(text).encode()
+    except UnicodeEncodeError as cause:
+        why = f"half of a surrogate pair is at its character {cause.start}"
+        raise DataError(f"line {number} of {path} is no text", why=why) from cause
     return str(text)
 
 

@@ -153,7 +153,9 @@ def unknown_key(
 def _read(key: Key, value: Value, annotation: object) -> Any:
     if isinstance(value.data, Text):
         if any("\ud800" <= each <= "\udfff" for each in value.data):  # a shell's bytes that are not UTF-8
-            raise InputError(f"{dotted(key)} is not UTF-8", origin=ascii(str(value.origin)).strip("'"))
+            raise InputError(
+                f"{dotted(key)} is not UTF-8", origin=str(value.origin).encode("ascii", "backslashreplace").decode()
+            )
         if submodel(annotation) and value.data != "null":
             raise InputError(f"{dotted(key)} is a section, not a value", origin=str(value.origin))
         if _takes_mapping(annotation) and value.data.lstrip().startswith("{"):

@@ -264,7 +264,7 @@ class Indexed(DataSource):
 
     def encode(self, text: str) -> Sequence[int] | None:
         """Return the token ids of ``text``; None without a tokenizer."""
-        return None if self._tokenizer is None else self._tokenizer.encode(text.encode(), "the prompt").tolist()
+        return None if self._tokenizer is None else self._tokenizer.encode_text(text)
 
     def decode(self, tokens: Sequence[int]) -> str | None:
         """Return the text of ``tokens``; None without a tokenizer."""

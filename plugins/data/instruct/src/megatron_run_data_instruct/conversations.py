@@ -70,8 +70,11 @@ def _messages(found: object) -> list[Message]:
             text = message.get(key)
             if not isinstance(text, str):
                 raise NoConversation(f"{key} of message {number} is {_kind(text)}, and must be text")
-            if any("\ud800" <= character <= "\udfff" for character in text):
-                raise NoConversation(f"{key} of message {number} has half of a surrogate pair, which is no character")
+            try:
+                text.encode()
+            except UnicodeEncodeError as cause:
+                what = f"{key} of message {number} has half of a surrogate pair, which is no character"
+                raise NoConversation(what) from cause
             if BEGIN in text or END in text:
                 raise NoConversation(f"{key} of message {number} holds U+FDD0 or U+FDD1, which no text may")
     if not any(message["role"] == "assistant" and message["content"] for message in found):

@@ -123,8 +123,7 @@ class Nlu(DataSource):
 
     def encode(self, text: str) -> Sequence[int]:
         """Return the token ids of ``text``, without special tokens."""
-        tokens: list[int] = self._tokenizer.encode(text.encode(), "the text").tolist()
-        return tokens
+        return self._tokenizer.encode_text(text)
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of ``tokens``."""

@@ -55,7 +55,13 @@ def rope(
             beside[length_key] = found[_LENGTH]
         return {**beside, "rope_parameters": found}
 
-    return Section(read, write, lambda config: unscalable(found_in(config), kinds))
+    def unsupported(config: Config) -> list[str]:
+        found = found_in(config)
+        part, kind = found.get("partial_rotary_factor"), found["rope_type"]
+        stretched = fraction is None and part not in (None, 1) and kind != "default"  # their own code fails there
+        return unscalable(found, kinds) + [f"partial_rotary_factor={part} (only 1 with rope_type={kind!r})"] * stretched
+
+    return Section(read, write, unsupported)
 
 
 def rotation(found: Config) -> dict[str, Any]:

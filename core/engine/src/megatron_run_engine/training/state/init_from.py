@@ -43,7 +43,8 @@ def check_source(run: ResolvedRun) -> None:
     """Check, before anything starts, that ``run.init_from`` holds a checkpoint of a model with the same options.
 
     So must the step of ``run.branch_from``, and nothing else may differ that gives its state a meaning. Raises
-    :class:`CheckpointError`. A run that resumes from its own checkpoint reads neither.
+    :class:`CheckpointError`, and :class:`InputError` for a branch that is at the run's end. A run that resumes from its
+    own checkpoint reads neither.
     """
     config = run.config.run
     if (config.init_from is None and config.branch_from is None) or _resumes(run):
@@ -57,11 +58,12 @@ def check_source(run: ResolvedRun) -> None:
         about = checkpoints.manifest(step).about
         progress = accept(run, about, about.data, checkpoints.path.parent, None).progress
         last, _ = run_length(run.config.train, progress.step, progress.samples)
+        length = "train.steps" if run.config.train.samples is None else "train.samples"
         if progress.step >= last:
             raise InputError(
                 f"nothing is left to train: run.branch_from is at step {progress.step}, and this run ends at {last}",
                 origin=str(run.origins.get(("run", "branch_from"), "")),
-                fix="set train.steps above that, or branch from an earlier step: --set run.branch_from=RUN@STEP",
+                fix=f"raise {length}, or branch from an earlier step: --set run.branch_from=RUN@STEP",
             )
 
 

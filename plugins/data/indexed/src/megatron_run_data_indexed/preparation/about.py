@@ -29,13 +29,17 @@ def read_json(file: Path) -> dict[str, Any] | None:
 def read_about(prefix: str | Path) -> Mapping[str, Any]:
     """Return how a dataset was prepared: tokenizer, vocabulary, inputs. Empty for one that something else made.
 
-    Raises :class:`DataError` for a damaged file: what it said of the tokenizer can not be checked any more.
+    Raises :class:`DataError` for a file of that name which says nothing: it may be a damaged one, and then nobody
+    checks the tokenizer any more.
     """
     file = about_path(prefix)
     about = read_json(file)
     if about is None and file.exists():
-        what = f"{file} is damaged: it says how the dataset beside it was prepared"
-        raise DataError(what, fix="prepare the dataset again, or remove the file if you know its tokenizer")
+        raise DataError(
+            f"{file} does not say how the dataset beside it was prepared",
+            why="it is damaged, or something else",
+            fix="prepare the dataset again, or move the file elsewhere",
+        )
     return about or {}
 
 
