@@ -127,6 +127,14 @@ class SavedState:
             for (name, field), found in together.items()
         }
 
+    def __call__(self, name: str, field: str, starts: Shape, sizes: Shape) -> Tensor:
+        """What :meth:`read` returns: a ``ReadState`` that also lists its fields, as that of a saved step."""
+        return self.read(name, field, starts, sizes)
+
+    def shapes(self, name: str) -> dict[str, Shape]:
+        """The shapes of the fields of ``name``."""
+        return {field: tuple(value.shape) for (owner, field), value in self.tensors.items() if owner == name}
+
     def read(self, name: str, field: str, starts: Shape, sizes: Shape) -> Tensor:
         """A box of ``field`` of ``name``. Raises :class:`CheckFailed` if it was not saved."""
         if (name, field) not in self.tensors:
