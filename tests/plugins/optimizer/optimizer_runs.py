@@ -116,7 +116,7 @@ def _watch_steps(assembly: Any, held: Held, planted: Mapping[int, Planted]) -> N
 
     optimizer, scaler = assembly.optimizer, assembly.scaler
     zero_grad, update = optimizer.zero_grad, scaler.update
-    send, gradients = optimizer._reducer._start, assembly.context.gradients
+    send, gradients = optimizer._reducer._send_bucket, assembly.context.gradients
     arrived, arrivals = gradients._arrived, [0]
 
     def noting_zero_grad() -> None:
@@ -145,7 +145,7 @@ def _watch_steps(assembly: Any, held: Held, planted: Mapping[int, Planted]) -> N
         return send(bucket)
 
     optimizer.zero_grad, scaler.update = noting_zero_grad, noting_update
-    optimizer._reducer._start, gradients._arrived = spoiling_send, counting_arrival
+    optimizer._reducer._send_bucket, gradients._arrived = spoiling_send, counting_arrival
 
 
 def _digest(assembly: Any) -> str:
