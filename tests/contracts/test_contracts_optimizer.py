@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
@@ -129,6 +130,65 @@ PROMISES: dict[str, tuple[str, Change]] = {
 }
 
 
+def keeps_the_first_rates(optimizer: Any, step: Change, lr: float, weight_decay: float) -> None:
+    optimizer.rates = getattr(optimizer, "rates", (lr, weight_decay))
+    step(*optimizer.rates)
+
+
+def keeps_the_first_decay(optimizer: Any, step: Change, lr: float, weight_decay: float) -> None:
+    optimizer.decay = getattr(optimizer, "decay", weight_decay)
+    step(lr, optimizer.decay)
+
+
+def leaves_the_parameters(optimizer: Any, load_state: Change, read: Any) -> None:
+    before = [share.values.clone() for share in optimizer._shards]
+    load_state(read)
+    for share, values in zip(optimizer._shards, before, strict=True):
+        if share.has_masters:
+            share.values.copy_(values)
+
+
+def saves_rounded_masters(optimizer: Any, iter_state: Change) -> Any:
+    dtype = optimizer._buckets[0].parameters[0].dtype
+    for piece in iter_state():
+        yield piece._replace(tensor=piece.tensor.to(dtype).float()) if piece.field == MASTER else piece
+
+
+def sends_every_chunk(optimizer: Any, start_grad_sync: Change, chunk: int) -> None:
+    for bucket in optimizer._buckets:
+        if bucket.chunk is not None:
+            start_grad_sync(bucket.chunk)
+
+
+def sends_its_neighbours(optimizer: Any, grad_ready: Change, parameter: Any) -> None:
+    grad_ready(parameter)
+    optimizer._reducer.flush(optimizer._bucket_of[parameter].chunk)
+
+
+ROUND_TRIP = "a new optimizer continues from saved state bit for bit"
+IN_BF16 = "so does that of parameters in bf16, unrounded"
+RATES = "each step takes its own lr and weight decay"
+CHUNKS = "gradients of two chunks leave when they are complete"
+#: Further ways to break a promise, which one rank shows.
+MORE: tuple[tuple[str, str, Change], ...] = (
+    (RATES, "step", keeps_the_first_rates),
+    (RATES, "step", keeps_the_first_decay),
+    (ROUND_TRIP, "load_state", leaves_the_parameters),
+    (ROUND_TRIP, "iter_state", saves_rounded_masters),
+    ("load_weights starts as before the first step", "load_weights", leaves_the_parameters),
+    (IN_BF16, "load_state", leaves_the_parameters),
+    (IN_BF16, "iter_state", saves_rounded_masters),
+    (CHUNKS, "start_grad_sync", sends_every_chunk),
+    (CHUNKS, "grad_ready", sends_its_neighbours),
+)
+
+
+@pytest.mark.parametrize(("promise", "method", "change"), MORE)
+def test_another_way_to_break_a_promise_fails_its_check_too(promise: str, method: str, change: Change) -> None:
+    assert failures([the_check(promise, method, change)])
+    assert not failures([the_check(promise)])
+
+
 @pytest.mark.parametrize("promise", PROMISES)
 def test_an_optimizer_that_breaks_one_promise_fails_the_check_of_that_promise(promise: str) -> None:
     assert failures([the_check(promise, *PROMISES[promise])])
@@ -173,6 +233,25 @@ def gives_all_of_it(optimizer: Any, iter_state: Change) -> Any:
     return iter_state()
 
 
+def looks_at_its_stage_only(optimizer: Any, unscale: Change, factor: torch.Tensor) -> torch.Tensor:
+    unscale(factor)
+    found = float(any(not share.grads.isfinite().all() for share in optimizer._shards))
+    return cast("torch.Tensor", optimizer._groups.max_(torch.tensor([found]), "data"))
+
+
+def changes_the_infos(attach: Change, chunks: Any, infos: Any, grad_scale: float, **changes: Any) -> None:
+    attach(chunks, [{p: replace(info, **changes) for p, info in each.items()} for each in infos], grad_scale)
+
+
+def sums_no_parts(optimizer: Any, attach: Change, *arguments: Any) -> None:
+    changes_the_infos(attach, *arguments, partial_over=None)
+
+
+def counts_every_copy(optimizer: Any, attach: Change, *arguments: Any) -> None:
+    changes_the_infos(attach, *arguments, counted=True)
+
+
+STAGES = "stages sum and count what they share once"
 TOGETHER: dict[str, tuple[str, Change]] = {
     "data-parallel ranks hold equal parameters": ("step", drifts),
     "they train as one rank does with the mean gradient": ("_send", learns_from_the_first_rank),
@@ -180,6 +259,23 @@ TOGETHER: dict[str, tuple[str, Change]] = {
     "an overflow on one rank is reported on all": ("unscale_", keeps_it_to_itself),
     "the state of all ranks holds every value once": ("iter_state", gives_all_of_it),
 }
+
+
+#: What only ranks on several stages show.
+ON_STAGES: tuple[tuple[str, str, Change], ...] = (
+    ("an overflow on one stage is reported on all", "unscale_", looks_at_its_stage_only),
+    (STAGES, "attach", sums_no_parts),
+    (STAGES, "attach", counts_every_copy),
+)
+
+
+@pytest.mark.multiproc
+@pytest.mark.parametrize(("promise", "method", "change"), ON_STAGES)
+def test_stages_that_break_one_promise_fail_the_check_of_that_promise(
+    promise: str, method: str, change: Change
+) -> None:
+    assert failures([the_check(promise, method, change, ranks=(2,))])[promise].startswith("on 2 ranks: ")
+    assert not failures([the_check(promise, method, change)]), "one rank alone shows it"
 
 
 @pytest.mark.multiproc

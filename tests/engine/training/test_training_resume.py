@@ -18,7 +18,7 @@ from megatron_run_engine.checkpoint.step_folder import Checkpoints
 from megatron_run_engine.optim import FlatOptimizer
 from megatron_run_engine.runtime.gradients import main_grad
 from megatron_run_engine.training.numbers import Progress
-from megatron_run_engine.training.state.resuming import StateReader
+from megatron_run_engine.training.state.reading import StateReader
 from tests.support.resuming import SMALL, Attempt, attempt, only_step
 from tests.support.saved_steps import State, read_all, same_state
 
@@ -237,6 +237,39 @@ def test_a_rule_of_its_own_that_was_saved_before_its_first_update_goes_on_bit_fo
     stopped = attempt(tmp_path / "run", own, stop_after=1, loaded=overflow)
     assert stopped.saved == [1]
     resumed = attempt(tmp_path / "run", own)
+    assert {**stopped.numbers, **resumed.numbers} == whole.numbers
+    assert same_state(state(tmp_path / "run", 6), state(tmp_path / "whole", 6))
+
+
+#: A rule whose moment and group make their appearance in the third step.
+LATE = """
+import torch
+
+
+class Late(torch.optim.Optimizer):
+    def __init__(self, groups):
+        super().__init__(groups, {"lr": 1e-3, "weight_decay": 0.0, "k": 0})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["k"] += 1
+            for parameter in group["params"]:
+                gradient = parameter.grad
+                if group["k"] > 2:
+                    state = self.state[parameter]
+                    gradient = state.setdefault("moment", torch.zeros_like(gradient)).lerp_(gradient, 0.1)
+                parameter.sub_(gradient.sign(), alpha=group["lr"] / group["k"])
+"""
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "zero1"])
+def test_what_a_rule_of_its_own_makes_late_goes_on_bit_for_bit(optimizer: str, tmp_path: Path) -> None:
+    (tmp_path / "late.py").write_text(LATE)
+    own = {**FAST, "train.lr": 1e-2, "optimizer.rule": f"{tmp_path / 'late.py'}:Late"}
+    whole = attempt(tmp_path / "whole", own)
+    stopped = attempt(tmp_path / "run", own, (f"optimizer={optimizer}",), stop_after=4)
+    resumed = attempt(tmp_path / "run", own, (f"optimizer={optimizer}",))
     assert {**stopped.numbers, **resumed.numbers} == whole.numbers
     assert same_state(state(tmp_path / "run", 6), state(tmp_path / "whole", 6))
 

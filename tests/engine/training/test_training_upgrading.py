@@ -17,7 +17,7 @@ from megatron_run.errors import CheckpointError
 from megatron_run_engine.checkpoint.boxes import Box
 from megatron_run_engine.checkpoint.reader import Reader
 from megatron_run_engine.checkpoint.step_folder import Checkpoints
-from megatron_run_engine.training.state.resuming import UpgradingReader
+from megatron_run_engine.training.state.reading import UpgradingReader
 from tests.support.resuming import SMALL, attempt
 from tests.support.saved_steps import State, cut, save_alone
 

@@ -4,8 +4,9 @@
 ``ShardingStrategy`` decides: ``optimizer=adamw`` replicates the update, ``optimizer=zero1`` shards it. The picture of a
 step's callbacks is in :mod:`megatron_run_engine.runtime.gradients`.
 
-Reading order: ``flat`` (the contract), ``sharding`` (which values lie where, and what a rank updates), ``update``
-and ``update_rules`` (the arithmetic, and the state in checkpoints).
+Reading order: ``flat`` (the contract), ``sharding`` (which values lie where, and what a rank updates), ``update``,
+``update_rules`` (the arithmetic, and the state in checkpoints) and ``rule_memory`` (what else a rule keeps from step to
+step).
 
 Imports: contracts, errors, registry, runtime.
 """

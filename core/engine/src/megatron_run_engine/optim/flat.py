@@ -46,7 +46,7 @@ class FlatOptimizer(Optimizer):
         overlap_param_gather: bool = False,
     ) -> None:
         self._groups, self._topology, self._device = context.groups, context.topology, context.device
-        self._main, self._options = context.dtypes.main, options
+        self._main, self._options, self._log = context.dtypes.main, options, context.log
         axes: tuple[Replicas, ...] = get_args(Replicas)
         self._peers = {axis: context.groups.parallel_group(context.topology, axis) for axis in axes}
         self._sharding = {axis: sharding(peers) for axis, peers in self._peers.items()}
@@ -70,7 +70,7 @@ class FlatOptimizer(Optimizer):
         self._bucket_of = {parameter: bucket for bucket in self._buckets for parameter in bucket.parameters}
         # Buckets of a chunk are in the order of its backward. Tied buckets (the embedding's) are read first of all.
         self._in_backward_order = sorted(self._shards, key=lambda shard: _position(shard.bucket), reverse=True)
-        self._update = Update(self._shards, self._rule, self._options, self._device)
+        self._update = Update(self._shards, self._rule, self._options, self._device, self._warn)
         self._reducer = BucketReducer(self._buckets, self._send, early=self._options.overlap_grad_reduce)
         self._reducer.start_step()
         self._counted = [grads for shard in self._shards for grads in shard.counted()]
@@ -186,6 +186,10 @@ class FlatOptimizer(Optimizer):
             shard.give_values()
         self.start_param_sync()
         self.ensure_ready(self._bucket_of)
+
+    def _warn(self, message: str) -> None:
+        if self._topology.rank == 0:  # the rule is the same on all
+            self._log.warning("%s", message)
 
     def _send(self, bucket: Bucket) -> Pending:
         if self._grad_scale != 1.0:

@@ -13,9 +13,10 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from megatron_run.contracts import MASTER, StatePiece
+from megatron_run_engine.optim.rule_memory import GROUP, GroupNumbers, ListsFields, RuleWatch, restored, saved_form
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     import torch
 
@@ -53,9 +54,16 @@ class Stretch:
 
 
 class Update:
-    """Applies ``rule``, which ``options`` select, to ``shards``."""
+    """Applies ``rule``, which ``options`` select, to ``shards``. ``warn`` is told what no saved step would hold."""
 
-    def __init__(self, shards: Sequence[Shard], rule: UpdateRule, options: UpdateOptions, device: torch.device) -> None:
+    def __init__(
+        self,
+        shards: Sequence[Shard],
+        rule: UpdateRule,
+        options: UpdateOptions,
+        device: torch.device,
+        warn: Callable[[str], None],
+    ) -> None:
         self._shards, self._rule, self._options, self._device = shards, rule, options, device
         self._begun = False
         cut = self._whole_tensors if self._rule.whole else self._runs
@@ -66,9 +74,17 @@ class Update:
             for by_rest, rule in rules.items()
             if rule is not None and (groups := self._groups(by_rest=by_rest))
         ]
+        self._numbers = [GroupNumbers(optimizer) for optimizer in self._optimizers]
+        pairs = zip(self._optimizers, self._numbers, strict=True) if rule.imported else ()
+        self._watches = [RuleWatch(rule.imported, optimizer, numbers, warn) for optimizer, numbers in pairs]
 
     def step(self, lr: float, weight_decay: float) -> None:
         """Update every stretch; ``weight_decay`` applies to those that decay."""
+        self._step(lr, weight_decay)
+        for watch in self._watches:
+            watch.after_step()
+
+    def _step(self, lr: float, weight_decay: float) -> None:
         self._begun = True
         for optimizer in self._optimizers:
             for group in optimizer.param_groups:
@@ -78,14 +94,16 @@ class Update:
             optimizer.step()
 
     def allocate_state(self) -> None:
-        """Make the rule allocate its state by a step with zero gradients and learning rate; reset its step count.
+        """Make the rule allocate its state by a step with zero gradients and learning rate; reset its counts.
 
         PyTorch's optimizers create their state only in ``step``. For a rule that ``starts_at_zero`` the result is its
         initial state; for others the values are meaningless until they are loaded.
         """
         for shard in self._shards:
             shard.grads.zero_()  # left over from the last step, perhaps not finite
-        self.step(0.0, 0.0)
+        self._step(0.0, 0.0)
+        for numbers in self._numbers:
+            numbers.reset()
         for stretch in self.stretches:
             state = self._state(stretch)
             if "step" in state:
@@ -95,8 +113,9 @@ class Update:
     def drop_state(self) -> None:
         """Drop the rule's state, as before the first step."""
         self._begun = False
-        for optimizer in self._optimizers:
+        for optimizer, numbers in zip(self._optimizers, self._numbers, strict=True):
             optimizer.state.clear()
+            numbers.reset()
 
     def create_initial_state(self) -> None:
         """Create the rule's initial state before the first step, if it is known."""
@@ -108,8 +127,24 @@ class Update:
         return {field: value for field, value in self._state(stretch).items() if value is not None}
 
     def set_state(self, stretch: Stretch, field: str, value: Any) -> None:
-        """Replace a number of the rule's state; tensors are written into."""
-        self._state(stretch)[field] = value
+        """Replace a number of the rule's state, or give it what it had not; other tensors are written into."""
+        # A rule that made nothing of this tensor in its first step is imported, and has no ``rest``.
+        (self._state(stretch) or self._optimizers[0].state[stretch.values])[field] = value
+
+    def numbers(self, stretch: Stretch) -> dict[str, Any]:
+        """What steps have changed in the group of ``stretch``, by field."""
+        found = [numbers.changed(stretch.values) for numbers in self._numbers]
+        return {GROUP + key: value for each in found for key, value in each.items() if value is not None}
+
+    def set_number(self, stretch: Stretch, field: str, saved: Tensor) -> None:
+        """Give the group of ``stretch`` a number that :meth:`numbers` had."""
+        for numbers in self._numbers:
+            numbers.set(stretch.values, field.removeprefix(GROUP), saved)
+
+    @property
+    def imported(self) -> bool:
+        """Whether the rule is of the user's, whose state may grow with time."""
+        return bool(self._rule.imported)
 
     def _state(self, stretch: Stretch) -> dict[str, Any]:
         return next((each.state[stretch.values] for each in self._optimizers if stretch.values in each.state), {})
@@ -171,15 +206,24 @@ def iter_state(update: Update) -> Iterator[StatePiece]:
                 yield StatePiece(piece.part.name, field, piece.starts, piece.sizes, box)
             if piece.is_first:
                 # Over all ranks one piece of a logical tensor is the first, so the field is saved once.
-                for field, value in _of_the_whole(stretch, state).items():
-                    tensor = torch.as_tensor(value)
+                for field, value in {**_of_the_whole(stretch, state), **update.numbers(stretch)}.items():
+                    tensor = saved_form(value)
                     yield StatePiece(piece.part.name, field, (0,) * tensor.ndim, tuple(tensor.shape), tensor)
 
 
 def load_state(update: Update, read: ReadState) -> None:
-    """Fill master weights and state of every stretch from the boxes that ``read`` looks up."""
+    """Fill master weights and state of every stretch from the boxes that ``read`` looks up.
+
+    A rule of the user's may have made state after its first step, which a step with zero gradients does not allocate:
+    it is made as it was saved, if ``read`` lists what was.
+    """
+    if update.imported:
+        update.drop_state()  # a run that goes back a few steps must not keep what it had not made by then
     update.allocate_state()
     _fill(update, read)
+    if update.imported and isinstance(read, ListsFields):
+        for stretch in update.stretches:
+            _make_the_rest(update, stretch, read)
 
 
 def load_weights(update: Update, read: ReadState) -> None:
@@ -200,12 +244,29 @@ def _fill(update: Update, read: ReadState) -> None:
                 _load_whole_fields(update, stretch, piece.part.name, read)
 
 
+def _make_the_rest(update: Update, stretch: Stretch, read: ReadState) -> None:
+    """Make the saved fields that a first step does not. An imported rule's stretch is one box of a logical tensor."""
+    assert isinstance(read, ListsFields)
+    made = update.state(stretch).keys() | {MASTER}
+    for piece in stretch.shard.pieces(stretch.in_bucket):
+        for field, shape in read.shapes(piece.part.name).items():
+            if field in made:
+                continue
+            whole = shape != piece.part.shape
+            box = ((0,) * len(shape), shape) if whole else (piece.starts, piece.sizes)
+            saved = read(piece.part.name, field, *box)
+            if field.startswith(GROUP):
+                update.set_number(stretch, field, saved)
+            else:
+                update.set_state(stretch, field, restored(saved, stretch.values.device))
+
+
 def _load_whole_fields(update: Update, stretch: Stretch, name: str, read: ReadState) -> None:
     for field, value in _of_the_whole(stretch, update.state(stretch)).items():
         if isinstance(value, Tensor):
             value.copy_(read(name, field, (0,) * value.ndim, tuple(value.shape)))
         else:
-            update.set_state(stretch, field, type(value)(read(name, field, (), ()).item()))
+            update.set_state(stretch, field, restored(read(name, field, (), ()), stretch.values.device, value))
 
 
 def _by_value(stretch: Stretch, state: Mapping[str, Any]) -> dict[str, Tensor]:

@@ -118,7 +118,8 @@ class UpdateRule:
 
     ``whole``: the rule needs each logical tensor whole and in its shape. Otherwise it is elementwise, and applies to
     any range of a buffer. ``rest`` is the rule for tensors that this one cannot update (all but hidden matrices).
-    ``starts_at_zero``: state of zeros before the first step is equivalent to no state.
+    ``starts_at_zero``: state of zeros before the first step is equivalent to no state. ``imported`` is how the user
+    names a class that is none of :data:`RULES`, of which nothing else is known.
     """
 
     kind: type[torch.optim.Optimizer]
@@ -126,6 +127,7 @@ class UpdateRule:
     whole: bool = False
     rest: UpdateRule | None = None
     starts_at_zero: bool = True
+    imported: str = ""
 
     def make(self, groups: list[dict[str, Any]], device: torch.device) -> torch.optim.Optimizer:
         """The optimizer of ``groups``, with PyTorch's fused kernel if the rule asks for it and ``device`` has one.
@@ -194,7 +196,7 @@ def _find(options: UpdateOptions) -> UpdateRule:
         case "muon":
             return _muon(options)
         case name:
-            return UpdateRule(_import(name), more, whole=True, starts_at_zero=False)
+            return UpdateRule(_import(name), more, whole=True, starts_at_zero=False, imported=name)
 
 
 def _muon(options: UpdateOptions) -> UpdateRule:

@@ -105,7 +105,10 @@ class Optimizer(ABC):
 
     @abstractmethod
     def step(self, lr: float, weight_decay: float) -> None:
-        """Update the parameters. ``weight_decay`` applies to those with ``ParamInfo.decay``."""
+        """Update the parameters, as far as ``lr`` says. ``weight_decay`` applies to those with ``ParamInfo.decay``.
+
+        Both change from step to step.
+        """
 
     @abstractmethod
     def start_param_sync(self) -> None:

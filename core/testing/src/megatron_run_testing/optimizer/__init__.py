@@ -20,7 +20,7 @@ from megatron_run_engine.runtime.comm import Groups, create_groups
 from megatron_run_engine.runtime.context import BuildContext
 from megatron_run_testing import Check
 from megatron_run_testing.build_contexts import context_at
-from megatron_run_testing.optimizer import alone, together
+from megatron_run_testing.optimizer import alone, grid, together
 from megatron_run_testing.optimizer.bench import Bench, OptimizerFactory
 from megatron_run_testing.ranks import Rehearsal, SendablePlugin
 
@@ -40,6 +40,7 @@ _ALONE: Mapping[str, Callable[[OptimizerFactory], None]] = MappingProxyType(
         "count_zeros counts every zero and no padding": alone.check_zeros,
         "step moves against the gradient": alone.check_descent,
         "weight decay shrinks matrices and leaves biases": alone.check_decay,
+        "each step takes its own lr and weight decay": alone.check_rates,
         "small updates of 16-bit parameters are not lost": alone.check_small_updates,
         "memory reports bytes by role, planned and real": alone.check_memory,
         "a new optimizer continues from saved state bit for bit": alone.check_round_trip,
@@ -51,13 +52,21 @@ _ALONE: Mapping[str, Callable[[OptimizerFactory], None]] = MappingProxyType(
 
 @dataclass(frozen=True)
 class _Trial:
-    """``run`` is called on every rank, ``judge`` with the results of all ranks."""
+    """``run`` is called on every rank, ``judge`` with the results of all ranks.
+
+    The ranks are data-parallel, or with ``stages`` two stages of a pipeline, each on half of the ranks.
+    """
 
     run: Callable[[OptimizerFactory, BuildContext], Any]
     judge: Callable[[OptimizerFactory, Sequence[Any]], None]
+    stages: bool = False
+
+    def sizes(self, world: int) -> Sizes:
+        """The grid of ``world`` ranks; a single rank is one stage."""
+        return Sizes(data=world // 2, pipeline=2) if self.stages and world > 1 else Sizes(data=world)
 
 
-#: Promises for several data-parallel ranks, by name of the check.
+#: Promises for several ranks, by name of the check. Those on stages come last: their groups are made last.
 _TOGETHER: Mapping[str, _Trial] = MappingProxyType(
     {
         "data-parallel ranks hold equal parameters": _Trial(together.run_steps, together.judge_replicas),
@@ -65,6 +74,12 @@ _TOGETHER: Mapping[str, _Trial] = MappingProxyType(
         "norm and zeros count every value once": _Trial(together.run_steps, together.judge_numbers),
         "an overflow on one rank is reported on all": _Trial(together.find_overflows, together.judge_overflows),
         "the state of all ranks holds every value once": _Trial(together.run_steps, together.judge_state),
+        "so does that of parameters in bf16, unrounded": _Trial(together.run_rounded_steps, together.judge_state),
+        "gradients of two chunks leave when they are complete": _Trial(grid.train_chunks, grid.judge_chunks),
+        "stages sum and count what they share once": _Trial(grid.train_stages, grid.judge_chunks, stages=True),
+        "an overflow on one stage is reported on all": _Trial(
+            together.find_overflows_of_stages, together.judge_overflows, stages=True
+        ),
     }
 )
 
@@ -115,15 +130,17 @@ class _Ranks:
 
 
 def _try_on_rank(rank: int, world: int, create: OptimizerFactory, names: Sequence[str]) -> Iterator[Any]:
-    """Run the trials ``names`` on one of ``world`` data-parallel ranks."""
-    topology = Topology(Sizes(data=world), rank)
-    groups = create_groups(topology, timedelta(seconds=_TIMEOUT))
-    for name in names:
-        yield _runs()[name](create, _context(topology, groups))
+    """Run the trials ``names`` on one of ``world`` ranks."""
+    made: dict[Sizes, BuildContext] = {}
+    for trial in (_runs()[name] for name in names):
+        topology = Topology(trial.sizes(world), rank)
+        if topology.sizes not in made:
+            made[topology.sizes] = _context(topology, create_groups(topology, timedelta(seconds=_TIMEOUT)))
+        yield trial.run(create, made[topology.sizes])
 
 
-def _runs() -> dict[str, Callable[[OptimizerFactory, BuildContext], Any]]:
-    return {trial.run.__name__: trial.run for trial in _TOGETHER.values()}
+def _runs() -> dict[str, _Trial]:
+    return {trial.run.__name__: trial for trial in _TOGETHER.values()}
 
 
 def _context(topology: Topology, groups: Groups) -> BuildContext:

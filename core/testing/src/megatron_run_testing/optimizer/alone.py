@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import product
+
 import torch
 from torch import Tensor
 
@@ -11,6 +13,8 @@ from megatron_run_testing import CheckFailed
 from megatron_run_testing.build_contexts import current_device, single_process_context
 from megatron_run_testing.optimizer.bench import COLUMNS, ROWS, Bench, OptimizerFactory, SavedState, gradients
 
+#: Types of parameters in which state is saved and loaded.
+_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 #: The roles that ``memory`` may report.
 _ROLES = {"parameters", "gradients", "masters", "main_gradients", "state"}
 
@@ -107,6 +111,22 @@ def check_decay(factory: OptimizerFactory) -> None:
         raise CheckFailed("weight decay 0.5 left a matrix as it was")
 
 
+def check_rates(factory: OptimizerFactory) -> None:
+    """Each step takes the ``lr`` and ``weight_decay`` that it is given, whatever those of the step before were."""
+    plain, fast, decayed = Bench(factory), Bench(factory), Bench(factory)
+    for bench in (plain, fast, decayed):
+        bench.step(gradients(0), lr=0.01, decay=0.0)
+    before = plain.weight.detach().clone()
+    for bench, lr, decay in ((plain, 0.01, 0.0), (fast, 0.02, 0.0), (decayed, 0.01, 0.5)):
+        bench.step(gradients(1), lr=lr, decay=decay)
+    usual, far = ((bench.weight.detach() - before).abs().sum().item() for bench in (plain, fast))
+    if not far > usual:
+        raise CheckFailed(f"a second step with twice the lr moved the weight by {far:g}, expected above {usual:g}")
+    if not decayed.weight.detach().norm() < plain.weight.detach().norm():
+        raise CheckFailed("weight decay 0.5 in a second step, after one without, left the weight as large as without")
+    expect("a bias after weight decay in a second step", decayed.bias, plain.bias)
+
+
 def check_small_updates(factory: OptimizerFactory) -> None:
     """Updates too small for 16 bits accumulate in the master weights: parameters equal those of fp32, rounded."""
     fp32, bf16 = Bench(factory), Bench(factory, single_process_context(dtype=torch.bfloat16))
@@ -136,17 +156,18 @@ def check_memory(factory: OptimizerFactory) -> None:
 
 def check_round_trip(factory: OptimizerFactory) -> None:
     """Saving changes nothing, and an optimizer that loads the state continues bit for bit; from step 0 too."""
-    for steps in (0, 3):
-        undisturbed, one, other = Bench(factory), Bench(factory), Bench(factory)
+    # In bf16 the masters are not the parameters: they must be saved unrounded, and the parameters follow them.
+    for dtype, steps in product(_NAMES, (0, 3)):
+        undisturbed, one, other = (Bench(factory, single_process_context(dtype=dtype)) for _ in range(3))
         for step in range(steps):
             undisturbed.step(gradients(step))
             one.step(gradients(step))
         for step in range(5, 7):
             other.step(gradients(step))
         saved = SavedState(one.optimizer.iter_state(), shapes(one))
-        other.optimizer.load_state(saved.read)
+        other.optimizer.load_state(saved)
         for step in range(steps, steps + 3):
-            since = f"{step - steps} steps after state of step {steps} was"
+            since = f"{_NAMES[dtype]}: {step - steps} steps after state of step {steps} was"
             expect_same(f"{since} given", one.values(), undisturbed.values())
             expect_same(f"{since} loaded", other.values(), undisturbed.values())
             for bench in (undisturbed, one, other):
@@ -155,15 +176,16 @@ def check_round_trip(factory: OptimizerFactory) -> None:
 
 def check_weights_alone(factory: OptimizerFactory) -> None:
     """``load_weights`` takes the saved master weights, and continues as before the first step."""
-    fresh, trained = Bench(factory), Bench(factory)
-    for step in range(3):
-        trained.step(gradients(step))
-    masters = [piece for piece in fresh.optimizer.iter_state() if piece.field == MASTER]
-    trained.optimizer.load_weights(SavedState(masters, shapes(fresh)).read)
-    for step in range(3):
-        expect_same(f"{step} steps after the weights alone were loaded", trained.values(), fresh.values())
-        for bench in (fresh, trained):
-            bench.step(gradients(step))
+    for dtype, name in _NAMES.items():
+        fresh, trained = (Bench(factory, single_process_context(dtype=dtype)) for _ in range(2))
+        for step in range(3):
+            trained.step(gradients(step))
+        masters = [piece for piece in fresh.optimizer.iter_state() if piece.field == MASTER]
+        trained.optimizer.load_weights(SavedState(masters, shapes(fresh)))
+        for step in range(3):
+            expect_same(f"{name}: {step} steps after the weights alone were loaded", trained.values(), fresh.values())
+            for bench in (fresh, trained):
+                bench.step(gradients(step))
 
 
 def check_nothing(factory: OptimizerFactory) -> None:

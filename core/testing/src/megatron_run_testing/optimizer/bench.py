@@ -30,7 +30,10 @@ class SmallChunk(nn.Module):
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
         super().__init__()
-        self.parameter_specs = {"weight": ParameterSpec(Init("normal", 0.5)), "bias": ParameterSpec(Init("zeros"))}
+        self.parameter_specs: Mapping[str, ParameterSpec] = {
+            "weight": ParameterSpec(Init("normal", 0.5)),
+            "bias": ParameterSpec(Init("zeros")),
+        }
         values = torch.arange(ROWS * COLUMNS, device=device).view(ROWS, COLUMNS) % 7 - 3
         self.weight = nn.Parameter((values / 4).to(dtype))
         self.bias = nn.Parameter(torch.full((ROWS,), 0.5, dtype=dtype, device=device))
@@ -81,16 +84,23 @@ class Bench:
     def step(self, gradients: Gradients, *, max_norm: float = 0.0, lr: float = 0.01, decay: float = 0.1) -> Tensor:
         """A whole step as in the trainer, skipped on overflow; returns found_inf, norm and zeros, fp32 [3]."""
         self.reduce(*gradients)
-        found_inf = self.optimizer.unscale_(self.one)
-        if found_inf.item():
-            return torch.cat([found_inf, found_inf.new_full((2,), torch.nan)])
-        norm, zeros = self.optimizer.clip_(max_norm), self.optimizer.count_zeros()
-        self.update(lr, decay)
-        return torch.cat([number.reshape(1) for number in (found_inf, norm, zeros)])
+        numbers = numbers_of(self.optimizer, self.one, max_norm)
+        if not numbers[0].item():
+            self.update(lr, decay)
+        return numbers
 
     def values(self) -> dict[str, Tensor]:
         """A copy of the parameters by name."""
         return {"weight": self.weight.detach().clone(), "bias": self.bias.detach().clone()}
+
+
+def numbers_of(optimizer: Optimizer, one: Tensor, max_norm: float) -> Tensor:
+    """Unscale by ``one``, and clip unless there is an overflow; returns found_inf, norm and zeros, fp32 [3]."""
+    found_inf = optimizer.unscale_(one)
+    if found_inf.item():
+        return torch.cat([found_inf, found_inf.new_full((2,), torch.nan)])
+    norm, zeros = optimizer.clip_(max_norm), optimizer.count_zeros()
+    return torch.cat([number.reshape(1) for number in (found_inf, norm, zeros)])
 
 
 def gradients(step: int, rank: int = 0) -> Gradients:
@@ -126,6 +136,14 @@ class SavedState:
             (name, field): _joined(f"{field} of {name}", found, shapes[name] if field == MASTER else _extent(found))
             for (name, field), found in together.items()
         }
+
+    def __call__(self, name: str, field: str, starts: Shape, sizes: Shape) -> Tensor:
+        """What :meth:`read` returns: a ``ReadState`` that also lists its fields, as that of a saved step."""
+        return self.read(name, field, starts, sizes)
+
+    def shapes(self, name: str) -> dict[str, Shape]:
+        """The shapes of the fields of ``name``."""
+        return {field: tuple(value.shape) for (owner, field), value in self.tensors.items() if owner == name}
 
     def read(self, name: str, field: str, starts: Shape, sizes: Shape) -> Tensor:
         """A box of ``field`` of ``name``. Raises :class:`CheckFailed` if it was not saved."""

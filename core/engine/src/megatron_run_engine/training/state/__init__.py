@@ -51,8 +51,8 @@ cannot be read                             ``checkpoint.reader``
 holds no                                   ``checkpoint.reader.Reader``
 does not hold what the manifest says       ``checkpoint.reader.Reader``
 merged weights have no                     ``checkpoint.adapted.MergedReader``
-the checkpoint has no                      ``training.state.resuming.StateReader``
-is not what it should be                   ``training.state.resuming.UpgradingReader``
+the checkpoint has no                      ``training.state.reading.StateReader``
+is not what it should be                   ``training.state.reading.UpgradingReader``
 has no state, but the checkpoint holds     ``contracts.scaler.Scaler``, or that of a plugin
 newer steps could not be set aside         ``checkpoint.saving.Saver``
 *a save*

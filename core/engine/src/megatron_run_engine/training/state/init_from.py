@@ -18,7 +18,8 @@ from megatron_run_engine.data.tokenizer import TOKENIZER, reads_bytes, same_voca
 from megatron_run_engine.run_folder.changes import FREE_OF_MODEL, allows_other_data, identity
 from megatron_run_engine.runtime.parameter_init import initial_values
 from megatron_run_engine.training.state.adapting import fill_frozen
-from megatron_run_engine.training.state.resuming import Resumed, accept, load, resume, verify_share
+from megatron_run_engine.training.state.reading import load
+from megatron_run_engine.training.state.resuming import Resumed, accept, resume, verify_share
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -19,7 +19,6 @@ from megatron_run.contracts.schema import TrainSection
 from megatron_run.errors import CheckpointError, DataError
 from megatron_run.planning.batch_size import run_length
 from megatron_run.planning.learning_rate import LearningRate
-from megatron_run_engine.checkpoint.boxes import Box, box_fault
 from megatron_run_engine.checkpoint.collectives import on_all_ranks, on_rank0
 from megatron_run_engine.checkpoint.files import no_heartbeat
 from megatron_run_engine.checkpoint.manifest import AdaptersRecord, PluginRecord
@@ -36,13 +35,11 @@ from megatron_run_engine.run_folder.changes import (
 )
 from megatron_run_engine.training.numbers import Progress
 from megatron_run_engine.training.state.adapting import fill_frozen, open_base
+from megatron_run_engine.training.state.reading import StateReader, Upgrade, UpgradingReader, load
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from torch import Tensor
-
-    from megatron_run.contracts import ReadState
     from megatron_run.planning import ResolvedRun
     from megatron_run.registry.loaded_plugin import Plugin
     from megatron_run_engine.checkpoint.collectives import Ranks
@@ -139,27 +136,6 @@ def verify_share(
     return manifest
 
 
-def load(into: Callable[[ReadState], None], read: ReadState) -> None:
-    """Load through ``read`` with an optimizer's method ``into``, then raise the first error of a read, if any.
-
-    An optimizer all-gathers parameters after it has read them, and the other ranks would wait for a rank that left
-    with an error. So a failed read returns zeros, as do all later ones, and the error is raised at the end.
-    """
-    failures: list[Exception] = []
-
-    def read_or_zeros(name: str, field: str, starts: tuple[int, ...], sizes: tuple[int, ...]) -> Tensor:
-        if not failures:
-            try:
-                return read(name, field, starts, sizes)
-            except Exception as error:  # any error: the other ranks wait in a collective
-                failures.append(error)
-        return torch.zeros(sizes)
-
-    into(read_or_zeros)
-    if failures:
-        raise failures[0]
-
-
 def _load(assembly: Assembly, read: StateReader, scaler: Mapping[str, Any] | None, *, updated: bool) -> None:
     """Load master weights and optimizer state (the weights only unless ``updated``), then the scaler's state."""
     load(assembly.optimizer.load_state if updated else assembly.optimizer.load_weights, read)
@@ -167,81 +143,11 @@ def _load(assembly: Assembly, read: StateReader, scaler: Mapping[str, Any] | Non
         assembly.scaler.load_state_dict(scaler)
 
 
-class StateReader:
-    """Reads state for ``optimizer``. With ``zeros_if_missing`` a field that was not saved starts from zeros."""
-
-    def __init__(self, reader: Reader | UpgradingReader, optimizer: str, *, zeros_if_missing: bool) -> None:
-        self._reader, self._optimizer, self._zeros_if_missing = reader, optimizer, zeros_if_missing
-
-    def __call__(self, name: str, field: str, starts: tuple[int, ...], sizes: tuple[int, ...]) -> Tensor:
-        """Return the box. Raises :class:`CheckpointError` if it was not saved and must not start from zeros."""
-        known = self._reader.fields(name)
-        if field in known or not known:
-            return self._reader.read(name, field, starts, sizes)
-        if self._zeros_if_missing:
-            return torch.zeros(sizes)
-        raise CheckpointError(
-            f"the checkpoint has no {field} of {name}, which {self._optimizer} needs",
-            why=f"it has {', '.join(sorted(known))}",
-            fix="choose the optimizer that saved it, or start its state anew: --allow-plugin-change optimizer",
-        )
-
-
-class UpgradingReader:
-    """Reads a step as if the current version of the optimizer had saved it. Has ``fields`` and ``read`` of ``Reader``.
-
-    ``upgrade`` gets all fields of one box together. A field whose shape is not that of the weights, such as a step
-    count, is passed whole. If such a field is requested itself, the others are passed with their first value only.
-    """
-
-    def __init__(self, reader: Reader, upgrade: Upgrade) -> None:
-        self._reader, self._upgrade = reader, upgrade
-        self._last: tuple[str, Box] | None = None  # the box of _upgraded: an optimizer reads its fields in a row
-        self._upgraded: Mapping[str, Any] = {}
-
-    def fields(self, name: str) -> frozenset[str]:
-        """Return the fields of the logical tensor ``name`` after the upgrade; none if there is no such tensor."""
-        shape = self._reader.shape(name, MASTER)
-        return frozenset() if shape is None else frozenset(self._box(name, _first(shape)))
-
-    def read(self, name: str, field: str, starts: Sequence[int], sizes: Sequence[int]) -> Tensor:
-        """Return a box of ``field`` of ``name``, on the host. Raises :class:`CheckpointError` if there is none."""
-        wanted, shape = Box(tuple(starts), tuple(sizes)), self._reader.shape(name, MASTER)
-        if shape is None:
-            return self._reader.read(name, field, starts, sizes)  # raises the right error
-        value: Tensor = self._box(name, _first(shape) if box_fault(shape, wanted) else wanted)[field]
-        if tuple(value.shape) == wanted.sizes:
-            return value
-        why = f"it has the shape {list(value.shape)}, the optimizer wants {list(sizes)}"
-        raise CheckpointError(f"the upgraded {field} of {name} is not what it should be", why=why)
-
-    def _box(self, name: str, box: Box) -> Mapping[str, Any]:
-        """Return all upgraded fields of ``box``."""
-        if self._last != (name, box):
-            saved = {field: self._saved(name, field, box) for field in self._reader.fields(name)}
-            self._last, self._upgraded = (name, box), self._upgrade(saved)
-        return self._upgraded
-
-    def _saved(self, name: str, field: str, box: Box) -> Tensor:
-        shape = self._reader.shape(name, field)
-        assert shape is not None, "it is one of the fields"
-        if shape == self._reader.shape(name, MASTER):
-            return self._reader.read(name, field, *box)
-        return self._reader.read(name, field, (0,) * len(shape), shape)
-
-
-def _first(shape: tuple[int, ...]) -> Box:
-    """Return the box of the first value of a tensor of ``shape``."""
-    return Box((0,) * len(shape), tuple(min(1, size) for size in shape))
-
-
 #: Kinds whose state is saved. An optimizer's state is logical: any optimizer reads it, field by field. A scaler's state
 #: is its own.
 OPTIMIZER, SCALER = "optimizer", "scaler"
 
 Plugins = Mapping[str, Sequence["Plugin"]]
-#: Converts the state that an older version of a plugin saved to the current version's state.
-Upgrade = Callable[[Mapping[str, Any]], Mapping[str, Any]]
 
 
 class Accepted(NamedTuple):
