@@ -93,7 +93,7 @@ def test_the_summary_compares_with_the_baselines(tmp_path: Path) -> None:
     last = shown(tmp_path, 60).splitlines()[-2:]
     assert last == [
         "finished: 60 steps in 1 min 00 s",
-        "validation loss 1.930, perplexity 6.9, below the byte bigram's 2.500",
+        "validation loss 1.930 (perplexity 6.9), below the byte bigram's 2.500",
     ]
 
 

@@ -237,9 +237,9 @@ def rate(metrics: StepMetrics) -> str:
 
 
 def loss_text(metrics: EvalMetrics) -> str:
-    """Return ``validation loss 1.932, perplexity 6.9``, and a task's own metrics."""
+    """Return ``validation loss 1.932 (perplexity 6.9)``, and a task's own metrics."""
     own = "".join(f", {name.replace('_', ' ')} {value:.4g}" for name, value in metrics.extra.items())
-    return f"{metrics.split} loss {metrics.loss:.3f}, perplexity {metrics.perplexity:.4g}{own}"
+    return f"{metrics.split} loss {metrics.loss:.3f} (perplexity {metrics.perplexity:.4g}{own})"
 
 
 def comparison(loss: float, baselines: Mapping[str, float]) -> str:
