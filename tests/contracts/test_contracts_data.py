@@ -200,7 +200,7 @@ def test_a_source_that_conforms_passes_every_check() -> None:
         (Sharded(), "every rank finds the same samples", "train sample 0 differs in tokens in a process with RANK=3 "),
         (Shorter(), "every rank finds the same samples", "train has 16 samples, and 4 in a process with RANK=3 "),
         (Hashed(), "every rank finds the same samples", "differs in tokens in a process with "),
-        (HashedStream(), "every rank finds the same samples", "train stream sample 0 differs in tokens"),
+        (HashedStream(), "every rank finds the same samples", "differs in tokens in a process with RANK=3 "),
         (Absent(), "every rank finds the same samples", "only the first rank has data"),
         (Restless(), "a sample is the same every time", "differs in labels"),
         (NegativeBaseline(), "baselines are losses", "'nonsense' is -1.0"),

@@ -119,7 +119,7 @@ class ParallelLayers(ABC):
 
         class MyNorms(StackedLayers):
             def norm(self, kind, size, eps=1e-5):
-                return MyNorm(size, eps)
+                return MyNorm(size, eps) if kind == "rmsnorm" else self.base.norm(kind, size, eps)
 
         @hookimpl
         def megatron_run_create_parallel_layer(context, options, base):
