@@ -11,7 +11,7 @@ from megatron_run.registry.choose import choose
 from megatron_run.registry.discover import scan
 from megatron_run.registry.load import load
 from megatron_run.registry.loaded_plugin import Plugin
-from megatron_run_engine.training.health.suspects import MANY, find_cause
+from megatron_run_engine.training.health.suspects import MANY, likely_cause
 from tests.support.forked import run_forked, tiny
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "plugins"
@@ -28,13 +28,13 @@ OURS = {"optimizer": "adamw", "parallel_layer": "dense", "model": "gpt"}
 
 @pytest.mark.parametrize(("differing", "first"), [(1, True), (MANY - 1, True), (MANY, False), (100, False)])
 def test_plugins_of_this_project_are_not_blamed_for_what_a_machine_does(differing: int, first: bool) -> None:
-    found = find_cause(chosen(**OURS), differing, first=first)
+    found = likely_cause(chosen(**OURS), differing, first=first)
     assert found.why == "a memory, a link or a kernel failed"
     assert found.fix.startswith("run again to resume from the last saved step; leave that machine out")
 
 
 def test_they_are_suspected_where_many_tensors_differ_from_the_start() -> None:
-    found = find_cause(chosen(**OURS), MANY, first=True)
+    found = likely_cause(chosen(**OURS), MANY, first=True)
     for name in ("optimizer=adamw", "parallel-layer=dense", "model=gpt"):
         assert f"{name} of megatron-run-engine " in found.why
         assert f"megatron-run plugins check {name}" in found.fix
@@ -43,7 +43,7 @@ def test_they_are_suspected_where_many_tensors_differ_from_the_start() -> None:
 @pytest.mark.parametrize("first", [True, False])
 def test_a_plugin_of_somebody_else_is_named_with_how_to_try_it(first: bool) -> None:
     optimizer, layers = EXAMPLES / "optimizer.py", EXAMPLES / "parallel_layer.py"
-    found = find_cause(
+    found = likely_cause(
         chosen(**{**OURS, "optimizer": str(optimizer), "parallel_layer": f"tensor+{layers}"}), 1, first=first
     )
     assert found.why == (

@@ -43,7 +43,7 @@ def check_same_data(plugin: Plugin, records: Mapping[str, DataRecord], context: 
         "the ranks do not read the same data",
         why=ranks.broadcast("" if topology.rank else _difference([json.loads(text) for text in told])),
         origin=plugin.origin,
-        fix="give every host the same files, and a plugin no rank and no hash() of a text to make samples of; "
+        fix="give every host the same files; samples must depend on neither the rank nor hash() of a text; "
         f"its suite says more: megatron-run plugins check data={plugin.word}",
     )
 

@@ -24,7 +24,7 @@ from megatron_run.contracts import scale_text
 from megatron_run.errors import GuardError
 from megatron_run_engine.checkpoint.collectives import WorldRanks
 from megatron_run_engine.training.health.stragglers import Stragglers
-from megatron_run_engine.training.health.suspects import find_cause
+from megatron_run_engine.training.health.suspects import likely_cause
 from megatron_run_engine.training.numbers import LANGUAGE_MODEL
 
 if TYPE_CHECKING:
@@ -243,7 +243,7 @@ class Guards:
             fix = "give all hosts the same data, from a plugin that depends on nothing but its arguments"
             self._stop(GuardError(f"at step {step} {found}", why=why, fix=fix))
         if found is not None:
-            cause = find_cause(self._plugins, found.more + 1, first=not self._were_equal)
+            cause = likely_cause(self._plugins, found.more + 1, first=not self._were_equal)
             self._stop(GuardError(f"after step {step} {found}", why=cause.why, fix=cause.fix))
         self._were_equal = True
 

@@ -1,4 +1,4 @@
-"""What copies that are not equal may come from, and what to do: hardware, or a plugin that forgets a sum over ranks."""
+"""Why replicas may differ, and what to type: hardware has failed, or a plugin leaves out a sum over ranks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 #: The kinds whose plugins compute gradients and updates, and so must sum them over the ranks that hold copies.
 _KINDS = ("optimizer", "parallel-layer", "model")
-#: So many tensors at once are no flipped bit: all copies are updated by the same sum, and one value spoils one tensor.
+#: From so many differing tensors on it is no flipped bit, which spoils one tensor.
 MANY = 4
 
 
@@ -30,11 +30,11 @@ class _Suspect(NamedTuple):
     foreign: bool  # not of this project
 
 
-def find_cause(plugins: Mapping[str, tuple[Plugin, ...]], differing: int, *, first: bool) -> Cause:
-    """What to say of ``differing`` tensors in a run of ``plugins``; ``first``: no comparison before found them equal.
+def likely_cause(plugins: Mapping[str, tuple[Plugin, ...]], differing: int, *, first: bool) -> Cause:
+    """The cause of ``differing`` tensors in a run of ``plugins``; ``first``: no comparison before found them equal.
 
-    Plugins of this project have been tried on ranks, and are suspected only where it can be no single fault of a
-    machine; any other one is likelier to be wrong than a machine is to fail.
+    Plugins of this project are tested on ranks, so they are suspected only where too many tensors differ for a single
+    hardware fault. Any other plugin is likelier to be wrong than a machine is to fail.
     """
     suspects = list(_suspects(plugins))
     accused = [suspect for suspect in suspects if suspect.foreign]
