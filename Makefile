@@ -55,9 +55,10 @@ types: $(DEV)
 # files first; xdist's own order, by the number of tests, would put many of them last.
 unit: $(DEV)
 	$(PY) -m pytest -q $(SPREAD)
-# The tests that need a CUDA device; elsewhere they are skipped, and say so. One GPU is enough for most.
+# The tests that need a CUDA device; elsewhere they are skipped, and say so. One GPU is enough for most. Many wait for
+# compilers or for processes of their own, so each core has a worker, up to twelve, which share the GPU's memory.
 gpu: $(DEV)
-	$(PY) -m pytest -q -m gpu --maxfail=20 $(shell grep -rl --include='test_*.py' 'mark\.gpu\|CUDA\]' tests)
+	$(PY) -m pytest -q -m gpu --maxfail=20 -n $(shell [ $(CORES) -lt 12 ] && echo $(CORES) || echo 12) --dist worksteal $(shell grep -rl --include='test_*.py' 'mark\.gpu\|CUDA\]' tests)
 # The tests against the real Transformer Engine, which needs no GPU for them, in an environment of its own (.te-env, 12 GB).
 TE_PYTHON ?= python3.12
 te-env:

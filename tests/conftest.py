@@ -75,6 +75,7 @@ def _torch_is_as_new() -> Iterator[None]:
             torch.use_deterministic_algorithms(False)
         torch.utils.deterministic.fill_uninitialized_memory = True
         torch.set_default_dtype(torch.float32)
+        torch.set_float32_matmul_precision("highest")
         if torch.cuda.is_initialized():
             torch.cuda.manual_seed_all(0)
         # torch.manual_seed would also keep a stack trace for CUDA, used or not: half a millisecond.

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import statistics
+from collections.abc import Iterator
 from typing import Any
 
-from benchmarks.gpu.measuring import alone, seconds
+from benchmarks.gpu.measuring import Day, alone, seconds
 from benchmarks.moe.model import TINY, Shape
 
 LARGE = Shape(experts=8, top_k=2, hidden=2048, ffn=5632, tokens=8192)
 
 
-def measure(device: str, *, quick: bool) -> dict[str, Any]:
+def measure(day: Day) -> Iterator[dict[str, Any]]:
     """The piece: milliseconds of forward and backward of each side in bf16."""
-    return alone(measure_sides, device, quick=quick)
+    yield alone(measure_sides, day)
 
 
 def measure_sides(device: str, *, quick: bool) -> dict[str, Any]:

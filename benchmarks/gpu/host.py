@@ -8,26 +8,28 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.gpu.measuring import alone
+from benchmarks.gpu.measuring import Day, alone, in_turn
 from benchmarks.gpu.models import OURS, our_side, shape_of
 
 #: Steps from one save to the next; the last ``QUIET`` before a save show how long a step takes beside which none runs.
 INTERVAL, QUIET, SAVES = 10, 4, 3
 
 
-def profile(device: str, *, quick: bool) -> dict[str, Any]:
+def profile(day: Day) -> Iterator[dict[str, Any]]:
     """The piece: a profiled step of a small and of a large model, and of tiny layers from graphs of each kind."""
     steps = [("124m", OURS), ("1.3b", OURS), *(("small", name) for name in ("eager", "partial", "whole step"))]
-    return {
-        size if name == OURS else f"{size}, {name}": alone(profile_step, device, size=size, name=name, quick=quick)
-        for size, name in steps
-    }
+    cases = {size if name == OURS else f"{size}, {name}": {"size": size, "name": name} for size, name in steps}
+    record: dict[str, Any] = {}
+    for name, found in in_turn(profile_step, day, cases):
+        record[name] = found
+        yield record
 
 
 def profile_step(device: str, size: str, name: str, *, quick: bool) -> dict[str, Any]:
@@ -58,10 +60,13 @@ def profile_step(device: str, size: str, name: str, *, quick: bool) -> dict[str,
     }
 
 
-def saves(device: str, *, quick: bool) -> dict[str, Any]:
+def saves(day: Day) -> Iterator[dict[str, Any]]:
     """The piece: steps lost to a save, at once and behind the training."""
     ways = {"at once": False, "behind the training": True}
-    return {way: alone(stall, device, behind=behind, quick=quick) for way, behind in ways.items()}
+    record: dict[str, Any] = {}
+    for way, behind in ways.items():  # a process each: what a save leaves to its threads is not the other's
+        record[way] = alone(stall, day, behind=behind)
+        yield record
 
 
 def stall(device: str, behind: bool, *, quick: bool) -> dict[str, Any]:  # passed as JSON
@@ -103,19 +108,20 @@ def stall(device: str, behind: bool, *, quick: bool) -> dict[str, Any]:  # passe
     return {"step ms": 1e3 * statistics.median(usual), "lost ms": 1e3 * statistics.median(lost), "saves": len(lost)}
 
 
-def start(device: str, *, quick: bool) -> dict[str, Any]:
+def start(day: Day) -> Iterator[dict[str, Any]]:
     """The piece: seconds from the command to the end of the first step, with one rank."""
     found = []
-    for _ in range(1 if quick else 3):
+    for _ in range(1 if day.quick else 3):
         with tempfile.TemporaryDirectory() as folder:
-            words = ("preset:tiny", "--set", f"run.device={device}", "--set", f"run.folder={folder}/run")
+            words = ("preset:tiny", "--set", f"run.device={day.device}", "--set", f"run.folder={folder}/run")
             more = ("--set", "train.steps=2", "--set", "observer.use=jsonl")
             begun = time.time()
             done = subprocess.run(
                 (sys.executable, "-m", "megatron_run_cli", *words, *more), capture_output=True, text=True, check=False
             )
             if done.returncode:
-                return {"failed": done.stderr.strip().splitlines()[-1]}
+                yield {"failed": done.stderr.strip().splitlines()[-1]}
+                return
             first = Path(folder, "run", "metrics.jsonl").read_text("utf-8").splitlines()[0]
             found.append(float(json.loads(first)["time"]) - begun)
-    return {"seconds to the first step": statistics.median(found), "torch": torch.__version__}
+        yield {"seconds to the first step": statistics.median(found), "torch": torch.__version__}

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import gc
+import math
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from importlib import import_module
 from itertools import pairwise
 from typing import Any
 
 import torch
 
-from benchmarks.support.ranks import on_ranks
+from benchmarks.support.ranks import told_by_ranks
 from megatron_run_engine.training.peak import known_peak
+
+#: Seconds that a side may take, and those without which none begins.
+PATIENCE, LEAST = 150.0, 5.0
 
 
 def seconds(call: Callable[[], object], device: str, samples: int, warm_up: int = 3) -> list[float]:
@@ -38,33 +44,92 @@ def seconds(call: Callable[[], object], device: str, samples: int, warm_up: int 
     return [before.elapsed_time(after) / 1e3 for before, after in pairwise(events)]
 
 
-def alone(measurement: Callable[..., Any], device: str, **arguments: object) -> dict[str, Any]:
-    """What ``measurement(device=device, **arguments)`` finds in a process of its own, or ``{"failed": why}``."""
-    environment = {"PYTHONWARNINGS": "ignore", "CUDA_DEVICE_MAX_CONNECTIONS": "1"}
-    threads = torch.get_num_threads() if device == "cpu" else 8
-    try:
-        found: dict[str, Any] = on_ranks(
-            caught, 1, {"measured": f"{measurement.__module__}:{measurement.__name__}", "device": device, **arguments},
-            threads=threads, environment=environment,
-        )  # fmt: skip
-    except SystemExit as failure:
-        return {"failed": str(failure)}
+@dataclass(frozen=True)
+class Day:
+    """The machine's time: the device, whether sizes are tiny, and until when (``time.monotonic``) sides may begin."""
+
+    device: str
+    quick: bool = False
+    until: float = math.inf
+
+
+def alone(measurement: Callable[..., Any], day: Day, **arguments: object) -> dict[str, Any]:
+    """What ``measurement(device=..., quick=..., **arguments)`` finds in its own process, or ``{"failed": why}``."""
+    ((_, found),) = in_turn(measurement, day, {"": arguments})
     return found
 
 
-def caught(measured: str, **arguments: Any) -> dict[str, Any]:
-    """Call the function ``module:function`` of this process; an exception is a result, so that one row tells it."""
+def in_turn(
+    measurement: Callable[..., Any], day: Day, cases: Mapping[str, Mapping[str, object]]
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Each case's name with what ``measurement`` finds, also printed, as soon as it is there, or ``{"failed": why}``.
+
+    The cases share a process, whose start costs more than many of them: the next one gets another only after a case
+    that ended it, took longer than ``PATIENCE``, or left the device unusable.
+    """
+    todo = dict(cases)
+
+    def told(found: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+        name = next(iter(todo))
+        del todo[name]
+        print(f"  {name or measurement.__name__}: {shown(found)}", flush=True)
+        return name, found
+
+    while todo:
+        left = day.until - time.monotonic()
+        if left < LEAST:
+            yield told({"failed": "there was no time left"})
+            continue
+        try:
+            for found in told_by_ranks(
+                results, 1,
+                {
+                    "measured": f"{measurement.__module__}:{measurement.__name__}",
+                    "cases": [{"device": day.device, "quick": day.quick, **case} for case in todo.values()],
+                },
+                threads=torch.get_num_threads() if day.device == "cpu" else 8,
+                environment={"PYTHONWARNINGS": "ignore", "CUDA_DEVICE_MAX_CONNECTIONS": "1"},
+                backend="gloo" if day.device == "cpu" else "cpu:gloo,cuda:nccl",
+                patience=min(PATIENCE, left),
+            ):  # fmt: skip
+                yield told(found)
+        except SystemExit as failure:
+            yield told({"failed": str(failure)})
+
+
+def shown(found: Mapping[str, Any]) -> str:
+    """``found`` on one line, numbers with three digits or whole."""
+    values = (
+        (key, f"{value:.3g}" if isinstance(value, float) and value < 1e3 else value) for key, value in found.items()
+    )
+    return ", ".join(f"{key} {value:.0f}" if isinstance(value, float) else f"{key} {value}" for key, value in values)
+
+
+def results(measured: str, cases: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
+    """What the function ``module:function`` of this process finds in each case; ends early if the device is unusable.
+
+    An exception is a result, so that one row tells it. Memory is given back between cases.
+    """
     module, _, function = measured.partition(":")
-    try:
-        found: dict[str, Any] = getattr(import_module(module), function)(**arguments)
-    except Exception as failure:  # whatever a peer cannot do here
-        return {"failed": f"{type(failure).__name__}: {str(failure).strip().splitlines()[0] if str(failure) else ''}"}
-    return found
+    for case in cases:
+        cuda = case["device"] == "cuda"
+        if cuda:
+            torch.cuda.reset_peak_memory_stats()
+        try:
+            yield getattr(import_module(module), function)(**case)
+        except Exception as failure:  # whatever a peer cannot do here
+            lines = str(failure).strip().splitlines() or [""]
+            yield {"failed": f"{type(failure).__name__}: {lines[0]}"}
+            if "CUDA error" in str(failure):
+                return
+        gc.collect()
+        if cuda:
+            torch.cuda.empty_cache()
 
 
-def ceilings(device: str, *, quick: bool) -> Mapping[str, Any]:
+def ceilings(day: Day) -> Iterator[Mapping[str, Any]]:
     """The piece: TFLOP/s of square products by type, bytes per second of a copy, and the data sheet's peak."""
-    return alone(measure_ceilings, device, quick=quick)
+    yield alone(measure_ceilings, day)
 
 
 def measure_ceilings(device: str, *, quick: bool) -> dict[str, Any]:

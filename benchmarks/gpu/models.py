@@ -7,13 +7,13 @@ Every side trains the same network on one device: random tokens, dropout 0, Adam
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from importlib.util import find_spec
 from typing import Any
 
 import torch
 
-from benchmarks.gpu.measuring import alone, seconds
+from benchmarks.gpu.measuring import Day, in_turn, seconds
 from benchmarks.single.model import TINY, Side
 from benchmarks.support.shape import Shape
 from megatron_run.registry.discover import scan
@@ -56,7 +56,14 @@ SCOPES = {
     "experts": "attn,moe_router,moe_preprocess",
     "padded experts": "attn,moe_router,moe_preprocess,moe_dispatch,moe_experts,moe_combine",
 }
-PEERS = {"nanoGPT, compiled": "", "transformers": "transformers", "megatron-core": "megatron", "Lightning": "lightning"}
+#: Of other programs: name -> the libraries that they need.
+PEERS = {
+    "nanoGPT, compiled": "",
+    "transformers": "transformers",
+    "megatron-core": "megatron transformer_engine",
+    "megatron-core, local layers": "megatron",
+    "Lightning": "lightning",
+}
 
 
 def shape_of(size: str, *, quick: bool) -> Shape:
@@ -64,13 +71,14 @@ def shape_of(size: str, *, quick: bool) -> Shape:
     return TINY if quick else GPT.get(size, SMALL)
 
 
-def piece(size: str) -> Callable[..., dict[str, Any]]:
+def piece(size: str) -> Callable[[Day], Iterator[dict[str, Any]]]:
     """The piece of ``size``: every side."""
 
-    def measure(device: str, *, quick: bool) -> dict[str, Any]:
-        names = [*WAYS, *PEERS]
-        sides = {name: alone(measure_side, device, size=size, name=name, quick=quick) for name in names}
-        return {"shape": str(shape_of(size, quick=quick)), "sides": sides}
+    def measure(day: Day) -> Iterator[dict[str, Any]]:
+        shape, sides = str(shape_of(size, quick=day.quick)), dict[str, Any]()
+        for name, found in in_turn(measure_side, day, {name: {"size": size, "name": name} for name in (*WAYS, *PEERS)}):
+            sides[name] = found
+            yield {"shape": shape, "sides": sides}
 
     return measure
 
@@ -79,9 +87,9 @@ def measure_side(device: str, size: str, name: str, *, quick: bool) -> dict[str,
     """Tokens a second, FLOP/s by the model's formula, and peak memory of the side ``name``."""
     shape = shape_of(size, quick=quick)
     ways = {**WAYS, **CAPTURES}
-    library = ways[name][2] if name in ways else PEERS[name]
-    if library and find_spec(library) is None:
-        return {"failed": f"{library} is not installed"}
+    for library in (ways[name][2] if name in ways else PEERS[name]).split():
+        if find_spec(library) is None:
+            return {"failed": f"{library} is not installed"}
     flops = flops_per_token(shape, size)
     compiled = not quick or size == next(iter(GPT))  # compiling is slow, and the same for every size
     side = our_side(device, size, name, shape) if name in ways else peer(device, name, shape, compiled=compiled)
@@ -138,28 +146,27 @@ def peer(device: str, name: str, shape: Shape, *, compiled: bool) -> Side | str:
         from benchmarks.single.peers.huggingface import huggingface
 
         return huggingface(shape, None, "bf16", device, activation="gelu")
-    if name == "megatron-core":
+    if name.startswith("megatron-core"):
         from benchmarks.single.peers.megatron import MegatronLoop
 
-        return MegatronLoop(shape, None, "bf16", device)
+        local = name.endswith("local layers")
+        if device == "cpu" and not local:
+            return "Transformer Engine needs a GPU"
+        return MegatronLoop(shape, None, "bf16", device, local=local)
     from benchmarks.gpu.lightning_loop import LightningLoop
 
     return LightningLoop(shape, device, compiled=compiled)
 
 
-def graphs(device: str, *, quick: bool) -> dict[str, Any]:
+def graphs(day: Day) -> Iterator[dict[str, Any]]:
     """The piece: eager beside captured, on small layers, on layers of experts, and on those that are padded.
 
     Dropless experts wait for the host in every layer, so that no step of theirs is captured whole.
     """
-    return {
-        size: {
-            "shape": str(shape_of(size, quick=quick)),
-            "sides": {
-                name: alone(measure_side, device, size=size, name=name, quick=quick)
-                for name in CAPTURES
-                if (size, name) != ("experts", "whole step")
-            },
-        }
-        for size in SCOPES
-    }
+    record: dict[str, Any] = {}
+    for size in SCOPES:
+        names = [name for name in CAPTURES if (size, name) != ("experts", "whole step")]
+        sides = record.setdefault(size, {"shape": str(shape_of(size, quick=day.quick)), "sides": {}})["sides"]
+        for name, found in in_turn(measure_side, day, {name: {"size": size, "name": name} for name in names}):
+            sides[name] = found
+            yield record

@@ -1,4 +1,4 @@
-"""One rank of a measurement: calls the function that its job names; rank 0 writes what it returned as JSON.
+"""One rank of a measurement: calls the function that its job names; rank 0 writes what it returns, a line of JSON.
 
     python -m benchmarks.support.rank JOB.json
 
@@ -11,6 +11,7 @@ import importlib
 import json
 import os
 import sys
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -25,12 +26,19 @@ def main() -> None:
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     measurement = getattr(importlib.import_module(job["module"]), job["function"])
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    if "nccl" in job["backend"]:
+        torch.cuda.set_device(rank)
     dist.init_process_group(
-        "gloo", init_method=f"file://{job['store']}", rank=rank, world_size=world, timeout=timedelta(minutes=10)
+        job["backend"], init_method=f"file://{job['store']}", rank=rank, world_size=world, timeout=timedelta(minutes=10)
     )
-    result = measurement(**job["arguments"])
-    if rank == 0:
-        Path(job["result"]).write_text(json.dumps(result), "utf-8")
+    with Path(job["results"]).open("a", encoding="utf-8") as lines:
+        if rank == 0:
+            print(file=lines, flush=True)  # the ranks have met
+        found = measurement(**job["arguments"])
+        for result in found if isinstance(found, Iterator) else [found]:
+            if rank == 0:
+                lines.write(json.dumps(result) + "\n")
+                lines.flush()
     dist.barrier()
     sys.stdout.flush()
     os._exit(0)  # what is left is tearing down

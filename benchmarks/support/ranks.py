@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from megatron_run_engine.training.process import KEEP_FREED
 
@@ -24,7 +25,13 @@ SETTINGS = {
 PERIOD = 0.05
 
 
-def on_ranks(
+def on_ranks(measurement: Callable[..., Any], world: int, arguments: Mapping[str, object], **more: Any) -> Any:
+    """What ``measurement(**arguments)`` returns on rank 0; ``more`` as :func:`told_by_ranks` takes it."""
+    (result,) = told_by_ranks(measurement, world, arguments, **more)
+    return result
+
+
+def told_by_ranks(
     measurement: Callable[..., Any],
     world: int,
     arguments: Mapping[str, object],
@@ -32,38 +39,55 @@ def on_ranks(
     threads: int = 1,
     keeping: bool = False,
     environment: Mapping[str, str] | None = None,
-) -> Any:
+    backend: str = "gloo",
+    patience: float = math.inf,
+) -> Iterator[Any]:
     """What ``measurement(**arguments)`` returns on rank 0 of ``world`` fresh processes, one process group.
 
-    ``measurement`` is a function of a module; arguments and result pass through JSON. ``threads`` are those of each
-    rank; ``keeping``: glibc keeps freed memory, as on the ranks that our launcher starts; ``environment``: what else is
-    set there. Raises :class:`SystemExit` as soon as one rank has failed, and ends the others.
+    Of a generator function each result as soon as it is there. ``measurement`` is a function of a module; arguments and
+    results pass through JSON. ``threads`` are those of each rank; ``keeping``: glibc keeps freed memory, as on ranks of
+    our launcher; ``environment``: what else is set there; ``backend``: that of the process group. Raises
+    :class:`SystemExit` as soon as one rank has failed, or no result has come for ``patience`` seconds since the ranks
+    met, and ends the others.
     """
     with tempfile.TemporaryDirectory() as folder:
-        job, result = Path(folder) / "job.json", Path(folder) / "result.json"
+        job, results = Path(folder) / "job.json", Path(folder) / "results.jsonl"
         described = {"module": measurement.__module__, "function": measurement.__name__, "arguments": arguments}
-        job.write_text(json.dumps({**described, "store": f"{folder}/store", "result": str(result)}), "utf-8")
+        meeting = {"backend": backend, "store": f"{folder}/store"}
+        job.write_text(json.dumps({**described, **meeting, "results": str(results)}), "utf-8")
+        results.touch()
         settings = {**os.environ, **SETTINGS, **(environment or {}), "WORLD_SIZE": str(world)}
         settings |= dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS"), str(threads))
         settings |= {"GLIBC_TUNABLES": KEEP_FREED} if keeping else {}
         command = (sys.executable, "-m", "benchmarks.support.rank", str(job))
         ranks = [subprocess.Popen(command, cwd=ROOT, env={**settings, "RANK": str(rank)}) for rank in range(world)]
         try:
-            _watch(ranks, measurement.__name__)
+            with results.open(encoding="utf-8") as lines:
+                yield from _told(ranks, lines, measurement.__name__, patience)
         finally:
             for rank in ranks:
                 rank.kill()
                 rank.wait()
-        return json.loads(result.read_text("utf-8"))
 
 
-def _watch(ranks: Sequence[subprocess.Popen[bytes]], name: str) -> None:
-    """Wait until all ranks are done, or one has failed: the others would sit out their time limit."""
+def _told(ranks: Sequence[subprocess.Popen[bytes]], lines: TextIO, name: str, patience: float) -> Iterator[Any]:
+    """The results in ``lines`` until all ranks are done, or one has failed: the others would sit out their limit.
+
+    An empty line says that the ranks have met.
+    """
+    heard, read = math.inf, 0
     while True:
-        codes = [rank.poll() for rank in ranks]
+        codes = [rank.poll() for rank in ranks]  # before the lines are read: what was written before the end is seen
+        while (line := lines.readline()).endswith("\n"):
+            heard, read = time.monotonic(), lines.tell()
+            if line.strip():
+                yield json.loads(line)
+        lines.seek(read)  # the rest of a line may be on its way
         failed = [f"rank {rank} ended with {code}" for rank, code in enumerate(codes) if code]
         if failed:
             raise SystemExit(f"{name}: {', '.join(failed)}")
         if None not in codes:
             return
+        if time.monotonic() - heard > patience:
+            raise SystemExit(f"{name}: no result in {patience:.0f} s")
         time.sleep(PERIOD)

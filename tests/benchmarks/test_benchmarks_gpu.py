@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
+import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from benchmarks.gpu.__main__ import PIECES, main
-from benchmarks.gpu.measuring import alone, seconds
+from benchmarks.gpu.measuring import Day, in_turn, seconds
 from benchmarks.gpu.models import CAPTURES, GPT, OURS, PEERS, WAYS, our_side, shape_of
 from benchmarks.gpu.page import page
 from benchmarks.single.ours import OurTraining
+from benchmarks.support.ranks import told_by_ranks
 
 MACHINE = {"machine": "here", "took": 1.0}
 
@@ -31,8 +36,8 @@ def test_the_page_shows_each_side_and_each_goal_beside_what_was_measured() -> No
     }
     lines = list(page(found))
     assert f"| {OURS} | 110 | 500 | 62.5% | 50.6% | 10.0 | 5.00 |" in lines
-    assert "| 50% of the data sheet at 3b | 0.506 | yes |" in lines
-    assert "| 50% of the data sheet at 1.3b | not measured |  |" in lines
+    assert "| 56% of the data sheet at 3b | 0.506 | no |" in lines
+    assert "| 56% of the data sheet at 1.3b | not measured |  |" in lines
     assert "| the best peer's rate at 3b | 1.100 | yes |" in lines
     assert "| partial graphs 1.10 times eager at experts | 1.200 | yes |" in lines
     assert "| FP8 1.25 times bf16 at 3b | not measured |  |" in lines
@@ -60,13 +65,60 @@ def test_a_side_with_graphs_replays_them(name: str) -> None:
     eager.close()
 
 
-def fails(device: str) -> dict[str, float]:
-    raise RuntimeError(f"no kernel on {device}\nand a second line")
+def some(device: str, how: str, *, quick: bool) -> dict[str, float]:
+    """A side that works, raises, or ends its process."""
+    if how == "raises":
+        raise RuntimeError(f"no kernel on {device}\nand a second line")
+    if how == "dies":
+        os._exit(9)
+    return {"process": os.getpid(), "quick": quick}
 
 
 @pytest.mark.multiproc
-def test_a_side_that_fails_is_a_row_and_ends_nothing() -> None:
-    assert alone(fails, "cpu") == {"failed": "RuntimeError: no kernel on cpu"}
+def test_sides_share_a_process_until_one_ends_it() -> None:
+    hows = ["works", "raises", "works", "dies", "works"]
+    cases = {f"{index} {how}": {"how": how} for index, how in enumerate(hows)}
+    found = dict(in_turn(some, Day("cpu", quick=True), cases))
+    assert list(found) == list(cases)
+    assert found["1 raises"] == {"failed": "RuntimeError: no kernel on cpu"}
+    assert found["3 dies"] == {"failed": "results: rank 0 ended with 9"}
+    first, same, other = (found[name]["process"] for name in ("0 works", "2 works", "4 works"))
+    assert first == same != other
+    assert found["0 works"]["quick"] is True
+
+
+def hangs() -> Iterator[int]:
+    yield 1
+    time.sleep(600)
+
+
+@pytest.mark.multiproc
+def test_a_side_that_takes_too_long_is_ended() -> None:
+    told = told_by_ranks(hangs, 1, {}, patience=3.0)
+    assert next(told) == 1
+    with pytest.raises(SystemExit, match="hangs: no result in 3 s"):
+        next(told)
+
+
+def test_no_side_begins_when_the_time_is_over() -> None:
+    assert dict(in_turn(some, Day("cpu", until=time.monotonic()), {"late": {"how": "works"}})) == {
+        "late": {"failed": "there was no time left"}
+    }
+
+
+def test_a_record_is_written_with_each_side(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[list[str]] = []
+
+    def stopped(*_: object) -> Iterator[tuple[str, dict[str, Any]]]:
+        yield OURS, side(3.0)
+        seen.append(list(json.loads((tmp_path / "124m.json").read_text("utf-8"))["sides"]))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("benchmarks.gpu.models.in_turn", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        main(["--device", "cpu", "--quick", "--out", str(tmp_path), "--piece", "124m"])
+    assert seen == [[OURS]]
+    assert f"| {OURS} | 3 |" in "\n".join(page({"124m": json.loads((tmp_path / "124m.json").read_text("utf-8"))}))
 
 
 @pytest.mark.nightly
@@ -80,5 +132,7 @@ def test_every_piece_runs_on_a_cpu_at_tiny_sizes(tmp_path: Path, capsys: pytest.
         found = json.loads((tmp_path / f"{name}.json").read_text("utf-8"))
         assert "failed" not in found
     sides = json.loads((tmp_path / "124m.json").read_text("utf-8"))["sides"]
-    assert {name for name in (OURS, "nanoGPT, compiled", "megatron-core") if "failed" in sides[name]} == set()
+    assert {
+        name for name in (OURS, "nanoGPT, compiled", "megatron-core, local layers") if "failed" in sides[name]
+    } == set()
     assert f"| {OURS} |" in shown

@@ -1,14 +1,14 @@
 """megatron-core's own GPT, gradient buffers and optimizer in one process, where megatron-core is installed.
 
-Its code runs as it is; only the device that it names, which is always a GPU, is another, and AdamW is PyTorch's in one
-kernel, as the one that it takes on a GPU. The all-reduce over its one data-parallel rank is left out.
+On a GPU with its Transformer Engine layers and its fused kernels, as its users run it, or with local layers. On a CPU
+its code runs as it is; only the device that it names, which is always a GPU, is another. Without Transformer Engine it
+takes PyTorch's AdamW, here in one kernel. The all-reduce over its one data-parallel rank is left out.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -22,17 +22,28 @@ from benchmarks.tensor_parallel.peers.megatron import gpt_model, on_cpu, their_w
 
 #: The modules, besides those that its layers need, which name a GPU.
 ON_A_GPU = ("optimizer", "optimizer.optimizer", "optimizer.clip_grads", "distributed.param_and_grad_buffer")
+#: Its kernels that are fused by torch's own means; the others need Apex, or come with Transformer Engine's layers.
+UNFUSED = {"masked_softmax_fusion": False}
+FUSED = {"bias_activation_fusion": True, "bias_dropout_fusion": True, "cross_entropy_loss_fusion": True}
 
 
 class MegatronLoop(Side):
     """Its network trained by its optimizer; bf16 is its own: 16-bit weights, fp32 masters."""
 
-    def __init__(self, shape: Shape, weights: Weights | None, precision: Precision, device: str = "cpu") -> None:
+    def __init__(
+        self,
+        shape: Shape,
+        weights: Weights | None,
+        precision: Precision,
+        device: str = "cpu",
+        *,
+        local: bool = True,
+    ) -> None:
         self._device = device
         (_once_on_cpu if device == "cpu" else _once_on_gpu)()
         bf16 = precision == "bf16"
         halves = {"bf16": True, "params_dtype": torch.bfloat16} if bf16 else {}
-        model = gpt_model(shape, 1, tied=True, masked_softmax_fusion=False, **halves)
+        model = gpt_model(shape, 1, tied=True, local=local, **halves, **(UNFUSED if local else FUSED))
         if weights is not None:
             whole = their_weights(weights, shape.heads)
             with torch.no_grad():
@@ -96,9 +107,11 @@ def _optimizer(model: Any, *, bf16: bool) -> Any:
         bf16=bf16,
         params_dtype=torch.bfloat16 if bf16 else torch.float32,
     )
-    fused = partial(torch.optim.AdamW, fused=True)
-    vars(module)["torch"].optim = type("optim", (), {"AdamW": staticmethod(fused), "SGD": torch.optim.SGD})
-    return module.get_megatron_optimizer(config, [model], use_gloo_process_groups=False)
+    optimizer = module.get_megatron_optimizer(config, [model], use_gloo_process_groups=False)
+    if module.USING_PYTORCH_OPTIMIZER:
+        for group in optimizer.param_groups:
+            group.update(fused=True, foreach=False)
+    return optimizer
 
 
 @contextmanager

@@ -134,8 +134,11 @@ def on_cpu(ranks: int) -> None:
     vars(import_module("megatron.core.tensor_parallel"))["get_cuda_rng_tracker"] = lambda: tracker
 
 
-def gpt_model(shape: Shape, ranks: int, *, tied: bool = False, **options: Any) -> Any:
-    """Its GPT, split over ``ranks``; ``options`` are more fields of its ``TransformerConfig``."""
+def gpt_model(shape: Shape, ranks: int, *, tied: bool = False, local: bool = True, **options: Any) -> Any:
+    """Its GPT, split over ``ranks``, of ``local`` layers or Transformer Engine's.
+
+    ``options`` are more fields of its ``TransformerConfig``.
+    """
     config = import_module("megatron.core.transformer.transformer_config").TransformerConfig(
         num_layers=shape.layers,
         hidden_size=shape.hidden,
@@ -144,14 +147,15 @@ def gpt_model(shape: Shape, ranks: int, *, tied: bool = False, **options: Any) -
         hidden_dropout=0.0,
         attention_dropout=0.0,
         activation_func=F.gelu,
-        use_cpu_initialization=True,
+        use_cpu_initialization=local,
         gradient_accumulation_fusion=False,
         **options,
     )
     gpt, specs = (import_module(f"megatron.core.models.gpt.{name}") for name in ("gpt_model", "gpt_layer_specs"))
+    layers = specs.get_gpt_layer_local_spec if local else specs.get_gpt_layer_with_transformer_engine_spec
     return gpt.GPTModel(
         config=config,
-        transformer_layer_spec=specs.get_gpt_layer_local_spec(),
+        transformer_layer_spec=layers(),
         vocab_size=shape.vocab,
         max_sequence_length=shape.sequence,
         share_embeddings_and_output_weights=tied,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import weakref
 from collections.abc import Iterable
 from dataclasses import replace
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from megatron_run.contracts import Microbatch, Segment
 from megatron_run_engine.builtin.model.gpt import Gpt, GptOptions
@@ -17,6 +19,7 @@ from megatron_run_engine.runtime.metrics import Metrics
 from megatron_run_engine.runtime.offload import METRICS, CpuCopies, Offload, make_offload
 from megatron_run_engine.runtime.rng import RandomStreams
 from megatron_run_engine.runtime.segments import SegmentRunner
+from megatron_run_engine.training.step_memory import LiveBytes
 from megatron_run_testing.build_contexts import example_microbatch, logical_gradients, single_process_context
 from megatron_run_testing.model import Built, build_model
 
@@ -228,24 +231,58 @@ def test_a_step_reports_what_moved() -> None:
         assert metrics.means(sums) == dict(zip(METRICS, (out, back, 2.0), strict=True))
 
 
+class Host(CpuCopies):
+    """Host memory that does not count as the device's."""
+
+    def buffer(self, size: int) -> Tensor:
+        with _disable_current_modes():
+            return super().buffer(size)
+
+
+@pytest.mark.parametrize("recompute", ["none", "full", ("core_attn",), ("attn", "mlp")])
+def test_no_step_holds_more_with_offload_than_without(recompute: Any) -> None:
+    """Bytes of tensors at the peak of forwards, and of backwards, of three microbatches in flight."""
+    options = GptOptions(num_layers=6, hidden_size=64, num_heads=2, vocab_size=61)
+    peaks: dict[str, tuple[int, int]] = {}
+    for offload in ("none", "full"):
+        train = {"offload": offload, "recompute": recompute, "sequence_length": 64, "micro_batch_size": 2}
+        context = single_process_context(options, dtype=torch.bfloat16, train=train)
+        if offload == "full":
+            context = replace(context, segments=SegmentRunner(context.rng, Offload(CPU, Host(), CpuCopies(), 1024)))
+        model = build_model(lambda context, _: Gpt(context, options), context, options).train(mode=True)
+        with LiveBytes() as live:
+            losses = []
+            for index in range(3):
+                example = example_microbatch(61, batch=2, length=64, seed=index)
+                losses.append(model.forward(replace(example, index=index, sample0=2 * index))[0].losses["lm"][0])
+            forwards, live.peak = live.peak, 0
+            for each in losses:
+                each.backward()
+            peaks[offload] = forwards, live.peak
+    assert peaks["full"][0] < 0.9 * peaks["none"][0]
+    assert peaks["full"][1] < 0.9 * peaks["none"][1]
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("recompute", ["none", "full", ("core_attn",)])
 def test_a_gpu_frees_the_memory_and_keeps_the_bits(recompute: Any) -> None:
     """Several microbatches in flight, large enough that a missing wait shows."""
     options = GptOptions(num_layers=8, hidden_size=512, num_heads=8, vocab_size=512, dropout=0.1)
-    device, found, peaks = torch.device("cuda", torch.cuda.current_device()), [], []
+    device, found, peaks = torch.device("cuda", torch.cuda.current_device()), [], list[int]()
     for offload in ("none", "full"):
         train = {"offload": offload, "recompute": recompute, "sequence_length": 512, "micro_batch_size": 4}
         context = single_process_context(options, dtype=torch.bfloat16, device=device, train=train)
         model = build_model(lambda context, _: Gpt(context, options), context, options).train(mode=True)
+        gc.collect()  # models are full of cycles: the first one would count as the second one's
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
         losses = []
         for index in range(3):
             example = example_microbatch(512, batch=4, length=512, seed=index)
             fields = {name: field.to(device) for name, field in example.fields.items()}
             losses.append(model.forward(replace(example, index=index, sample0=4 * index, fields=fields))[0].losses)
-        peaks.append(torch.cuda.max_memory_allocated())
+        peaks.append(torch.cuda.max_memory_allocated() - before)
         for each in losses:
             each["lm"][0].backward()
         found.append(logical_gradients(model.infos))

@@ -88,6 +88,16 @@ def test_a_borrowed_process_gets_its_gpu_and_environment_back(started: list[tupl
     assert CUBLAS not in os.environ
 
 
+@pytest.mark.parametrize("chosen", ["highest", "high", "medium"])
+def test_products_of_fp32_values_round_as_the_run_says_and_afterwards_as_before(chosen: str) -> None:
+    run = load_config("preset:tiny", sets={"train.matmul_precision": chosen})
+    torch.set_float32_matmul_precision("medium" if chosen == "highest" else "highest")
+    before = torch.get_float32_matmul_precision()
+    with borrowed_process(run, World(device="cpu")):
+        assert torch.get_float32_matmul_precision() == chosen
+    assert torch.get_float32_matmul_precision() == before
+
+
 @pytest.mark.parametrize(
     ("setting", "ranks", "cores", "threads"), [("auto", 2, 8, 4), ("auto", 3, 8, 2), ("auto", 8, 2, 1), (5, 8, 2, 5)]
 )

@@ -19,6 +19,8 @@ from megatron_run.errors import InputError, advice, did_you_mean
 from megatron_run.planning.run import leaves, sections
 
 if TYPE_CHECKING:
+    from pydantic import BaseModel
+
     from megatron_run.config.request import Request
     from megatron_run.planning import ResolvedRun
 
@@ -75,14 +77,21 @@ def identity(run: ResolvedRun) -> dict[str, Any]:
 
 
 def with_added_options(saved: Mapping[str, Any], run: ResolvedRun) -> dict[str, Any]:
-    """The identity ``saved``, with the default of each model option that the version which saved it did not have.
+    """The identity ``saved``, with the default of each option that the version which saved it did not have.
 
-    Its model was the one that the default describes. An option that was unset is saved as such, and stays.
+    Its model and its training were those that the defaults describe. An option that was unset is saved as such, and
+    stays.
     """
     options, now = run.one("model").options, identity(run)
-    if options is None or saved.get("model.use") != now["model.use"]:
-        return dict(saved)
-    fields = {f"model.{name}": field for name, field in type(options).model_fields.items() if not field.is_required()}
+    owners: dict[str, BaseModel] = {"train": run.config.train}
+    if options is not None and saved.get("model.use") == now["model.use"]:
+        owners["model"] = options
+    fields = {
+        f"{section}.{name}": field
+        for section, owner in owners.items()
+        for name, field in type(owner).model_fields.items()
+        if not field.is_required()
+    }
     usual = {key: field.get_default() for key, field in fields.items() if key in now}
     plain: dict[str, Any] = json.loads(json.dumps(usual, default=str))
     return {**plain, **saved}

@@ -176,10 +176,11 @@ def join_world(run: ResolvedRun, world: World) -> World:
 
 
 def start_device(run: ResolvedRun, device: str) -> None:
-    """Make ``device`` current, which starts CUDA."""
+    """Make ``device`` current, which starts CUDA, and give products of fp32 values the run's precision."""
     import torch
 
     _set_cublas(run, device)
+    torch.set_float32_matmul_precision(run.config.train.matmul_precision)
     if device != "cpu":
         torch.cuda.set_device(torch.device(device))
 
@@ -204,8 +205,8 @@ def set_threads(run: ResolvedRun, world: World) -> None:
 def borrowed_process(run: ResolvedRun, world: World) -> Iterator[None]:
     """Device and threads for ``run`` in a process that belongs to the caller, and is restored afterwards.
 
-    Restored are the default generators, the choice of deterministic kernels, threads, the current GPU and cuBLAS's
-    variable.
+    Restored are the default generators, the choice of deterministic kernels, the precision of fp32 products, threads,
+    the current GPU and cuBLAS's variable.
     """
     import torch
     from torch.utils import deterministic as kernels
@@ -215,6 +216,7 @@ def borrowed_process(run: ResolvedRun, world: World) -> Iterator[None]:
     deterministic = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
     fill = kernels.fill_uninitialized_memory  # type: ignore[attr-defined]  # torch hides it behind a class
+    products = torch.get_float32_matmul_precision()
     _set_cublas(run, world.device)  # before CUDA starts, which asking for the current GPU does
     gpus = [] if world.device == "cpu" else [torch.device(world.device)]
     current = torch.cuda.current_device() if gpus else None
@@ -226,6 +228,7 @@ def borrowed_process(run: ResolvedRun, world: World) -> Iterator[None]:
     finally:
         torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
         kernels.fill_uninitialized_memory = fill  # type: ignore[attr-defined]
+        torch.set_float32_matmul_precision(products)
         if torch.get_num_threads() != threads:
             torch.set_num_threads(threads)
         if current is not None:

@@ -100,6 +100,9 @@ class TrainSection(Section):
         "microbatch", description="mean of microbatch means, or over all tokens of a global batch"
     )
     precision: Literal["fp32", "bf16", "fp16"] = Field("fp32", description="type of parameters and activations")
+    matmul_precision: Literal["highest", "high", "medium"] = Field(
+        "highest", description="of products of fp32 values: highest as they are, high in TF32, medium in bf16"
+    )
     seed: int = Field(1234, ge=0, lt=2**63, description="of initial weights, sample order and dropout")
     lr: float = Field(1.5e-4, gt=0, description="peak learning rate")
     min_lr: float = Field(0.0, ge=0, description="learning rate after the decay")

@@ -13,6 +13,7 @@ from megatron_run.contracts import CaptureSize, GraphCapture
 from megatron_run.errors import GraphCaptureError
 from megatron_run_engine.capture import call, check_capture, check_scope, choose_regions, lint
 from megatron_run_engine.runtime.gradients import main_grad
+from megatron_run_graph_capture_compile.compiler import end_workers
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -101,6 +102,7 @@ class CompileCapture(GraphCapture):
                 raise GraphCaptureError(f"{region} has not run yet", why="what it is given is not known")
             lint(region, examples[region], self.context.device, self.context.gradients, self.context.rng.streams)
             self._compile(region, examples[region])
+        end_workers()
         self._trained = frozenset(parameter for parameter in self._parameters() if parameter.requires_grad)
         return CaptureSize(len(regions), self._store.compiled, slots=0)
 
@@ -156,6 +158,7 @@ class CompileCapture(GraphCapture):
         before = self._store.compiled if self._store else 0
         with _kept_gradients(region):
             compiled = self._compile(region, tensors)
+        end_workers()
         if self._store and self._store.compiled > before:
             self.context.log.warning("%s was compiled again in this step, for %s", region, given)
         return compiled

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import warnings
 from collections.abc import Sequence
 from importlib.util import find_spec
 from shutil import which
@@ -19,6 +20,9 @@ if TYPE_CHECKING:
     from megatron_run_graph_capture_compile.compiled import Compiled, Compiler
 
 _INSTEAD = "choose --plugin graph-capture=none"
+#: Beginnings of inductor's warnings that tell of no fault: ``train.matmul_precision`` is the user's choice, and a
+#: softmax in two passes gives the same values.
+_NO_FAULTS = ("TensorFloat32 tensor cores", r"\s*Online softmax is disabled")
 
 
 def check_compiler(device: torch.device, backend: str) -> None:
@@ -74,6 +78,12 @@ def find_compiler(backend: str, mode: str) -> Compiler:
         _check_cache()
 
     def compile_graph(graph: fx.GraphModule, examples: Sequence[Tensor]) -> Compiled:
+        with warnings.catch_warnings():
+            for message in _NO_FAULTS:
+                warnings.filterwarnings("ignore", message, UserWarning)
+            return make(graph, examples)
+
+    def make(graph: fx.GraphModule, examples: Sequence[Tensor]) -> Compiled:
         if backend == "inductor":
             # fallback_random: operations that draw, such as fused attention, draw what an eager run draws.
             options = {**torch._inductor.list_mode_options(mode), "fallback_random": True}
@@ -86,3 +96,9 @@ def find_compiler(backend: str, mode: str) -> Compiler:
         return compiled
 
     return compile_graph
+
+
+def end_workers() -> None:
+    """End the processes in which inductor has compiled, which would live as long as this one; it can start others."""
+    if (workers := sys.modules.get("torch._inductor.async_compile")) is not None:
+        workers.shutdown_compile_workers()
