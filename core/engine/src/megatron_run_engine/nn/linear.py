@@ -106,11 +106,39 @@ _library.impl("add_wide_product", _add, "CPU")
 _library.impl("add_wide_product", lambda *_: None, "Meta")
 
 
-def linear(x: Tensor, weight: Parameter, bias: Parameter | None, gradients: GradientAccumulator) -> Tensor:
+class Products:
+    """The three matrix products of a linear layer, in the types of their operands.
+
+    A layer with an attribute ``products`` takes them from there: another arithmetic derives from this class.
+    """
+
+    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """``x @ weight.T + bias``: x [*, i], weight [o, i], bias [o] -> [*, o]."""
+        return multiply(x, weight, bias)
+
+    def input_gradient(self, grad: Tensor, weight: Tensor) -> Tensor:
+        """``grad @ weight``: grad [*, o], weight [o, i] -> [*, i]."""
+        return multiply(grad, weight.t())
+
+    def add_weight_gradient(self, total: Tensor, grad: Tensor, x: Tensor) -> None:
+        """``total += grad.T @ x``: grad [N, o], x [N, i], total [o, i]."""
+        add_product(total, grad.t(), x)
+
+
+PLAIN = Products()
+
+
+def linear(
+    x: Tensor,
+    weight: Parameter,
+    bias: Parameter | None,
+    gradients: GradientAccumulator,
+    products: Products = PLAIN,
+) -> Tensor:
     """``x @ weight.T + bias``: x [*, i], weight [o, i], bias [o] -> [*, o]; weight gradients go to ``gradients``."""
     if not torch.is_grad_enabled():  # an autograd function costs more than a small product
-        return multiply(x, weight, bias)
-    result: Tensor = _Linear.apply(x, weight, bias, gradients)  # type: ignore[no-untyped-call]  # torch's
+        return products.forward(x, weight, bias)
+    result: Tensor = _Linear.apply(x, weight, bias, gradients, products)  # type: ignore[no-untyped-call]  # torch's
     return result
 
 
@@ -148,21 +176,26 @@ class ReplicatedLinear(nn.Module):
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Parameter, bias: Parameter | None, gradients: GradientAccumulator
+        ctx: Any,
+        x: Tensor,
+        weight: Parameter,
+        bias: Parameter | None,
+        gradients: GradientAccumulator,
+        products: Products,
     ) -> Tensor:
         ctx.save_for_backward(x)
         # The parameters themselves, not saved tensors: under activation checkpointing those come back as copies
         # without main_grad.
-        ctx.weight, ctx.bias, ctx.gradients = weight, bias, gradients
-        return multiply(x, weight, bias)
+        ctx.weight, ctx.bias, ctx.gradients, ctx.products = weight, bias, gradients, products
+        return products.forward(x, weight, bias)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, None, None]:
-        (x,), (grad,) = ctx.saved_tensors, grads
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, None, None, None]:
+        (x,), (grad,), products = ctx.saved_tensors, grads, ctx.products
         if ctx.weight.requires_grad:
-            submit_gradients(ctx.gradients, ctx.weight, ctx.bias, x, grad)
+            submit_gradients(ctx.gradients, ctx.weight, ctx.bias, x, grad, products)
         # None for weight and bias: autograd must not accumulate what has been submitted.
-        return (multiply(grad, ctx.weight.t()) if ctx.needs_input_grad[0] else None), None, None, None
+        return (products.input_gradient(grad, ctx.weight) if ctx.needs_input_grad[0] else None), None, None, None, None
 
 
 def multiply(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -173,13 +206,18 @@ def multiply(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def submit_gradients(
-    gradients: GradientAccumulator, weight: Parameter, bias: Parameter | None, x: Tensor, grad: Tensor
+    gradients: GradientAccumulator,
+    weight: Parameter,
+    bias: Parameter | None,
+    x: Tensor,
+    grad: Tensor,
+    products: Products = PLAIN,
 ) -> None:
     """Submit the gradients of ``weight`` [o, i] and ``bias`` [o] for input x [*, i] and output gradient [*, o]."""
     x2, grad2 = x.flatten(0, -2), grad.flatten(0, -2)  # [*, i] -> [N, i], [*, o] -> [N, o]
 
     def compute() -> None:
-        add_product(main_grad(weight), grad2.t(), x2)
+        products.add_weight_gradient(main_grad(weight), grad2, x2)
         if bias is not None:
             main_grad(bias).add_(grad2.sum(0))
 

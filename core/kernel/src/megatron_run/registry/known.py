@@ -44,6 +44,7 @@ KNOWN: tuple[Known, ...] = (
     Known("schedule", "gpipe", _CHUNKED),
     Known("schedule", "zero-bubble", _CHUNKED),
     Known("parallel-layer", "dense", builtin=True),
+    Known("parallel-layer", "fp8"),
     Known("parallel-layer", "lora"),
     Known("parallel-layer", "tensor", _TENSOR),
     Known("parallel-layer", "te", _TENSOR),

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from megatron_run.contracts import Init, ParallelLayers, ParameterSpec, PluginInfo
 from megatron_run.hookspecs import hookimpl
-from megatron_run_engine.nn import CoreAttention, empty_parameter, linear, make_norm
+from megatron_run_engine.nn import PLAIN, CoreAttention, Products, empty_parameter, linear, make_norm
 from megatron_run_engine.nn.parallel import Split, SplitLayers, column_linear, g, scatter_sequence
 
 if TYPE_CHECKING:
@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
 class ColumnLinear(nn.Module):
     """Computes this rank's slice of the outputs of each of ``parts``, concatenated."""
+
+    products: Products = PLAIN
 
     def __init__(
         self,
@@ -57,11 +59,13 @@ class ColumnLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[s, b, i] or [s/t, b, i] -> [s, b, o/t]."""
         x = x if self.norm is None else self.norm(x)
-        return column_linear(x, self.weight, self.bias, self.gradients, self.split)
+        return column_linear(x, self.weight, self.bias, self.gradients, self.split, self.products)
 
 
 class RowLinear(nn.Module):
     """Takes this rank's slice of the inputs; partial products are summed over the ranks, then the bias is added."""
+
+    products: Products = PLAIN
 
     def __init__(
         self, context: BuildContext, split: Split, inputs: int, outputs: int, *, bias: bool, init: Init
@@ -77,7 +81,7 @@ class RowLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[s, b, i/t] -> [s, b, o] or [s/t, b, o]."""
-        partial = linear(x, self.weight, None, self.gradients)
+        partial = linear(x, self.weight, None, self.gradients, self.products)
         leave = scatter_sequence if self.split.sequence else g
         y = leave(partial, self.split.peers)
         return y if self.bias is None else y + self.bias

@@ -13,9 +13,11 @@ from torch import Tensor, nn
 from megatron_run.contracts import Init, ParallelLayers, ParameterSpec, Part, PluginInfo
 from megatron_run.hookspecs import hookimpl
 from megatron_run_engine.nn import (
+    PLAIN,
     CoreAttention,
     CrossEntropy,
     LinearCrossEntropy,
+    Products,
     embed,
     empty_parameter,
     linear,
@@ -37,6 +39,8 @@ class Linear(nn.Module):
     ``parts`` are the logical matrices stacked in the rows of ``weight``, in order; without parts it is one matrix.
     ``norm`` is applied to x first.
     """
+
+    products: Products = PLAIN
 
     def __init__(
         self,
@@ -62,7 +66,7 @@ class Linear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[s, b, inputs] -> [s, b, outputs]."""
         x = x if self.norm is None else self.norm(x)
-        return linear(x, self.weight, self.bias, self.gradients)
+        return linear(x, self.weight, self.bias, self.gradients, self.products)
 
 
 class VocabEmbedding(nn.Module):

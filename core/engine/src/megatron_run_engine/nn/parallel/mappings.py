@@ -29,7 +29,7 @@ from torch import Tensor
 
 from megatron_run.contracts import Part
 from megatron_run.contracts.parallel_layer import even_part
-from megatron_run_engine.nn.linear import linear, multiply, submit_gradients
+from megatron_run_engine.nn.linear import PLAIN, Products, linear, submit_gradients
 from megatron_run_engine.runtime.comm import ParallelGroup
 
 if TYPE_CHECKING:
@@ -160,13 +160,18 @@ class _ScatterSequence(torch.autograd.Function):
 
 
 def column_linear(
-    x: Tensor, weight: Parameter, bias: Parameter | None, gradients: GradientAccumulator, split: Split
+    x: Tensor,
+    weight: Parameter,
+    bias: Parameter | None,
+    gradients: GradientAccumulator,
+    split: Split,
+    products: Products = PLAIN,
 ) -> Tensor:
     """Enter the region and multiply: x [s, b, i] or [s/t, b, i], weight [o/t, i], bias [o/t] -> [s, b, o/t]."""
     if not (split.overlap and torch.is_grad_enabled()):
         enter = gather_sequence if split.sequence else f
-        return linear(enter(x, split.peers), weight, bias, gradients)
-    result: Tensor = _ColumnLinear.apply(x, weight, bias, gradients, split)  # type: ignore[no-untyped-call]  # torch's
+        return linear(enter(x, split.peers), weight, bias, gradients, products)
+    result: Tensor = _ColumnLinear.apply(x, weight, bias, gradients, split, products)  # type: ignore[no-untyped-call]  # torch's
     return result
 
 
@@ -180,24 +185,30 @@ class _ColumnLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Parameter, bias: Parameter | None, gradients: GradientAccumulator, split: Split
+        ctx: Any,
+        x: Tensor,
+        weight: Parameter,
+        bias: Parameter | None,
+        gradients: GradientAccumulator,
+        split: Split,
+        products: Products,
     ) -> Tensor:
         ctx.save_for_backward(x)
         # The parameters themselves, which have main_grad: saved tensors may come back as copies (see linear.py).
-        ctx.weight, ctx.bias, ctx.gradients, ctx.split = weight, bias, gradients, split
-        return multiply(split.peers.gather(x) if split.sequence else x, weight, bias)
+        ctx.weight, ctx.bias, ctx.gradients, ctx.split, ctx.products = weight, bias, gradients, split, products
+        return products.forward(split.peers.gather(x) if split.sequence else x, weight, bias)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, None, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, None, None, None, None]:
         """Overlap: x is gathered during the input gradient's product, that gradient is reduced during the weight's."""
         (x,), (grad,), peers, sequence = ctx.saved_tensors, grads, ctx.split.peers, ctx.split.sequence
         trains, summing = ctx.weight.requires_grad, None
         gathering = peers.start_gather(x) if sequence and trains else None
         # [s, b, i]: this rank's term of the input gradient, which the collective below sums
-        partial = multiply(grad, ctx.weight.t()) if ctx.needs_input_grad[0] else None
+        partial = ctx.products.input_gradient(grad, ctx.weight) if ctx.needs_input_grad[0] else None
         x = gathering.wait() if gathering else x
         if partial is not None:
             summing = peers.start_scatter_sum(partial) if sequence else peers.start_sum(partial)
         if trains:
-            submit_gradients(ctx.gradients, ctx.weight, ctx.bias, x, grad)
-        return (summing.wait() if summing else None), None, None, None, None
+            submit_gradients(ctx.gradients, ctx.weight, ctx.bias, x, grad, ctx.products)
+        return (summing.wait() if summing else None), None, None, None, None, None

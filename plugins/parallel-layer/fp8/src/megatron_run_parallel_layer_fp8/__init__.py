@@ -1,0 +1,118 @@
+"""Parallel layers ``fp8``: the linear layers of the factory below multiply in FP8, by PyTorch alone.
+
+Weights, their masters and what passes between layers stay as they are: the operands of each product are rounded to 8
+bits where it is computed, by a scale that is found there (Micikevicius et al. 2022, "FP8 Formats for Deep Learning").
+Experts, embeddings, the output layer, norms and attention are those of the factory below.
+
+Reading order: ``quantized`` (values and their scales, a product of them), ``products`` (the three products of a layer),
+``cast`` (the rounding in one pass on a GPU).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from megatron_run.contracts import ParallelLayers, PluginInfo, StackedLayers
+from megatron_run.errors import InputError, PluginError, nearest_multiples
+from megatron_run.hookspecs import hookimpl
+from megatron_run_parallel_layer_fp8.products import Fp8Products, Options
+from megatron_run_parallel_layer_fp8.quantized import MULTIPLE
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torch import nn
+
+    from megatron_run.contracts import Init, LinearPart
+    from megatron_run.contracts.schema import Config
+    from megatron_run_engine.runtime.context import BuildContext
+
+#: The first GPUs whose tensor cores multiply FP8: Ada (8.9) and Hopper (9.0).
+_CAPABILITY = (8, 9)
+
+
+class Fp8Layers(StackedLayers):
+    """Gives the linear layers of ``base`` products in FP8; everything else is as ``base`` makes it."""
+
+    def __init__(self, context: BuildContext, options: Options, base: ParallelLayers) -> None:
+        super().__init__(base)
+        self._products = Fp8Products(options)
+        if options.scaling == "tensorwise":  # rowwise weight gradients, which sum over tokens, are not in FP8
+            train = context.train
+            tokens = train.micro_batch_size * train.sequence_length
+            _check(tokens, "tokens of a microbatch (train.micro_batch_size x train.sequence_length)")
+
+    def column_linear(
+        self,
+        inputs: int,
+        parts: tuple[LinearPart, ...],
+        *,
+        bias: bool,
+        init: Init,
+        norm: nn.Module | None = None,
+    ) -> nn.Module:
+        """A column-parallel layer that multiplies in FP8."""
+        return self._multiplying(self.base.column_linear(inputs, parts, bias=bias, init=init, norm=norm))
+
+    def row_linear(self, inputs: int, outputs: int, *, bias: bool, init: Init) -> nn.Module:
+        """A row-parallel layer that multiplies in FP8."""
+        return self._multiplying(self.base.row_linear(inputs, outputs, bias=bias, init=init))
+
+    def _multiplying(self, layer: nn.Module) -> nn.Module:
+        if not hasattr(type(layer), "products"):
+            raise InputError(
+                f"parallel-layer=fp8 does not stack on a layer of {type(layer).__module__.partition('.')[0]}",
+                why="that multiplies by other means",
+                fix="choose --plugin parallel-layer=dense+fp8 or tensor+fp8",
+            )
+        weight = layer.get_parameter("weight")
+        for size, what in zip(weight.shape, ("outputs", "inputs"), strict=True):
+            _check(size, f"{what} of a linear layer on a rank")
+        layer.products = self._products  # type: ignore[assignment]  # nn.Module's attributes are tensors or modules
+        return layer
+
+
+def _check(size: int, what: str) -> None:
+    if size % MULTIPLE:
+        raise InputError(
+            f"{size} {what} do not fit parallel-layer=fp8",
+            why=f"the sides of its matrices are multiples of {MULTIPLE}: {size} / {MULTIPLE} = {size / MULTIPLE:g}",
+            fix=f"make them {nearest_multiples(size, MULTIPLE)}, or leave fp8 out",
+        )
+
+
+def check_config(config: Config, options: Options) -> Iterator[str]:
+    """Raise :class:`InputError` where the products' results would have another type than the run's values."""
+    precision = config.train.precision
+    if precision == "fp32" or (options.scaling == "rowwise" and precision != "bf16"):
+        raise InputError(
+            f"parallel-layer=fp8 with scaling={options.scaling} does not go with train.precision={precision}",
+            why="its products return 16-bit values" + (", bf16 where rows are scaled" if precision == "fp16" else ""),
+            fix="set train.precision=bf16",
+        )
+    yield from ()
+
+
+def check_device(device: str, options: Options) -> None:  # noqa: ARG001  # the signature of the contract
+    """Raise :class:`PluginError` for a GPU without FP8 products. On a CPU they are computed in fp32, slowly."""
+    place = torch.device(device)
+    if place.type == "cuda" and (found := torch.cuda.get_device_capability(place)) < _CAPABILITY:
+        raise PluginError(
+            f"{torch.cuda.get_device_name(place)} has no products in FP8",
+            why=f"its compute capability is {found[0]}.{found[1]}, and FP8 begins at 8.9",
+            fix="leave fp8 out of parallel-layer",
+        )
+
+
+@hookimpl
+def megatron_run_plugin_info() -> PluginInfo:
+    """Describe the plugin."""
+    return PluginInfo("parallel-layer", "fp8", options=Options, check_config=check_config, check_device=check_device)
+
+
+@hookimpl
+def megatron_run_create_parallel_layer(context: BuildContext, options: Options, base: ParallelLayers) -> ParallelLayers:
+    """Stack FP8 products on ``base``."""
+    return Fp8Layers(context, options, base)

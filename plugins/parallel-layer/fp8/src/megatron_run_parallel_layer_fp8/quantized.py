@@ -1,0 +1,70 @@
+"""FP8 matrices: values of 8 bits with scales, and the product of two.
+
+A product is ``a @ b.T`` of two matrices whose rows are contiguous, because FP8 tensor cores read both along the
+dimension that is summed over. A *scale* is what a value is multiplied by to get it back: one of the whole matrix, or
+one of each row. Scales make the largest value the format's largest.
+
+Legend: m, n rows of the factors, k columns of both, summed over.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron_run_parallel_layer_fp8.cast import cast
+
+#: One scale of a matrix, or one of each row.
+Scaling = Literal["tensorwise", "rowwise"]
+#: The sides of a matrix are multiples of it: tensor cores take 16 values of 8 bits at a time.
+MULTIPLE = 16
+
+
+class Quantized(NamedTuple):
+    """``values`` [m, k] in FP8, contiguous, and their ``scale``, fp32: [1, 1], or [m, 1] for one of each row."""
+
+    values: Tensor
+    scale: Tensor
+
+    def widened(self) -> Tensor:
+        """The values in fp32, scaled back: [m, k]."""
+        return self.values.float() * self.scale
+
+
+def quantize(matrix: Tensor, dtype: torch.dtype, scaling: Scaling) -> Quantized:
+    """``matrix`` [m, k], laid out in any way, rounded to the nearest values of ``dtype``.
+
+    A value that is not finite makes its matrix, or row, NaN, so that the step's check finds it.
+    """
+    along = None if scaling == "tensorwise" else 1
+    largest = torch.linalg.vector_norm(matrix, torch.inf, dim=along, keepdim=True, dtype=torch.float32)
+    scale = torch.where(largest > 0, largest / torch.finfo(dtype).max, 1.0)
+    scale = torch.where(largest.isfinite(), scale, torch.nan)
+    return Quantized(cast(matrix, scale, dtype), scale)
+
+
+def product(a: Quantized, b: Quantized, dtype: torch.dtype, bias: Tensor | None = None, *, fast: bool) -> Tensor:
+    """``a @ b.T + bias``, summed in fp32 and rounded to ``dtype`` once: [m, k], [n, k], [n] -> [m, n].
+
+    ``fast``: a GPU's tensor cores keep their partial sums with fewer bits than fp32, which forwards bear. On a CPU the
+    same values are multiplied in fp32.
+    """
+    if a.values.is_cuda:
+        return torch._scaled_mm(
+            a.values,
+            b.values.t(),
+            scale_a=_as_taken(a.scale),
+            scale_b=_as_taken(b.scale).t(),
+            bias=bias,
+            out_dtype=dtype,
+            use_fast_accum=fast,
+        )
+    result = a.widened() @ b.widened().t()
+    return (result if bias is None else result + bias.float()).to(dtype)
+
+
+def _as_taken(scale: Tensor) -> Tensor:
+    """A scale as the library tells the two kinds apart: one number, or a column."""
+    return scale.reshape(1, 1) if scale.numel() == 1 else scale

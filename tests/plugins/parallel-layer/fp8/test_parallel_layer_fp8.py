@@ -1,0 +1,276 @@
+"""Products in FP8: rounded to the nearest values, summed as PyTorch sums them, on every split, with every capture."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from importlib.util import find_spec
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_run.config.request import Request
+from megatron_run.errors import RunError
+from megatron_run.planning import load_config, resolve
+from megatron_run_engine import train
+from megatron_run_parallel_layer_fp8.cast import cast
+from megatron_run_parallel_layer_fp8.products import Fp8Products, Options
+from megatron_run_parallel_layer_fp8.quantized import Scaling, product, quantize
+from tests.support.training import Seen, train_many
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+
+
+def representable(dtype: torch.dtype) -> torch.Tensor:
+    """Every finite value of an 8-bit type, in order, from its bits."""
+    values = torch.arange(256, dtype=torch.uint8).view(dtype).double()
+    known: torch.Tensor = values[values.isfinite()].unique()
+    return known
+
+
+@pytest.mark.parametrize("dtype", [E4M3, E5M2])
+@pytest.mark.parametrize("scaling", ["tensorwise", "rowwise"])
+def test_values_are_the_nearest_ones_of_the_format(dtype: torch.dtype, scaling: Scaling) -> None:
+    matrix = torch.randn(24, 40) * torch.logspace(-4, 4, 24)[:, None]
+    found = quantize(matrix, dtype, scaling)
+    assert found.values.dtype is dtype
+    assert found.scale.shape == ((1, 1) if scaling == "tensorwise" else (24, 1))
+    scaled, known = matrix.double() / found.scale.double(), representable(dtype)
+    nearest = (scaled[..., None] - known).abs().amin(-1)
+    off = (scaled - found.values.double()).abs()
+    assert (off <= nearest * (1 + 1e-6)).all()
+    assert found.values.double().abs().amax() == torch.finfo(dtype).max
+    row = found.values.double().abs().amax(1)
+    assert bool((row == torch.finfo(dtype).max).all()) is (scaling == "rowwise")
+
+
+@pytest.mark.parametrize("scaling", ["tensorwise", "rowwise"])
+def test_zeros_stay_zeros_and_what_is_not_finite_is_found(scaling: Scaling) -> None:
+    zeros = quantize(torch.zeros(16, 16), E4M3, scaling)
+    assert torch.equal(zeros.widened(), torch.zeros(16, 16))
+    for bad in (torch.inf, -torch.inf, torch.nan):
+        matrix = torch.ones(16, 16)
+        matrix[3, 5] = bad
+        assert quantize(matrix, E4M3, scaling).widened()[3].isnan().all()
+
+
+@pytest.mark.parametrize("scaling", ["tensorwise", "rowwise"])
+@pytest.mark.parametrize("left", [E4M3, E5M2])
+def test_a_product_is_that_of_pytorch(scaling: Scaling, left: torch.dtype) -> None:
+    a = quantize(torch.randn(48, 64, dtype=torch.bfloat16), left, scaling)
+    b = quantize(torch.randn(32, 64, dtype=torch.bfloat16).t().contiguous().t(), E4M3, scaling)
+    bias = torch.randn(32, dtype=torch.bfloat16)
+    for added in (None, bias):
+        expected = torch._scaled_mm(
+            a.values, b.values.t(), scale_a=a.scale, scale_b=b.scale.t(), bias=added, out_dtype=torch.bfloat16
+        )
+        found = product(a, b, torch.bfloat16, added, fast=True)
+        torch.testing.assert_close(found, expected, rtol=2**-7, atol=1e-3)  # one rounding to bf16
+
+
+@pytest.mark.parametrize("scaling", ["tensorwise", "rowwise"])
+def test_the_three_products_are_those_of_the_rounded_operands(scaling: Scaling) -> None:
+    """Against float64: what is multiplied is rounded to FP8, and nothing else but the results is rounded."""
+    products = Fp8Products(Options(scaling=scaling))
+    x, grad = torch.randn(4, 8, 48), torch.randn(4, 8, 64)
+    weight, bias, total = torch.randn(64, 48), torch.randn(64), torch.randn(64, 48)
+
+    def rounded(matrix: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        return quantize(matrix, dtype, scaling).widened().double()
+
+    x2, grad2 = x.flatten(0, 1), grad.flatten(0, 1)
+    forward = rounded(x2, E4M3) @ rounded(weight, E4M3).t() + bias.double()
+    back = rounded(grad2, E5M2) @ rounded(weight.t(), E4M3).t()
+    late = total.double() + (
+        rounded(grad2.t(), E5M2) @ rounded(x2.t(), E4M3).t()
+        if scaling == "tensorwise"
+        else grad2.t().double() @ x2.double()
+    )
+    y, gx = products.forward(x, weight, bias), products.input_gradient(grad, weight)
+    products.add_weight_gradient(total, grad2, x2)
+    assert (y.shape, gx.shape) == ((4, 8, 64), (4, 8, 48))
+    for found, expected in ((y.flatten(0, 1), forward), (gx.flatten(0, 1), back), (total, late)):
+        torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
+    exact = x2.double() @ weight.double().t() + bias.double()
+    assert 0.005 < float((forward - exact).norm() / exact.norm()) < 0.06
+
+
+def test_tokens_that_fp8_cannot_sum_over_keep_their_type() -> None:
+    """As text generation, or the last pass of an evaluation, has them."""
+    products, x, grad = Fp8Products(Options()), torch.randn(5, 16), torch.randn(5, 32)
+    total = torch.zeros(32, 16)
+    products.add_weight_gradient(total, grad, x)
+    torch.testing.assert_close(total, grad.t() @ x)
+
+
+SETS = (
+    "train.steps=4",
+    "train.precision=bf16",
+    "train.lr_shape=constant",
+    "train.sequence_length=16",
+    "train.micro_batch_size=2",
+    "train.global_batch_size=4",
+    "eval.interval=0",
+    "model.dropout=0.1",
+)
+DENSE, SPLIT = "parallel-layer=dense+fp8", "parallel-layer=tensor+fp8"
+STAGES = ("parallel.pipeline=2",)
+#: Name -> (plugins, settings).
+ALONE: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "bf16": ((), ()),
+    "fp8": ((DENSE,), ()),
+    "rowwise": ((f"{DENSE},scaling=rowwise",), ()),
+    "e4m3": ((f"{DENSE},gradients=e4m3",), ()),
+    "recomputed": ((DENSE,), ("train.recompute=full",)),
+    "recorded": ((DENSE, "graph-capture=partial,scope=attn,mlp"), ()),
+    "compiled": ((DENSE, "graph-capture=compile,scope=attn,mlp,backend=aot_eager"), ()),
+}
+TWO: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "stages": ((DENSE, "schedule=1f1b"), STAGES),
+    "split backward": ((DENSE, "schedule=zero-bubble"), STAGES),
+    "tensor": ((SPLIT,), ("parallel.tensor=2",)),
+    "sequence": ((SPLIT,), ("parallel.tensor=2", "parallel.sequence=true")),
+    "sequence, rowwise": ((f"{SPLIT},scaling=rowwise",), ("parallel.tensor=2", "parallel.sequence=true")),
+    "shards": ((DENSE, "optimizer=zero1"), ("parallel.data=2",)),
+}
+
+
+@pytest.fixture(scope="module")
+def learned() -> dict[str, Seen]:
+    """What the first rank saw of each run."""
+    found: dict[str, Seen] = {}
+    for ranks, runs in ((1, ALONE), (2, TWO)):
+        requests = [
+            Request(("preset:tiny",), sets=(*SETS, *sets), plugins=plugins, nproc=ranks)
+            for plugins, sets in runs.values()
+        ]
+        found |= {name: seen[0] for name, seen in zip(runs, train_many(ranks, requests), strict=True)}
+    return found
+
+
+@pytest.mark.multiproc
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("name", ["recomputed", "recorded", "stages", "split backward"])
+def test_where_each_product_is_the_same_the_losses_have_the_same_bits(name: str, learned: Mapping[str, Seen]) -> None:
+    assert learned[name].losses == learned["fp8"].losses
+    assert learned["fp8"].losses != learned["bf16"].losses, "the products would not be in FP8"
+
+
+@pytest.mark.multiproc
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("name", [name for name in (*ALONE, *TWO) if name not in ("fp8", "bf16")])
+def test_every_way_learns_what_bf16_learns_but_for_the_rounding(name: str, learned: Mapping[str, Seen]) -> None:
+    expected = learned["bf16"]
+    np.testing.assert_allclose(learned[name].losses, expected.losses, rtol=1e-2)
+    assert learned[name].losses != expected.losses
+
+
+@pytest.mark.multiproc
+@pytest.mark.timeout(240)
+def test_options_change_what_is_rounded(learned: Mapping[str, Seen]) -> None:
+    losses = [tuple(learned[name].losses) for name in ("fp8", "rowwise", "e4m3")]
+    assert len({*losses}) == 3
+
+
+def test_weights_and_their_names_are_those_of_the_layers_below(tmp_path: Path) -> None:
+    """A run of bf16 goes on in FP8 and back: nothing of FP8 is saved."""
+    sets = {**dict(each.split("=") for each in SETS), "run.folder": str(tmp_path), "run.threads": 1}
+    for steps, layers in ((2, "dense"), (4, "dense+fp8"), (6, "dense")):
+        run = load_config("preset:tiny", sets={**sets, "train.steps": steps}, plugins=[f"parallel-layer={layers}"])
+        done = train(run, extend=True)
+        assert done.steps == steps
+
+
+@pytest.mark.parametrize(
+    ("sets", "layers", "said"),
+    [
+        (("train.precision=fp32",), "dense+fp8", "does not go with train.precision=fp32.*set train.precision=bf16"),
+        (("train.precision=fp16", "scaler.loss_scale=8"), "dense+fp8,scaling=rowwise", "train.precision=fp16"),
+        (("model.ffn_size=100",), "dense+fp8", r"100 outputs of a linear layer .*6\.25.*make them 96 or 112"),
+        (("train.sequence_length=12",), "dense+fp8", "24 tokens of a microbatch"),
+    ],
+)
+def test_what_fp8_cannot_multiply_is_refused_with_the_arithmetic(sets: tuple[str, ...], layers: str, said: str) -> None:
+    from megatron_run_engine.training.memory_estimate import model_size
+
+    given = {each.partition("=")[0]: each for each in (*SETS, *sets)}
+    request = Request(("preset:tiny",), sets=tuple(given.values()), plugins=(f"parallel-layer={layers}",))
+    with pytest.raises(RunError, match=said):
+        model_size(resolve(request))
+
+
+def test_layers_that_multiply_by_other_means_are_refused() -> None:
+    from megatron_run.contracts import Init, LinearPart
+    from megatron_run_engine.builtin.parallel_layer.dense import DenseLayers
+    from megatron_run_parallel_layer_fp8 import Fp8Layers
+    from megatron_run_testing.build_contexts import single_process_context
+
+    class Others(DenseLayers):
+        def row_linear(self, inputs: int, outputs: int, *, bias: bool, init: Init) -> torch.nn.Module:
+            return torch.nn.Linear(inputs, outputs, bias=bias)
+
+    context = single_process_context(train={"sequence_length": 16})
+    layers = Fp8Layers(context, Options(), Others(context))
+    layers.column_linear(16, (LinearPart("up", 32),), bias=True, init=Init("normal", 0.02))
+    with pytest.raises(RunError, match="does not stack on a layer of torch"):
+        layers.row_linear(32, 16, bias=True, init=Init("normal", 0.02))
+
+
+INTERPRETED = """
+import torch
+from megatron_run_parallel_layer_fp8 import cast
+from megatron_run_parallel_layer_fp8.cast import _cast, _cast_on_gpu
+torch.manual_seed(3)
+for rows, columns in ((1, 1), (64, 64), (65, 130), (7, 200)):
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        for wanted in (torch.float8_e4m3fn, torch.float8_e5m2):
+            for scale in (torch.tensor([[0.37]]), torch.rand(rows, 1) + 0.1):
+                for turned in (False, True):
+                    matrix = torch.randn(columns, rows).t() if turned else torch.randn(rows, columns)
+                    matrix = matrix.to(dtype)
+                    found, expected = _cast_on_gpu(matrix, scale, wanted), _cast(matrix, scale, wanted)
+                    assert found.is_contiguous()
+                    off = found.view(torch.uint8).int() - expected.view(torch.uint8).int()
+                    assert int(off.abs().max()) == 0, (rows, columns, dtype, wanted, turned)
+print("equal")
+"""
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="needs triton")
+@pytest.mark.multiproc
+@pytest.mark.timeout(240)
+def test_the_kernel_of_a_gpu_rounds_as_pytorch_does() -> None:
+    """By Triton's interpreter, which must be chosen before Triton is imported."""
+    done = subprocess.run(
+        (sys.executable, "-c", INTERPRETED),
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stdout == "equal\n", done.stderr[-2000:]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [E4M3, E5M2])
+@pytest.mark.parametrize("scaling", ["tensorwise", "rowwise"])
+def test_a_gpu_rounds_and_multiplies_as_a_cpu_does(dtype: torch.dtype, scaling: Scaling) -> None:
+    if torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("has no FP8")
+    a, b = torch.randn(512, 1024, dtype=torch.bfloat16), torch.randn(1024, 768, dtype=torch.bfloat16)
+    here = quantize(a, dtype, scaling), quantize(b.t(), E4M3, scaling)
+    there = quantize(a.cuda(), dtype, scaling), quantize(b.cuda().t(), E4M3, scaling)
+    for one, other in zip(here, there, strict=True):
+        assert torch.equal(one.values.view(torch.uint8), other.values.view(torch.uint8).cpu())
+    expected, found = product(*here, torch.bfloat16, fast=False), product(*there, torch.bfloat16, fast=False)
+    torch.testing.assert_close(found.cpu(), expected, rtol=2**-7, atol=2e-2)
+
+
+def test_an_operation_of_its_own_is_what_graphs_contain() -> None:
+    with torch.device("meta"):
+        found = cast(torch.empty(32, 16, dtype=torch.bfloat16), torch.empty(1, 1), E4M3)
+    assert (found.shape, found.dtype) == ((32, 16), E4M3)
