@@ -6,33 +6,40 @@ import re
 from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
 
-#: By kernel: the types of its arguments in order, with a * before those of pointers, and the values of constants.
-#: Pointers and what ends in ``!`` are multiples of 16, as torch's tensors and padded sizes are.
-LOSS_STATISTICS = "*{0} *i64 *fp32 i64! i32 i32! i32 {1} 4096"
-LOSS_GRADIENT = "*{0} *{0} *i64 *i1 *fp32 *fp32 *fp32 i64! i64! i32! i32 fp32 fp32 4096"
 TYPES = ("bf16", "fp16", "fp32")
+#: By kernel: the types of its arguments in order, with a * before those of pointers, and the values of constants; then
+#: its warps. Pointers and what ends in ``!`` are multiples of 16, as torch's tensors and padded sizes are.
+KERNELS = {
+    "loss_kernels.row_statistics": ("*{0} *i64 *fp32 i64! i32 i32! i32 0 4096", 8),
+    "loss_kernels.row_statistics smoothed": ("*{0} *i64 *fp32 i64! i32 i32! i32 1 4096", 8),
+    "loss_kernels.row_gradient": ("*{0} *{0} *i64 *i1 *fp32 *fp32 *fp32 i64! i64! i32! i32 fp32 fp32 4096", 8),
+    "sum_kernels.partial_sums": ("*{0} *fp32 i64! i32 i32! i32 32 128", 4),
+    "sum_kernels.add_sums": ("*fp32 *fp32 i32 i32! 32 128", 4),
+    "norm_kernels.norm_gradient": ("*{0} *{0} *{0} *fp32 *fp32 *{0} *fp32 *fp32 i32 i32! 1 4 1024", 8),
+    "norm_kernels.norm_gradient uncentred": ("*{0} *{0} *{0} *fp32 *fp32 *{0} *fp32 *fp32 i32 i32! 0 1 4096", 8),
+}
 
 
-@pytest.fixture
-def kernels(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> ModuleType:
-    """The module of the loss's kernels; what is compiled goes to a folder of the test's own."""
+@pytest.fixture(autouse=True)
+def _compiled_here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     pytest.importorskip("triton")
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    return import_module("megatron_run_engine.nn.fused.loss_kernels")
 
 
-def compiled(kernel: Any, arguments: str, warps: int = 8) -> Mapping[str, Any]:
-    """The stages of ``kernel`` for arguments of these types, by their names; the last is ``cubin``."""
+def compiled(name: str, dtype: str) -> Mapping[str, Any]:
+    """The stages of a kernel, by their names; the last is ``cubin``."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    words = dict(zip(kernel.arg_names, arguments.split(), strict=True))
+    module, _, function = name.partition(" ")[0].partition(".")
+    kernel = getattr(import_module(f"megatron_run_engine.nn.fused.{module}"), function)
+    arguments, warps = KERNELS[name]
+    words = dict(zip(kernel.arg_names, arguments.format(dtype).split(), strict=True))
     constants = {name: int(word) for name, word in words.items() if word.isdecimal()}
     types = {name: "constexpr" if name in constants else word.rstrip("!") for name, word in words.items()}
     even = [index for index, word in enumerate(words.values()) if word[0] == "*" or word[-1] == "!"]
@@ -50,17 +57,14 @@ def accesses(stages: Mapping[str, Any], kind: str) -> set[str]:
 
 @pytest.mark.te
 @pytest.mark.parametrize("dtype", TYPES)
-@pytest.mark.parametrize("spreads", [0, 1])
-def test_statistics_of_rows_read_16_bytes_at_a_time(kernels: ModuleType, dtype: str, spreads: int) -> None:
-    stages = compiled(kernels.row_statistics, LOSS_STATISTICS.format(dtype, spreads))
+@pytest.mark.parametrize("name", KERNELS)
+def test_a_kernel_compiles_and_reads_16_bytes_at_a_time(name: str, dtype: str) -> None:
+    stages = compiled(name, dtype)
     assert stages["cubin"]
     assert "v4.b32" in accesses(stages, "ld")
 
 
 @pytest.mark.te
-@pytest.mark.parametrize("dtype", TYPES)
-def test_the_gradient_reads_and_writes_16_bytes_at_a_time(kernels: ModuleType, dtype: str) -> None:
-    stages = compiled(kernels.row_gradient, LOSS_GRADIENT.format(dtype))
-    assert stages["cubin"]
-    assert "v4.b32" in accesses(stages, "ld")
-    assert accesses(stages, "st") == {"v4.b32"}
+@pytest.mark.parametrize("name", ["loss_kernels.row_gradient", "norm_kernels.norm_gradient"])
+def test_what_is_as_large_as_its_input_is_written_16_bytes_at_a_time(name: str) -> None:
+    assert "v4.b32" in accesses(compiled(name, "bf16"), "st")
