@@ -17,7 +17,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.gpu import experts, host, models
+from benchmarks.gpu import experts, host, kernels, models
 from benchmarks.gpu.measuring import ceilings
 from benchmarks.gpu.page import page
 from benchmarks.support.report import environment
@@ -28,6 +28,7 @@ PIECES = {
     **{name: models.piece(name) for name in models.GPT},
     "graphs": models.graphs,
     "experts": experts.measure,
+    "kernels": kernels.measure,
     "profile": host.profile,
     "saves": host.saves,
     "start": host.start,

@@ -78,9 +78,10 @@ class _Norm(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Parameter, bias: Parameter | None, eps: float, gradients: GradientAccumulator
     ) -> Tensor:
+        result: Tensor
+        mean: Tensor | None = None
         if bias is None:
             result, scale = torch.ops.aten._fused_rms_norm(x, weight.shape, weight, eps)
-            mean = None
         else:
             result, mean, scale = torch.native_layer_norm(x, weight.shape, weight, bias, eps)
         ctx.save_for_backward(x, mean, scale)

@@ -23,8 +23,12 @@ def fuses(x: Tensor) -> bool:
 
 
 def _planned(x: Tensor) -> bool:
-    """Whether ``x`` stands for a tensor of a CUDA device that need not be in this machine."""
-    return x.is_cuda and hasattr(x, "fake_mode")
+    """Whether ``x`` is fake and stands for a tensor of a GPU, which need not be in this machine.
+
+    Its device need not be CUDA: of that, a torch for CPUs has no fake tensors with gradients. So its mode may say so.
+    """
+    mode = getattr(x, "fake_mode", None)
+    return mode is not None and (x.is_cuda or getattr(mode, "gpu", False))
 
 
 @cache
