@@ -70,38 +70,41 @@ def _measured(work: Work, device: str, samples: int) -> tuple[float, float | Non
 
 
 def _works(device: str, tokens: int, hidden: int, vocab: int, columns: int) -> dict[str, Work]:
-    """Forward and backward of a loss and of norms, and the gradient of a bias."""
+    """Forward and backward of loss, norms, SwiGLU and rotary positions, and the gradient of a bias."""
+    from megatron_run_engine.builtin.model.gpt import GptOptions
     from megatron_run_engine.nn import cross_entropy
     from megatron_run_engine.nn.linear import add_rows
+    from megatron_run_engine.nn.mlp import swiglu
     from megatron_run_engine.nn.norm import LayerNorm, RmsNorm
+    from megatron_run_engine.nn.rotary import Rotary
     from megatron_run_engine.runtime.gradients import own_main_grad
     from megatron_run_testing.build_contexts import single_process_context
 
-    def values(*shape: int) -> Tensor:
-        return torch.randn(shape, device=device, dtype=torch.bfloat16)
+    def values(*shape: int, learnt: bool = True) -> Tensor:
+        return torch.randn(shape, device=device, dtype=torch.bfloat16, requires_grad=learnt)
 
-    logits, labels = values(tokens, columns).requires_grad_(), torch.randint(vocab, (tokens,), device=device)
-    losses_grad, x, slope = (
-        torch.ones(tokens, device=device),
-        values(tokens, hidden).requires_grad_(),
-        values(tokens, hidden),
-    )
-    total, wide = torch.zeros(4 * hidden, device=device), values(tokens, 4 * hidden)
-    context = single_process_context()
+    def of(module: str, passes: float, function: Callable[[Tensor], Tensor], x: Tensor) -> Work:
+        """Forward and backward, which read and write x so many times."""
+        slope = torch.ones_like(function(x))
+        return Work(module, int(passes * x.nbytes), lambda: torch.autograd.grad(function(x), x, slope))
 
     def of_norm(kind: type[LayerNorm | RmsNorm]) -> Work:
-        norm = kind(context, hidden, 1e-5).to(device, torch.bfloat16)
-        learnt = (x, *norm.parameters())
+        norm, x = kind(context, hidden, 1e-5).to(device, torch.bfloat16), values(tokens, hidden)
+        learnt, slope = (x, *norm.parameters()), torch.ones_like(x)
         for parameter in norm.parameters():
             own_main_grad(parameter)  # where the kernels leave the gradients that eager code returns
         return Work("norm", 5 * x.nbytes, lambda: torch.autograd.grad(norm(x), learnt, slope, allow_unused=True))
 
+    context, size, length = single_process_context(), min(64, hidden // 2), max(1, tokens // 16)
+    labels = torch.randint(vocab, (tokens,), device=device)
+    total, rows = torch.zeros(4 * hidden, device=device), values(tokens, 4 * hidden, learnt=False)
+    options = GptOptions(num_layers=1, hidden_size=hidden, num_heads=hidden // size, vocab_size=5, position="rope")
+    rotary = Rotary(context, options.spec(length)).to(device, torch.bfloat16)
     return {
-        "cross entropy": Work(
-            "cross_entropy", 3 * logits.nbytes,
-            lambda: torch.autograd.grad(cross_entropy(logits, labels, vocab), logits, losses_grad),
-        ),
-        "bias gradient": Work("linear", wide.nbytes, lambda: add_rows(total, wide)),
+        "cross entropy": of("cross_entropy", 3, lambda x: cross_entropy(x, labels, vocab), values(tokens, columns)),
+        "bias gradient": Work("linear", rows.nbytes, lambda: add_rows(total, rows)),
         "layer norm": of_norm(LayerNorm),
         "rms norm": of_norm(RmsNorm),
-    }  # fmt: skip
+        "SwiGLU": of("mlp", 4, swiglu, values(tokens, 8 * hidden)),
+        "rotary": of("rotary", 4, rotary, values(length, tokens // length, hidden // size, size)),
+    }

@@ -21,7 +21,12 @@ KERNELS = {
     "sum_kernels.add_sums": ("*fp32 *fp32 i32 i32! 32 128", 4),
     "norm_kernels.norm_gradient": ("*{0} *{0} *{0} *fp32 *fp32 *{0} *fp32 *fp32 i32 i32! 1 4 1024", 8),
     "norm_kernels.norm_gradient uncentred": ("*{0} *{0} *{0} *fp32 *fp32 *{0} *fp32 *fp32 i32 i32! 0 1 4096", 8),
+    "elementwise_kernels.swiglu": ("*{0} *{0} i64! i32! 1024", 4),
+    "elementwise_kernels.swiglu_gradient": ("*{0} *{0} *{0} i64! i64! i32! 1024", 4),
+    "elementwise_kernels.rotate": ("*{0} *{0} *{0} *{0} i64! i64! i32! i32! i32! i32 i32 i32! i32! -1 16 64", 4),
 }
+#: Those that write a tensor as large as what they read.
+WRITERS = ("row_gradient", "norm_gradient", "swiglu", "swiglu_gradient", "rotate")
 
 
 @pytest.fixture(autouse=True)
@@ -40,7 +45,7 @@ def compiled(name: str, dtype: str) -> Mapping[str, Any]:
     kernel = getattr(import_module(f"megatron_run_engine.nn.fused.{module}"), function)
     arguments, warps = KERNELS[name]
     words = dict(zip(kernel.arg_names, arguments.format(dtype).split(), strict=True))
-    constants = {name: int(word) for name, word in words.items() if word.isdecimal()}
+    constants = {name: int(word) for name, word in words.items() if word.lstrip("-").isdecimal()}
     types = {name: "constexpr" if name in constants else word.rstrip("!") for name, word in words.items()}
     even = [index for index, word in enumerate(words.values()) if word[0] == "*" or word[-1] == "!"]
     source = ASTSource(kernel, types, constants, {(index,): [["tt.divisibility", 16]] for index in even})
@@ -65,6 +70,6 @@ def test_a_kernel_compiles_and_reads_16_bytes_at_a_time(name: str, dtype: str) -
 
 
 @pytest.mark.te
-@pytest.mark.parametrize("name", ["loss_kernels.row_gradient", "norm_kernels.norm_gradient"])
+@pytest.mark.parametrize("name", [name for name in KERNELS if name.rpartition(".")[2] in WRITERS])
 def test_what_is_as_large_as_its_input_is_written_16_bytes_at_a_time(name: str) -> None:
     assert "v4.b32" in accesses(compiled(name, "bf16"), "st")
