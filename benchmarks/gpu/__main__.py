@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu import experts, host, models
+from benchmarks.gpu import experts, host, kernels, models
 from benchmarks.gpu.measuring import Day, ceilings
 from benchmarks.gpu.page import page
 from benchmarks.support.report import environment
@@ -30,6 +30,7 @@ PIECES: Mapping[str, Callable[[Day], Iterator[Mapping[str, Any]]]] = {
     **{name: models.piece(name) for name in models.GPT},
     "graphs": models.graphs,
     "experts": experts.measure,
+    "kernels": kernels.measure,
     "profile": host.profile,
     "saves": host.saves,
     "start": host.start,

@@ -30,7 +30,7 @@ def page(found: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
         if isinstance(captured, dict):
             yield f"\n## Graphs: {size}\n\n{captured['shape']}.\n"
             yield from table(("capture", "tokens/s", "over eager"), _captured(captured["sides"]))
-    for name in ("experts", "profile", "saves", "start"):
+    for name in ("experts", "kernels", "profile", "saves", "start"):
         if name in found:
             yield f"\n## {name.capitalize()}\n"
             yield from _plain({key: value for key, value in found[name].items() if key not in ("machine", "took")})

@@ -116,10 +116,10 @@ def live_bytes(request: str) -> int:
     raise ValueError(f"the run ended before {STEPS[-1]} steps")
 
 
-def planned_bytes(request: Request) -> list[int]:
-    """The bytes that a dry run counts for a rank of each stage."""
+def planned_bytes(request: Request, *, gpu: bool = False) -> list[int]:
+    """The bytes that a dry run counts for a rank of each stage; on a ``gpu`` layers take other temporaries."""
     run = resolve(request)
-    size, counted = model_size(run), step_memory(run)
+    size, counted = model_size(run), step_memory(run, gpu=gpu)
     if counted is None:
         raise ValueError("its layers cannot be counted")
     return [sum(rank.memory.values()) + sum(roles.values()) for rank, roles in zip(size.stages, counted, strict=True)]

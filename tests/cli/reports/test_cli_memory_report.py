@@ -56,7 +56,7 @@ def counted_once(
     monkeypatch: pytest.MonkeyPatch, two_stages: ResolvedRun, counted: list[dict[str, int]] | None
 ) -> None:
     """To count takes a second, and every report of a run says the same."""
-    monkeypatch.setattr(dry_run, "_step_memory", lambda run: counted if run is two_stages else step_memory(run))
+    monkeypatch.setattr(dry_run, "_step_memory", lambda run, device: counted if run is two_stages else step_memory(run))
 
 
 def test_what_a_rank_needs_is_what_was_counted_and_the_reserve(

@@ -6,10 +6,12 @@ import pytest
 
 from benchmarks.planner.configuration import Configuration
 from benchmarks.planner.memory import CONFIGURATIONS, live_bytes, planned_bytes
+from megatron_run.config.request import Request
 from megatron_run.contracts.schedule import Action
 from megatron_run.pipeline.lower import Instruction, lower
 from megatron_run_engine.training.step_memory import ChunkBytes, walk
 from megatron_run_planner.schedules import Schedules
+from tests.support.interpreted import interpreted
 
 
 def check(configuration: Configuration) -> None:
@@ -19,6 +21,22 @@ def check(configuration: Configuration) -> None:
 
 def test_the_peak_of_a_step_is_what_was_counted() -> None:
     check(Configuration(1, (), {"model.num_layers": 1, "model.dropout": 0.1, "train.recompute": "mlp"}, sequence=64))
+
+
+def interpreted_bytes(request: str) -> tuple[int, int]:
+    """Planned and live bytes where Triton's interpreter runs a GPU's kernels on the CPU."""
+    (planned,) = planned_bytes(Request.from_json(request))
+    return planned, live_bytes(request)
+
+
+@pytest.mark.multiproc
+def test_the_peak_with_the_kernels_of_a_gpu_is_what_was_counted() -> None:
+    pytest.importorskip("triton")
+    request = Configuration(1, (), {"model.num_layers": 1, "data.vocab_size": 2000}, sequence=32).request
+    planned, live = interpreted(interpreted_bytes, request.to_json())
+    assert planned == pytest.approx(live, rel=0.01)  # a tenth less than with another tensor for the logits' gradient
+    assert planned_bytes(request, gpu=True) == [planned]
+    assert planned_bytes(request)[0] > 1.1 * planned
 
 
 @pytest.mark.nightly

@@ -44,7 +44,7 @@ def dry_run_text(run: ResolvedRun, device: Device | None = None, svg: Path | Non
         memory = _memory(run, None, None, device, svg)
         return "\n\n".join([describe(run), *([memory_text(memory)] if device else []), *step, _needs_engine()])
     size = _checked_size(run)
-    counted = _step_memory(run)
+    counted = _step_memory(run, device)
     parts = [describe(run), _parameters_text(size, counted)]
     parts.append(memory_text(_memory(run, size, counted, device, svg)))
     if size.mixture is not None:
@@ -98,7 +98,7 @@ def dry_run_json(run: ResolvedRun, device: Device | None = None, svg: Path | Non
         planned = memory_record(_memory(run, None, None, device, svg))
         return {**told, "memory": planned, "notices": [*told["notices"], _needs_engine()]}
     size = _checked_size(run)
-    counted = _step_memory(run)
+    counted = _step_memory(run, device)
     return {
         **told,
         "notices": [*told["notices"], *([] if device else _machine_notices(run, size))],
@@ -183,10 +183,11 @@ def _captures_text(captures: Sequence[CaptureSize], plan: Plan) -> str:
     )
 
 
-def _step_memory(run: ResolvedRun) -> list[dict[str, int]] | None:
+def _step_memory(run: ResolvedRun, device: Device | None = None) -> list[dict[str, int]] | None:
+    """As the engine counts it for ``device``, or else for the run's own."""
     from megatron_run_engine.training.step_memory import step_memory
 
-    return step_memory(run)
+    return step_memory(run, gpu=device.cores is None if device else run.config.run.device == "cuda")
 
 
 def _parameters_text(size: ModelSize, counted: list[dict[str, int]] | None) -> str:

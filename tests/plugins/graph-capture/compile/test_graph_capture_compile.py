@@ -34,6 +34,7 @@ from megatron_run_testing import Check
 from megatron_run_testing.build_contexts import single_process_context
 from megatron_run_testing.graph_capture import graph_capture_checks
 from tests.plugins.graph_bench import SMALL, Pipeline
+from tests.support.interpreted import interpreted
 
 CPU = torch.device("cpu")
 
@@ -64,6 +65,19 @@ class ExactCapture(CompileCapture):
 )
 def test_it_conforms(check: Check) -> None:
     check.run()
+
+
+def capture_kernels() -> None:
+    """The first check of all layers."""
+    scope = ("embedding", "attn", "mlp", "head", "loss")
+    graph_capture_checks(lambda context: ExactCapture(context, scope=scope))[0].run()
+
+
+@pytest.mark.multiproc
+def test_kernels_of_a_gpu_are_operations_of_the_graphs() -> None:
+    """They write over their arguments, which functionalization refuses of operators that it does not know."""
+    pytest.importorskip("triton")
+    interpreted(capture_kernels)
 
 
 THROUGH_INDUCTOR = graph_capture_checks(lambda context: compile_capture(context, backend="inductor"))

@@ -32,6 +32,7 @@ from torch.library import Library
 from torch.nn import functional as F
 
 from megatron_run.contracts import Init, ParameterSpec
+from megatron_run_engine.nn.fused import add_column_sums, fuses
 from megatron_run_engine.nn.parameter import empty_parameter
 from megatron_run_engine.runtime.gradients import main_grad
 
@@ -219,9 +220,17 @@ def submit_gradients(
     def compute() -> None:
         products.add_weight_gradient(main_grad(weight), grad2, x2)
         if bias is not None:
-            main_grad(bias).add_(grad2.sum(0))
+            add_rows(main_grad(bias), grad2)
 
     gradients.submit((weight,) if bias is None else (weight, bias), compute)
+
+
+def add_rows(total: Tensor, rows: Tensor) -> None:
+    """``total += rows.sum(0)``: [o] and [N, o]; on a GPU the sum is not rounded to 16 bits in between."""
+    if fuses(rows) and total.dtype == torch.float32 and total.is_contiguous():
+        add_column_sums(total, rows)
+    else:
+        total.add_(rows.sum(0))
 
 
 def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:

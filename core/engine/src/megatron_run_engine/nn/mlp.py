@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from megatron_run.contracts import LinearPart
+from megatron_run_engine.nn.fused import fused_swiglu, fused_swiglu_gradient, fuses
 from megatron_run_engine.nn.spec import GATED
 
 if TYPE_CHECKING:
@@ -74,7 +75,7 @@ def geglu(x: Tensor, approximate: str = "none") -> Tensor:
 
 def swiglu(x: Tensor) -> Tensor:
     """``silu(gate) * up``: [*, 2f] holding gate then up -> [*, f]."""
-    if not torch.is_grad_enabled():
+    if not torch.is_grad_enabled() and not fuses(x):
         gate, up = x.chunk(2, dim=-1)
         return F.silu(gate).mul_(up)
     result: Tensor = _Swiglu.apply(x)  # type: ignore[no-untyped-call]  # torch's
@@ -82,17 +83,24 @@ def swiglu(x: Tensor) -> Tensor:
 
 
 class _Swiglu(torch.autograd.Function):
-    """Saves x alone, and writes both halves of its gradient into one buffer, which avoids a concatenation."""
+    """Saves x alone, and writes both halves of its gradient into one buffer, which avoids a concatenation.
+
+    On a GPU each of forward and backward is one kernel.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         ctx.save_for_backward(x)
+        if fuses(x):
+            return fused_swiglu(x)
         gate, up = x.chunk(2, dim=-1)
         return F.silu(gate) * up
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Tensor:
         (x,), (grad,) = ctx.saved_tensors, grads
+        if fuses(x):
+            return fused_swiglu_gradient(grad, x)
         gate, up = x.chunk(2, dim=-1)
         result = torch.empty_like(x)
         grad_gate, grad_up = result.chunk(2, dim=-1)

@@ -1,12 +1,14 @@
 """Layer norm (Ba, Kiros and Hinton 2016) and root-mean-square norm (Zhang and Sennrich 2019), over the last dimension.
 
+On a GPU one kernel computes all gradients of a norm, and those of weight and bias are submitted to the accumulator.
+
 Legend: h features; s sequence, b micro batch, n heads, k key-value heads, d head size, t tensor-parallel size.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -14,14 +16,19 @@ from torch.nn import functional as F
 
 from megatron_run.contracts import Init, ParameterSpec, Part
 from megatron_run.errors import InputError
+from megatron_run_engine.nn.fused import WIDEST, add_column_sums, fuses, norm_gradients
 from megatron_run_engine.nn.parameter import empty_parameter
+from megatron_run_engine.runtime.gradients import has_main_grad, main_grad
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from torch.nn import Parameter
+
     from megatron_run.contracts import NormKind, ParallelLayers
     from megatron_run_engine.nn.spec import TransformerSpec
     from megatron_run_engine.runtime.context import BuildContext
+    from megatron_run_engine.runtime.gradients import GradientAccumulator
 
 
 class LayerNorm(nn.Module):
@@ -29,7 +36,7 @@ class LayerNorm(nn.Module):
 
     def __init__(self, context: BuildContext, size: int, eps: float, *, plus_one: bool = False) -> None:
         super().__init__()
-        self.eps, self.plus_one = eps, plus_one
+        self.eps, self.plus_one, self.gradients = eps, plus_one, context.gradients
         self.weight = empty_parameter(context, size)
         self.bias = empty_parameter(context, size)
         self.parameter_specs = {"weight": _scale(plus_one), "bias": ParameterSpec(Init("zeros"))}
@@ -37,6 +44,8 @@ class LayerNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[*, h] -> [*, h]."""
         if not self.plus_one:
+            if _fuses(x, self.weight):
+                return _norm(x, self.weight, self.bias, self.eps, self.gradients)
             return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
         # In fp32: in 16 bits, 1 + weight would lose the small weights that this form is for.
         wide, weight, bias = (_widened(each) for each in (x, self.weight, self.bias))
@@ -48,16 +57,67 @@ class RmsNorm(nn.Module):
 
     def __init__(self, context: BuildContext, size: int, eps: float, *, plus_one: bool = False) -> None:
         super().__init__()
-        self.eps, self.plus_one = eps, plus_one
+        self.eps, self.plus_one, self.gradients = eps, plus_one, context.gradients
         self.weight = empty_parameter(context, size)
         self.parameter_specs = {"weight": _scale(plus_one)}
 
     def forward(self, x: Tensor) -> Tensor:
         """[*, h] -> [*, h]."""
         if not self.plus_one:
+            if _fuses(x, self.weight):
+                return _norm(x, self.weight, None, self.eps, self.gradients)
             return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
         wide, weight = _widened(x), _widened(self.weight)
         return F.rms_norm(wide, weight.shape, 1 + weight, self.eps).to(x.dtype)
+
+
+class _Norm(torch.autograd.Function):
+    """PyTorch's forward, and the backward of :mod:`.fused`; without a bias it is the root-mean-square norm."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Parameter, bias: Parameter | None, eps: float, gradients: GradientAccumulator
+    ) -> Tensor:
+        result: Tensor
+        mean: Tensor | None = None
+        if bias is None:
+            result, scale = torch.ops.aten._fused_rms_norm(x, weight.shape, weight, eps)
+        else:
+            result, mean, scale = torch.native_layer_norm(x, weight.shape, weight, bias, eps)
+        ctx.save_for_backward(x, mean, scale)
+        ctx.weight, ctx.bias, ctx.gradients = weight, bias, gradients  # the parameters themselves: see linear.py
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, mean, scale = ctx.saved_tensors
+        rows, slopes = (each.contiguous().flatten(0, -2) for each in (x, grads[0]))
+        result, *sums = norm_gradients(slopes, rows, ctx.weight, mean, scale)
+        learnt = {p: of_p for p, of_p in zip((ctx.weight, ctx.bias), sums, strict=True) if _learns(p)}
+
+        def compute() -> None:
+            for parameter, of_programs in learnt.items():
+                add_column_sums(main_grad(parameter), of_programs)
+
+        if learnt:
+            ctx.gradients.submit(tuple(learnt), compute)
+        return result.view_as(x), *(None,) * 4
+
+
+def _norm(*arguments: Any) -> Tensor:
+    """:class:`_Norm` of its ``arguments``."""
+    result: Tensor = _Norm.apply(*arguments)  # type: ignore[no-untyped-call]  # torch's
+    return result
+
+
+def _fuses(x: Tensor, weight: Parameter) -> bool:
+    """Whether the kernel takes a norm of ``x``, and there is a place for the gradient of its ``weight``."""
+    fits = x.dtype == weight.dtype and x.dim() > 1 and x.is_contiguous() and weight.numel() <= WIDEST
+    return torch.is_grad_enabled() and fuses(x) and fits and _learns(weight)
+
+
+def _learns(parameter: Parameter | None) -> bool:
+    return parameter is not None and parameter.requires_grad and has_main_grad(parameter)
 
 
 def make_norm(context: BuildContext, kind: NormKind, size: int, eps: float) -> LayerNorm | RmsNorm:

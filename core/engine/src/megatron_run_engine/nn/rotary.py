@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from megatron_run_engine.nn.fused import fuses, rotated
 from megatron_run_engine.nn.parameter import build_device
 
 if TYPE_CHECKING:
@@ -56,6 +57,8 @@ class Rotary(nn.Module):
         else:
             start = 0 if decoding is None else decoding.first
             cos, sin = self.cos[start : start + len(x)], self.sin[start : start + len(x)]
+        if fuses(x):
+            return rotated(x, cos, sin)
         first, second = x[..., : self.features].chunk(2, dim=-1)  # each [s, b, n, r/2]
         turned = (first * cos - second * sin, second * cos + first * sin)
         return torch.cat(turned if self.features == x.shape[-1] else (*turned, x[..., self.features :]), dim=-1)

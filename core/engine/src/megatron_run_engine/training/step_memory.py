@@ -48,6 +48,14 @@ _CPU = torch.device("cpu")
 Received = tuple["Tensor | None", dict[str, "Tensor"]]
 
 
+class PlannedMode(FakeTensorMode):
+    """Makes fake tensors of the CPU that stand for those of a ``gpu``, if that is planned for."""
+
+    def __init__(self, *, gpu: bool) -> None:
+        super().__init__()
+        self.gpu = gpu  # what megatron_run_engine.nn.fused.fuses asks
+
+
 class LiveBytes(TorchDispatchMode):
     """Watches the tensors that operators make within the block, each by its storage, as long as they exist."""
 
@@ -106,17 +114,18 @@ class ChunkBytes(NamedTuple):
     back: int
 
 
-def step_memory(run: ResolvedRun) -> list[dict[str, int]] | None:
+def step_memory(run: ResolvedRun, *, gpu: bool = False) -> list[dict[str, int]] | None:
     """Bytes beside parameters and state at the peak of a step, by role, for a rank of each stage.
 
-    The roles are ``activations``, ``temporaries`` of the running action and ``communication``.
+    With ``gpu`` layers take what they take on one, by their kernels (:mod:`megatron_run_engine.nn.fused`). The roles
+    are ``activations``, ``temporaries`` of the running action and ``communication``.
     None where layers cannot run without values: experts whose shapes follow the routing, kernels of other libraries.
     The model must have been built once (``model_size``), which says what is wrong with it.
     """
     plan = run.plans[max(run.plans)]
     try:
         known: dict[object, list[ChunkBytes]] = {}
-        counted = [count_chunks(run, stage, known) for stage in range(plan.stages)]
+        counted = [count_chunks(run, stage, known, gpu=gpu) for stage in range(plan.stages)]
     except (RuntimeError, RunError):
         return None
     data = cast("DataSource", run.one("data").create())
@@ -170,7 +179,9 @@ def _grown(action: Action, size: ChunkBytes, recomputed: set[tuple[int, int]]) -
     return {"B": -size.kept, "I": size.waiting - size.kept, "W": -size.waiting}.get(action.op, 0)
 
 
-def count_chunks(run: ResolvedRun, stage: int, known: dict[object, list[ChunkBytes]]) -> list[ChunkBytes]:
+def count_chunks(
+    run: ResolvedRun, stage: int, known: dict[object, list[ChunkBytes]], *, gpu: bool = False
+) -> list[ChunkBytes]:
     """The bytes of each chunk of ``stage``, in the order of chunks. Stages with equal chunks are counted once."""
     data = cast("DataSource", run.one("data").create())
     options = with_vocabulary(run, data)
@@ -178,7 +189,7 @@ def count_chunks(run: ResolvedRun, stage: int, known: dict[object, list[ChunkByt
     topology = Topology(run.sizes, first.rank_at(tensor=0, data=0, stage=stage))
     dtypes = DTYPES[run.config.train.precision]
     can_widen(torch.empty(0, dtype=dtypes.param), dtypes.main)  # it computes once, which fake tensors cannot
-    with FakeTensorMode():
+    with PlannedMode(gpu=gpu):
         context = make_context(run, topology, PlannedGroups(), _CPU, options, data.fields)
         model, positions, chunks = build_chunks(run, context, make_layers(run, context))
         alike = tuple(zip(map(bool, positions), map(_shapes, chunks), strict=True))

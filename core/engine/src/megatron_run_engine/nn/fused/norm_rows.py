@@ -1,0 +1,79 @@
+"""The backward of layer norm and root-mean-square norm, which reads each row once for all of its gradients.
+
+PyTorch's reads the rows once for the gradient of x and again for those of weight and bias, and rounds those to the
+weights' type. Here programs add them up in fp32, each over its rows: what remains is to add the programs' sums.
+
+Legend: N rows, h features, u programs.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.library import Library
+
+#: Features at most: beyond, a program could not keep the sums of a row in its registers.
+WIDEST = 16384
+#: Values that a program reads at a time, and each of its threads; warps of a program at most.
+_TILE, _OF_A_THREAD, _WARPS = 4096, 16, 16
+#: Programs at most: four for each of the 132 multiprocessors of an H100 or H200, which run two at a time.
+_PROGRAMS = 528
+
+_library = Library("megatron_run_engine", "FRAGMENT")
+_library.define(
+    "norm_gradients(Tensor grad, Tensor x, Tensor weight, Tensor? mean, Tensor scale) -> (Tensor, Tensor, Tensor)"
+)
+
+
+def norm_gradients(
+    grad: Tensor, x: Tensor, weight: Tensor, mean: Tensor | None, scale: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradient of x [N, h], and sums [u, h] in fp32 whose sums are the gradients of weight and of bias.
+
+    ``grad`` [N, h] is that of the result, ``mean`` and ``scale`` (1/deviation) [N] are the forward's, in fp32. Without
+    a mean it is a root-mean-square norm, whose last result has no rows. x and grad are contiguous.
+    """
+    found: tuple[Tensor, Tensor, Tensor] = torch.ops.megatron_run_engine.norm_gradients(grad, x, weight, mean, scale)
+    return found
+
+
+def _gradients(grad: Tensor, x: Tensor, weight: Tensor, mean: Tensor | None, scale: Tensor) -> tuple[Tensor, ...]:
+    from megatron_run_engine.nn.fused import norm_kernels as kernels
+
+    found = _empty(x, mean)
+    (rows, columns), block = x.shape, _block(x)
+    block_rows = max(1, _TILE // block)
+    warps = min(_WARPS, max(1, block * block_rows // (32 * _OF_A_THREAD)))
+    with torch.cuda.device_of(x):
+        kernels.norm_gradient[(len(found[1]),)](
+            x,
+            grad,
+            weight,
+            scale if mean is None else mean,
+            scale,
+            *found,
+            rows,
+            columns,
+            mean is not None,
+            block_rows,
+            block,
+            num_warps=warps,
+        )
+    return found
+
+
+def _empty(x: Tensor, mean: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    rows, columns = x.shape
+    programs = min(_PROGRAMS, max(1, -(-rows // max(1, _TILE // _block(x)))))
+    sums = [torch.empty((count, columns), dtype=torch.float32, device=x.device) for count in (programs, 0)]
+    return torch.empty_like(x), sums[0], torch.empty_like(sums[0]) if mean is not None else sums[1]
+
+
+def _block(x: Tensor) -> int:
+    """The features of a row, up to the next power of two."""
+    return max(16, 1 << (x.shape[1] - 1).bit_length())
+
+
+for _device in ("CPU", "CUDA"):
+    _library.impl("norm_gradients", _gradients, _device)
+_library.impl("norm_gradients", lambda _grad, x, _weight, mean, _scale: _empty(x, mean), "Meta")

@@ -1,0 +1,118 @@
+"""The kernels of SwiGLU and of rotary positions against float64: by Triton's interpreter, and on a GPU.
+
+All of what is interpreted runs in one process, once for the file.
+"""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from megatron_run_engine.nn.fused import fuses, rotated
+from megatron_run_engine.nn.mlp import swiglu
+from tests.support.interpreted import interpreted
+
+TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+#: Features of gate and of up: less than a program has, and more.
+FEATURES = (11, 1030)
+#: Heads, head size and rotated features: all of them, and some; more heads than a program has.
+HEADS = ((3, 10, 10), (2, 12, 4), (70, 32, 32))
+#: Sequence and micro batch.
+S, B = 3, 2
+
+SWIGLU = list(product(TYPES, FEATURES))
+ROTARY = list(product(TYPES, HEADS, (False, True)))
+
+
+def values(*shape: int, seed: int = 1) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * 2
+
+
+def gated(dtype: str, features: int, device: str = "cpu") -> tuple[Tensor, Tensor]:
+    """A result and the gradient of x, a part of wider rows, by the kernels."""
+    wide = values(S, B, 2 * features + 5).to(device, TYPES[dtype])
+    x, grad = wide[..., : 2 * features].requires_grad_(), values(S, B, features, seed=2).to(device, TYPES[dtype])
+    assert fuses(x)
+    result = swiglu(x)
+    return result.detach(), torch.autograd.grad(result, x, grad)[0]
+
+
+def angles(rotated_features: int, *, per_text: bool) -> tuple[Tensor, Tensor]:
+    """Cosine and sine of angles [s, 1 or b, 1, r/2]."""
+    angle = values(S, B if per_text else 1, 1, rotated_features // 2, seed=3)
+    return angle.cos(), angle.sin()
+
+
+def turned(dtype: str, shape: tuple[int, int, int], per_text: bool, device: str = "cpu") -> tuple[Tensor, Tensor]:
+    """Rotated heads, which are some of those of a tensor, and the gradient of x, by the kernel."""
+    heads, size, features = shape
+    x = values(S, B, heads + 1, size).to(device, TYPES[dtype])[:, :, :heads].requires_grad_()
+    cos, sin = (each.to(device, TYPES[dtype]) for each in angles(features, per_text=per_text))
+    result = rotated(x, cos, sin)
+    grad = values(S, B, heads, size, seed=2).to(device, TYPES[dtype])
+    return result.detach(), torch.autograd.grad(result, x, grad)[0]
+
+
+def everything() -> dict[str, Any]:
+    """All that is interpreted."""
+    return {"swiglu": [gated(*case) for case in SWIGLU], "rotary": [turned(*case) for case in ROTARY]}
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, Any]:
+    """What the kernels give by Triton's interpreter."""
+    pytest.importorskip("triton")
+    result: dict[str, Any] = interpreted(everything)
+    return result
+
+
+def close(found: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor], dtype: str) -> None:
+    rounding = max(torch.finfo(TYPES[dtype]).eps, 1e-5)
+    for each, exact in zip(found, expected, strict=True):
+        assert each.dtype == TYPES[dtype]
+        torch.testing.assert_close(each.cpu().double(), exact, rtol=rounding, atol=1e-6)
+
+
+def check_gated(found: tuple[Tensor, Tensor], dtype: str, features: int) -> None:
+    x = values(S, B, 2 * features + 5).to(TYPES[dtype])[..., : 2 * features].double().requires_grad_()
+    gate, up = x.chunk(2, dim=-1)
+    result = F.silu(gate) * up
+    grad = values(S, B, features, seed=2).to(TYPES[dtype]).double()
+    close(found, (result.detach(), torch.autograd.grad(result, x, grad)[0]), dtype)
+
+
+def check_turned(found: tuple[Tensor, Tensor], dtype: str, shape: tuple[int, int, int], per_text: bool) -> None:
+    heads, size, features = shape
+    x = values(S, B, heads + 1, size).to(TYPES[dtype])[:, :, :heads].double().requires_grad_()
+    cos, sin = (each.to(TYPES[dtype]).double() for each in angles(features, per_text=per_text))
+    first, second = x[..., :features].chunk(2, dim=-1)
+    result = torch.cat((first * cos - second * sin, second * cos + first * sin, x[..., features:]), dim=-1)
+    grad = values(S, B, heads, size, seed=2).to(TYPES[dtype]).double()
+    close(found, (result.detach(), torch.autograd.grad(result, x, grad)[0]), dtype)
+
+
+@pytest.mark.te
+class TestInterpreted:
+    @pytest.mark.parametrize("case", SWIGLU, ids=str)
+    def test_swiglu_and_its_gradient_are_those_of_float64(self, found: dict[str, Any], case: tuple[str, int]) -> None:
+        check_gated(found["swiglu"][SWIGLU.index(case)], *case)
+
+    @pytest.mark.parametrize("case", ROTARY, ids=str)
+    def test_rotated_heads_and_their_gradient_are_those_of_float64(self, found: dict[str, Any], case: Any) -> None:
+        check_turned(found["rotary"][ROTARY.index(case)], *case)
+
+
+@pytest.mark.gpu
+class TestOnGpu:
+    def test_swiglu_and_its_gradient_are_those_of_float64(self) -> None:
+        for case in SWIGLU:
+            check_gated(gated(*case, "cuda"), *case)
+
+    def test_rotated_heads_and_their_gradient_are_those_of_float64(self) -> None:
+        for case in ROTARY:
+            check_turned(turned(*case, "cuda"), *case)

@@ -1,0 +1,75 @@
+"""The kernels compile for a GPU of NVIDIA's Hopper generation, as Triton would on one; no GPU is needed for that."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+TYPES = ("bf16", "fp16", "fp32")
+#: By kernel: the types of its arguments in order, with a * before those of pointers, and the values of constants; then
+#: its warps. Pointers and what ends in ``!`` are multiples of 16, as torch's tensors and padded sizes are.
+KERNELS = {
+    "loss_kernels.row_statistics": ("*{0} *i64 *fp32 i64! i32 i32! i32 0 4096", 8),
+    "loss_kernels.row_statistics smoothed": ("*{0} *i64 *fp32 i64! i32 i32! i32 1 4096", 8),
+    "loss_kernels.row_gradient": ("*{0} *{0} *i64 *i1 *fp32 *fp32 *fp32 i64! i64! i32! i32 fp32 fp32 4096", 8),
+    "sum_kernels.partial_sums": ("*{0} *fp32 i64! i32 i32! i32 32 128", 4),
+    "sum_kernels.add_sums": ("*fp32 *fp32 i32 i32! 32 128", 4),
+    "norm_kernels.norm_gradient": ("*{0} *{0} *{0} *fp32 *fp32 *{0} *fp32 *fp32 i32 i32! 1 4 1024", 8),
+    "norm_kernels.norm_gradient uncentred": ("*{0} *{0} *{0} *fp32 *fp32 *{0} *fp32 *fp32 i32 i32! 0 1 4096", 8),
+    "elementwise_kernels.swiglu": ("*{0} *{0} i64! i32! 1024", 4),
+    "elementwise_kernels.swiglu_gradient": ("*{0} *{0} *{0} i64! i64! i32! 1024", 4),
+    "elementwise_kernels.rotate": ("*{0} *{0} *{0} *{0} i64! i64! i32! i32! i32! i32 i32 i32! i32! -1 16 64", 4),
+}
+#: Those that write a tensor as large as what they read.
+WRITERS = ("row_gradient", "norm_gradient", "swiglu", "swiglu_gradient", "rotate")
+
+
+@pytest.fixture(autouse=True)
+def _compiled_here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    pytest.importorskip("triton")
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+
+
+def compiled(name: str, dtype: str) -> Mapping[str, Any]:
+    """The stages of a kernel, by their names; the last is ``cubin``."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    module, _, function = name.partition(" ")[0].partition(".")
+    kernel = getattr(import_module(f"megatron_run_engine.nn.fused.{module}"), function)
+    arguments, warps = KERNELS[name]
+    words = dict(zip(kernel.arg_names, arguments.format(dtype).split(), strict=True))
+    constants = {name: int(word) for name, word in words.items() if word.lstrip("-").isdecimal()}
+    types = {name: "constexpr" if name in constants else word.rstrip("!") for name, word in words.items()}
+    even = [index for index, word in enumerate(words.values()) if word[0] == "*" or word[-1] == "!"]
+    source = ASTSource(kernel, types, constants, {(index,): [["tt.divisibility", 16]] for index in even})
+    found: Mapping[str, Any] = triton.compile(
+        source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps}
+    ).asm
+    return found
+
+
+def accesses(stages: Mapping[str, Any], kind: str) -> set[str]:
+    """The widths of the accesses to memory of a ``kind``, such as ``v4.b32``."""
+    return set(re.findall(rf"{kind}\.global\.([\w.]+)", stages["ptx"]))
+
+
+@pytest.mark.te
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("name", KERNELS)
+def test_a_kernel_compiles_and_reads_16_bytes_at_a_time(name: str, dtype: str) -> None:
+    stages = compiled(name, dtype)
+    assert stages["cubin"]
+    assert "v4.b32" in accesses(stages, "ld")
+
+
+@pytest.mark.te
+@pytest.mark.parametrize("name", [name for name in KERNELS if name.rpartition(".")[2] in WRITERS])
+def test_what_is_as_large_as_its_input_is_written_16_bytes_at_a_time(name: str) -> None:
+    assert "v4.b32" in accesses(compiled(name, "bf16"), "st")
