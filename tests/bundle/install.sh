@@ -67,7 +67,8 @@ install --no-deps --ignore-installed "$here"/wheels/megatron_run*.whl # also ove
 install --find-links "$here/wheels" -r "$here/requirements.txt"
 
 if [ -d "$here/te" ]; then # the other packages lead its loader to the cuDNN that this PyTorch uses
-  install --no-deps --find-links "$here/wheels" einops "$here"/te/*.whl
+  install --no-deps --find-links "$here/wheels" einops
+  install --no-deps --ignore-installed "$here"/te/*.whl
 fi
 
 touch "$folder/.venv/.bundle" # by which make knows that nothing is to be installed

@@ -28,6 +28,8 @@ def wheel(folder: Path, name: str, files: Mapping[str, bytes], *requires: str, v
     metadata += "".join(f"Requires-Dist: {each}\n" for each in requires)
     whole = {**files, f"{info}/METADATA": metadata.encode()}
     lines = [f"{file},{recorded(data)},{len(data)}" for file, data in whole.items()]
+    whole |= {f"{name}/_vendor/{file}": b"another's" for file in ("a-1.dist-info/METADATA", "a-1.dist-info/RECORD")}
+    lines += [f"{file},{recorded(data)},{len(data)}" for file, data in whole.items() if "_vendor" in file]
     made = folder / f"{name}-{version}-py3-none-any.whl"
     folder.mkdir(exist_ok=True)
     with zipfile.ZipFile(made, "w", zipfile.ZIP_DEFLATED) as archive:

@@ -29,12 +29,17 @@ def narrow_wheel(wheel: Path, member: str, architecture: int) -> None:
         for each in old.infolist():
             if each.filename == member:
                 data = library
-            elif each.filename.endswith(".dist-info/RECORD"):
+            elif _of_this(each.filename, "RECORD"):
                 data = _recorded(old.read(each), member, library)
             else:
                 data = old.read(each)
             new.writestr(each, data, zipfile.ZIP_DEFLATED)
     narrowed.replace(wheel)
+
+
+def _of_this(member: str, name: str) -> bool:
+    """Whether ``member`` is the wheel's own metadata ``name``, and not that of a package which it carries inside."""
+    return member.endswith(f".dist-info/{name}") and member.count("/") == 1
 
 
 def _recorded(record: bytes, member: str, data: bytes) -> bytes:
@@ -74,7 +79,7 @@ class Wheel:
     def read(cls, file: Path) -> Wheel:
         """Of the metadata in ``file``."""
         with zipfile.ZipFile(file) as archive:
-            (place,) = (each for each in archive.namelist() if each.endswith(".dist-info/METADATA"))
+            (place,) = (each for each in archive.namelist() if _of_this(each, "METADATA"))
             found = message_from_bytes(archive.read(place)).get_all("Requires-Dist", [])
         requires = (Requirement(str(each)) for each in found)
         return cls(

@@ -71,7 +71,7 @@ def test_two_files_of_one_library_are_a_finding(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr("megatron_run_cli.reports.library_report.report_libraries", lambda: report)
     found = {each.topic: (each.state, each.text) for each in doctor._cuda_libraries()}
-    assert found["engine"] == ("ok", "Transformer Engine 2.20.2")
+    assert found["transformer-engine"] == ("ok", "2.20.2")
     assert found["cudnn"] == ("AMBIGUOUS", "torch: /pip/libcudnn.so.9; Transformer Engine: /lib/libcudnn.so.9")
     assert found["curand"] == ("ok", "torch: no file of its own; Transformer Engine: /lib/libcurand.so.10")
 

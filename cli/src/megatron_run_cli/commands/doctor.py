@@ -141,7 +141,7 @@ def _cuda_libraries() -> Iterator[Finding]:
         return
     if report.version:
         why = f" cannot be imported: {report.problem}" if report.problem else ""
-        yield Finding("engine", "cannot run" if why else "ok", f"Transformer Engine {report.version}{why}")
+        yield Finding("transformer-engine", "cannot run" if why else "ok", f"{report.version}{why}")
     for library in LIBRARIES:
         yield Finding(library, "AMBIGUOUS" if report.several(library) else "ok", report.line(library))
 
