@@ -135,7 +135,7 @@ PLATFORM ?= manylinux_2_28_x86_64
 TE_WHEEL ?= $(firstword $(wildcard .te-env/wheels/transformer_engine_torch-*.whl))
 ARCH     ?= 90
 bundle: $(DEV)
-	@[ -z "$(TE)" ] || [ -f "$(TE_WHEEL)" ] || { echo "its part for PyTorch is not compiled: make te-env, or TE_WHEEL="; exit 1; }
+	$(if $(TE),@[ -f "$(TE_WHEEL)" ] || { echo "its part for PyTorch is not compiled: type make te-env or set TE_WHEEL="; exit 1; })
 	$(PY) -m tests.bundle --python $(or $(BUNDLED),3.12) --platform $(PLATFORM) \
 	  $(if $(TE),--te $(TE_WHEEL) --arch $(ARCH)) $(if $(HAVE),--have $(HAVE))
 wheels: $(DEV)

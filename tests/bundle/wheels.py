@@ -58,7 +58,7 @@ def read_had(text: str) -> dict[str, str]:
 
     A line may be a bare name, whose version is empty. Options and comments are passed over.
     """
-    had = {}
+    had: dict[str, str] = {}
     for line in (each.partition("#")[0].strip() for each in text.splitlines()):
         if line and not line.startswith("-"):
             requirement = Requirement(line)
