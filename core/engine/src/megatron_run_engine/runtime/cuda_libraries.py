@@ -19,6 +19,7 @@ from pathlib import Path
 #: Libraries of which a process needs exactly one copy, by the middle of their file names: ``libcudnn.so.9``.
 LIBRARIES = ("cudnn", "cublas", "nvrtc", "curand")
 #: The variables by which Transformer Engine's loader is led, before it searches; cuBLAS it takes from the process.
+#: Before release 2.11 it knows the first alone.
 VARIABLES = {"cudnn": "CUDNN_HOME", "nvrtc": "NVRTC_HOME", "curand": "CURAND_HOME"}
 #: What the kernel says this process has mapped. Only Linux has it, as only Linux has CUDA here.
 MAPS = Path("/proc/self/maps")
