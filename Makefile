@@ -131,10 +131,14 @@ site: $(DEV)
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict
 # All that a machine with Python and PyTorch needs, and no network: make bundle PYTHON=3.12 PLATFORM=manylinux_2_28_x86_64
 PLATFORM ?= manylinux_2_28_x86_64
-# With TE=1 also Transformer Engine, in parts; TE_WHEEL is its part for PyTorch, which `make te-env` compiles.
+# TE=1: with Transformer Engine for GPUs of one architecture (ARCH=90: H100, H200). TE_WHEEL is its part for PyTorch, which
+# `make te-env` compiles. HAVE=FILE: without what the machine has, by the output of `pip list --format=freeze` there.
 TE_WHEEL ?= $(firstword $(wildcard .te-env/wheels/transformer_engine_torch-*.whl))
+ARCH     ?= 90
 bundle: $(DEV)
-	$(PY) -m tests.bundle --python $(or $(BUNDLED),3.12) --platform $(PLATFORM) $(if $(TE),--te $(TE_WHEEL))
+	$(if $(TE),@[ -f "$(TE_WHEEL)" ] || { echo "its part for PyTorch is not compiled: type make te-env or set TE_WHEEL="; exit 1; })
+	$(PY) -m tests.bundle --python $(or $(BUNDLED),3.12) --platform $(PLATFORM) \
+	  $(if $(TE),--te $(TE_WHEEL) --arch $(ARCH)) $(if $(HAVE),--have $(HAVE))
 wheels: $(DEV)
 	rm -rf dist
 	MEGATRON_RUN_RELEASE=1 $(PIP) wheel --no-deps --no-build-isolation -w dist . $(addprefix ./,$(MEMBERS))

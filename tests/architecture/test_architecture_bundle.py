@@ -8,6 +8,8 @@ import shutil
 import subprocess
 import sys
 import tarfile
+from collections.abc import Mapping
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -18,10 +20,10 @@ from tests.support.checkout import MEMBERS, ROOT
 HERE = f"{sys.version_info.major}.{sys.version_info.minor}"
 
 
-def packed(folder: Path, python: str = HERE) -> Path:
-    """A bundle without wheels, unpacked."""
+def packed(folder: Path, python: str = HERE, left: Mapping[str, str] | None = None) -> Path:
+    """A bundle without wheels, unpacked; ``left`` are the packages that the target was said to have."""
     (folder / "made" / "wheels").mkdir(parents=True)
-    write_bundle(folder / "made", python, folder, [])
+    write_bundle(folder / "made", python, folder, left or {})
     return folder / "made"
 
 
@@ -72,6 +74,20 @@ def test_what_does_not_fit_ends_with_one_line(tmp_path: Path) -> None:
     assert not (tmp_path / "a").exists()
 
 
+def test_packages_that_were_said_to_be_there_are_looked_for(tmp_path: Path) -> None:
+    left = {"pluggy": version("pluggy"), "pytest": "", "packaging": "1.0", "nobody-has-it": "2.0", "nor-this": ""}
+    bundle = packed(tmp_path, left=left)
+    done = install(bundle, tmp_path / "a")
+    assert done.returncode == 1
+    found = f"packaging==1.0 ({version('packaging')} is) nobody-has-it nor-this"
+    assert done.stderr == (
+        f"install.sh: this bundle leaves out packages that are not here: {found}; "
+        f"make it with HAVE=LIST, which here {sys.executable} -m pip list --format=freeze prints\n"
+    )
+    assert not (tmp_path / "a").exists()
+    assert "pytest\n" in (bundle / "requirements.txt").read_text(), "any version will do"
+
+
 def test_another_python_is_refused(tmp_path: Path) -> None:
     done = install(packed(tmp_path, "3.1"), tmp_path / "a")
     assert "is not Python 3.1, for which this bundle was made: set PYTHON" in done.stderr
@@ -89,18 +105,35 @@ def test_it_installs_and_runs_where_only_ours_is_missing(tmp_path: Path) -> None
     subprocess.run(
         (sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "-w", str(folder / "wheels"), "pip"), check=True
     )
-    bundle = write_bundle(folder, HERE, tmp_path, [])
+    # In the place of Transformer Engine's a wheel of a package that the machine has, of the same version.
+    subprocess.run(
+        (
+            sys.executable,
+            "-m",
+            "pip",
+            "wheel",
+            "-q",
+            "--no-deps",
+            "-w",
+            str(folder / "te"),
+            f"click=={version('click')}",
+        ),
+        check=True,
+    )
+    bundle = write_bundle(folder, HERE, tmp_path, {"pluggy": version("pluggy")})
     shutil.rmtree(folder)
     with tarfile.open(bundle) as archive:
         archive.extractall(tmp_path, filter="data")
     script = folder / "install.sh"
-    lines = [line for line in script.read_text().splitlines() if "megatron-core" not in line]
+    lines = [line for line in script.read_text().splitlines() if "megatron-core" not in line and "einops" not in line]
     script.write_text("\n".join(lines) + "\n")
     sums = folder / "SHA256SUMS"
     sums.write_text("".join(f"{line}\n" for line in sums.read_text().splitlines() if "install.sh" not in line))
     done = install(folder, tmp_path / "a", PYTHON=str(behind.python))
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "a" / ".venv" / ".bundle").exists()
+    (site,) = (tmp_path / "a" / ".venv" / "lib").glob("python*/site-packages")
+    assert (site / "click").exists()
     assert (tmp_path / "a" / "Makefile").read_text() == (ROOT / "Makefile").read_text()
     ran = run_there(tmp_path / "a", ".venv/bin/megatron-run", "plugins", "list")
     assert "1f1b" in ran.stdout

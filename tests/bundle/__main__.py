@@ -1,10 +1,11 @@
 """Makes an offline bundle: all that a machine with Python and PyTorch, and without a network, needs to run and test.
 
-    python -m tests.bundle [--python 3.12] [--platform manylinux_2_28_x86_64] [--te WHEEL] [--out dist]
+    python -m tests.bundle [--python 3.12] [--platform manylinux_2_28_x86_64] [--te WHEEL --arch 90] [--have LIST]
 
 ``install.sh`` in it says how it is installed. It holds our wheels, the wheels that they need but torch, this checkout
-with its tests and benchmarks, and checksums of everything. With ``--te`` a second archive, in parts, brings Transformer
-Engine: ``WHEEL`` is its part for PyTorch, which ``make te-env`` compiles; the rest is downloaded.
+with its tests and benchmarks, and checksums of everything. With ``--te`` it brings Transformer Engine for one GPU
+architecture: ``WHEEL`` is its part for PyTorch, which ``make te-env`` compiles; the rest is downloaded. ``LIST`` names
+what the target has, as ``pip list --format=freeze`` prints it there, and is left out.
 """
 
 from __future__ import annotations
@@ -18,19 +19,21 @@ import subprocess
 import sys
 import tarfile
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from hashlib import sha256
 from pathlib import Path
 
-from packaging.requirements import Requirement
+from packaging.requirements import InvalidRequirement, Requirement
 
+from tests.bundle.fatbin import FatbinError
+from tests.bundle.wheels import leave_out, narrow_wheel, read_had
 from tests.support.checkout import MEMBERS, ROOT, kept_files, read_project
 
 HERE = Path(__file__).parent
 VERSION = read_project(ROOT)["version"]
 MIB = 2**20
-#: Largest bundle without Transformer Engine, and largest part of the archive that brings it.
-LARGEST, PART = 64 * MIB, 60 * MIB
+#: Largest bundle without Transformer Engine, and with it.
+LARGEST, LARGEST_TE = 64 * MIB, 60 * MIB
 #: Of the tests' requirements those that tests on a GPU import.
 TESTING = ("pytest", "pytest-timeout", "pytest-xdist", "safetensors")
 #: What builds and installs packages, ours among them: tests write and install plugins.
@@ -43,6 +46,14 @@ BROUGHT = tuple(member for member in MEMBERS if member.name not in LEFT_OUT)
 #: Never brought: the machine has it, for its own GPU.
 NEVER = ("torch",)
 TE = ("transformer-engine", "transformer-engine-cu13")
+#: The library of the second, which has the code for all architectures.
+TE_LIBRARY = "transformer_engine/wheel_lib/libtransformer_engine.so"
+#: What its import needs that nothing else of ours does.
+TE_NEEDS = ("einops",)
+#: Brought even where the target has it: it installs the others.
+ALWAYS = ("pip",)
+#: What a target of Transformer Engine has, unless a list of its own says otherwise.
+GPU_MACHINE = HERE / "gpu_machine.txt"
 
 
 def main(words: Sequence[str] | None = None) -> None:
@@ -51,10 +62,13 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--python", default="3.12", metavar="VERSION")
     parser.add_argument("--platform", default="manylinux_2_28_x86_64")
     parser.add_argument("--te", type=Path, metavar="WHEEL", help="the compiled transformer-engine-torch")
+    parser.add_argument("--arch", type=int, default=90, metavar="90", help="the GPU architecture it is for")
+    parser.add_argument("--have", type=Path, metavar="LIST", help="packages that the target has")
     parser.add_argument("--out", type=Path, default=ROOT / "dist")
     given = parser.parse_args(words)
     given.out.mkdir(parents=True, exist_ok=True)
-    name = f"megatron-run-{VERSION}-py{given.python}-{given.platform}"
+    name = f"megatron-run-{VERSION}-py{given.python}-{given.platform}{f'-te-sm{given.arch}' if given.te else ''}"
+    had = had_there(given.have or (GPU_MACHINE if given.te else None))
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch) / name
         wheels = folder / "wheels"
@@ -62,12 +76,29 @@ def main(words: Sequence[str] | None = None) -> None:
         target = Target(given.python, given.platform)
         target.download(wheels, requirements(), dependencies=True)
         target.download(wheels, pinned(PEERS), dependencies=False)
-        parts = engine_parts(target, given.te, folder.parent, given.out / name) if given.te else []
-        made = [write_bundle(folder, given.python, given.out, parts), *parts]
-    for file in made:
-        print(f"{file.stat().st_size / MIB:6.1f} MiB  {file}")  # noqa: T201  # a command
-    if made[0].stat().st_size > LARGEST:
-        raise SystemExit(f"{made[0]} is larger than {LARGEST // MIB} MiB")
+        if given.te:
+            bring_engine(target, given.te, given.arch, folder)
+        left = leave_out(wheels, had, requirements(), ALWAYS)
+        made = write_bundle(folder, given.python, given.out, left)
+    size, largest = made.stat().st_size, LARGEST_TE if given.te else LARGEST
+    print(f"{size / MIB:6.1f} MiB  {made}, without {len(left)} packages that the target has")  # noqa: T201  # a command
+    if size > largest:
+        raise SystemExit(
+            f"{made} is larger than {largest // MIB} MiB: leave out what the target has with HAVE=LIST, which there "
+            "python3 -m pip list --format=freeze prints"
+        )
+
+
+def had_there(file: Path | None) -> dict[str, str]:
+    """What the list ``file`` names, with versions; nothing without a file. Another file ends the command."""
+    if file is None:
+        return {}
+    try:
+        return read_had(file.read_text("utf-8"))
+    except (OSError, InvalidRequirement) as error:
+        raise SystemExit(
+            f"{file} is no list of packages, as python3 -m pip list --format=freeze prints: {error}"
+        ) from None
 
 
 class Target:
@@ -116,34 +147,34 @@ def build_wheels(folder: Path) -> None:
     pip("wheel", "--no-deps", "--no-build-isolation", "-w", str(folder), *sources, MEGATRON_RUN_RELEASE="1")
 
 
-def engine_parts(target: Target, compiled: Path, scratch: Path, stem: Path) -> list[Path]:
-    """Transformer Engine in an archive beside the bundle, in parts."""
-    wheels = scratch / "te"
+def bring_engine(target: Target, compiled: Path, architecture: int, folder: Path) -> None:
+    """Transformer Engine for one architecture in the folder ``te``, and beside our wheels what it needs."""
+    wheels = folder / "te"
     version = compiled.name.split("-")[1]
     target.download(wheels, [f"{name}=={version}" for name in TE], dependencies=False)
+    target.download(folder / "wheels", TE_NEEDS, dependencies=False)
     shutil.copy(compiled, wheels)
-    packed = scratch / "te.tar"
-    with tarfile.open(packed, "w") as archive:
-        for file in sorted(wheels.iterdir()):
-            archive.add(file, f"wheels/{file.name}")
-    parts: list[Path] = []
-    with packed.open("rb") as whole:
-        while data := whole.read(PART):
-            parts.append(stem.with_name(f"{stem.name}.te.{len(parts):02d}"))
-            parts[-1].write_bytes(data)
-    return parts
+    (large,) = wheels.glob("transformer_engine_cu*.whl")
+    try:
+        narrow_wheel(large, TE_LIBRARY, architecture)
+    except FatbinError as error:
+        raise SystemExit(f"Transformer Engine {version} cannot be brought for ARCH={architecture}: {error}") from None
 
 
-def write_bundle(folder: Path, python: str, out: Path, parts: Sequence[Path]) -> Path:
-    """Pack ``folder``, which holds the wheels, with the checkout, ``install.sh`` and checksums."""
+def write_bundle(folder: Path, python: str, out: Path, left: Mapping[str, str]) -> Path:
+    """Pack ``folder``, which holds the wheels, with the checkout, ``install.sh`` and checksums.
+
+    ``left`` are the packages that the target has, which ``install.sh`` looks for there.
+    """
     pack_checkout(folder / "checkout.tar.gz")
-    ours = (f"{member.name}=={VERSION}" for member in BROUGHT)
-    (folder / "requirements.txt").write_text("\n".join((*ours, *pinned((*TESTING, *PEERS)), "")), "utf-8")
+    ours = [f"{member.name}=={VERSION}" for member in BROUGHT]
+    theirs = [Requirement(line) for line in pinned((*TESTING, *PEERS))]
+    lines = [*ours, *(one.name if one.name in left else str(one) for one in theirs)]
+    (folder / "requirements.txt").write_text("\n".join((*lines, "")), "utf-8")
+    (folder / "have.txt").write_text("".join(f"{name} {version}\n" for name, version in left.items()), "utf-8")
     script = (HERE / "install.sh").read_text("utf-8").replace("@PYTHON@", python)
     (folder / "install.sh").write_text(script, "utf-8")
     (folder / "install.sh").chmod(0o755)
-    if parts:
-        (folder / "TE_SHA256SUMS").write_text("".join(f"{digest(part)}  {part.name}\n" for part in parts), "utf-8")
     files = sorted(file for file in folder.rglob("*") if file.is_file())
     sums = "".join(f"{digest(file)}  {file.relative_to(folder)}\n" for file in files)
     (folder / "SHA256SUMS").write_text(sums, "utf-8")

@@ -4,8 +4,6 @@
 #
 #     ./install.sh [FOLDER]          the checkout goes to FOLDER (megatron-run), its environment to FOLDER/.venv
 #     PYTHON=python3.12 ./install.sh where that Python is another than python3
-#
-# Parts of Transformer Engine (*.te.00, ...) that lie in this folder or beside it are installed too.
 set -eu
 here=$(cd "$(dirname "$0")" && pwd)
 python=${PYTHON:-python3}
@@ -35,6 +33,21 @@ major, minor = sys.argv[1].split(".")[:2]
 sys.exit(not (2, 9) <= (int(major), int(minor)) < (3, 0))' "$version" ||
   fail "PyTorch $version is too old or too new: 2.9 or newer, below 3, is needed"
 
+# What the bundle leaves out because it was said to be here: a line for each package, with a version if one was named.
+absent=$("$python" -c 'import sys
+from importlib import metadata
+for line in open(sys.argv[1], encoding="utf-8"):
+    name, _, wanted = line.strip().partition(" ")
+    try:
+        found = metadata.version(name)
+    except metadata.PackageNotFoundError:
+        print(name, end=" ")
+        continue
+    if wanted and found != wanted:
+        print(f"{name}=={wanted} ({found} is)", end=" ")' "$here/have.txt")
+[ -z "$absent" ] ||
+  fail "this bundle leaves out packages that are not here: ${absent% }; make it with HAVE=LIST, which here $python -m pip list --format=freeze prints"
+
 mkdir -p "$folder"
 tar -xzf "$here/checkout.tar.gz" -C "$folder"
 "$python" -m venv --system-site-packages --without-pip "$folder/.venv"
@@ -53,15 +66,9 @@ install --no-deps megatron-core --find-links "$here/wheels"
 install --no-deps --ignore-installed "$here"/wheels/megatron_run*.whl # also over another one of the machine's
 install --find-links "$here/wheels" -r "$here/requirements.txt"
 
-if [ -f "$here/TE_SHA256SUMS" ]; then
-  first=$(head -n 1 "$here/TE_SHA256SUMS" | cut -d' ' -f3)
-  for parts in "$here" "$here/.."; do
-    [ -f "$parts/$first" ] || continue
-    (cd "$parts" && sha256sum --quiet -c "$here/TE_SHA256SUMS") || fail "parts of Transformer Engine are damaged"
-    cut -d' ' -f3 "$here/TE_SHA256SUMS" | (cd "$parts" && xargs cat) | tar -x -C "$folder/.venv"
-    install --no-deps "$folder"/.venv/wheels/*.whl
-    rm -r "$folder/.venv/wheels"
-  done
+if [ -d "$here/te" ]; then # the other packages lead its loader to the cuDNN that this PyTorch uses
+  install --no-deps --find-links "$here/wheels" einops
+  install --no-deps --ignore-installed "$here"/te/*.whl
 fi
 
 touch "$folder/.venv/.bundle" # by which make knows that nothing is to be installed

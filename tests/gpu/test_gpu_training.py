@@ -12,6 +12,7 @@ import torch
 
 from megatron_run.registry.discover import scan
 from tests.gpu.runs import APART, CPU, CUDA, losses, steps
+from tests.plugins.optional_library import skip_without
 
 GPT: tuple[str, ...] = ()
 EXPERTS = ("model.experts=4", "model.top_k=2")
@@ -148,7 +149,7 @@ CAPTURES = [entry.name for entry in scan().entries if entry.kind == "graph-captu
 def test_replayed_segments_give_what_eager_ones_give(capture: str, scope: str, device: str, tmp_path: Path) -> None:
     """With dropout, which a replay draws anew; bit for bit where kernels are the same ones."""
     if capture == "te":
-        pytest.importorskip("transformer_engine.pytorch", reason="needs Transformer Engine")
+        skip_without("transformer_engine")
         if device == "cpu":
             pytest.skip("Transformer Engine needs a GPU")
     model, names = SCOPES[scope]

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from megatron_run.registry.discover import Entry, SourceDigests
 from megatron_run_cli.reports import probe
@@ -27,3 +30,9 @@ def check_import(plugin: str, library: str, folder: Path) -> None:
     )
     done = forked_command((), folder, program="importing:program")
     assert done.returncode == 0, done.stderr
+
+
+def skip_without(library: str) -> None:
+    """Skip the test where ``library`` is not installed. Its plugin imports it, as in a run, where it is."""
+    if find_spec(library) is None:
+        pytest.skip(f"needs {library}")

@@ -64,7 +64,7 @@ def examine(runs: Path = Path("runs")) -> tuple[Finding, ...]:
         **_engine(),
         "runs folder": lambda: _writable(runs),
     }
-    return (*(_look(topic, look) for topic, look in topics.items()), *_plugins())
+    return (*(_look(topic, look) for topic, look in topics.items()), *_cuda_libraries(), *_plugins())
 
 
 def _engine() -> dict[str, Callable[[], str]]:
@@ -121,6 +121,29 @@ def _communication() -> str:
         raise RuntimeError("this torch was built without torch.distributed")
     found = {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available()}
     return ", ".join(name if here else f"no {name}" for name, here in found.items())
+
+
+def _cuda_libraries() -> Iterator[Finding]:
+    """The files of CUDA's libraries that torch and Transformer Engine use. ``AMBIGUOUS``: two of one are loaded."""
+    if find_spec("megatron_run_engine") is None:
+        return
+    import torch
+
+    from megatron_run_cli.reports.library_report import report_libraries
+    from megatron_run_engine.runtime.cuda_libraries import LIBRARIES
+
+    if torch.version.cuda is None:
+        return
+    try:
+        report = report_libraries()
+    except RuntimeError as error:
+        yield Finding("cuda", "FAILED", str(error))
+        return
+    if report.version:
+        why = f" cannot be imported: {report.problem}" if report.problem else ""
+        yield Finding("transformer-engine", "cannot run" if why else "ok", f"{report.version}{why}")
+    for library in LIBRARIES:
+        yield Finding(library, "AMBIGUOUS" if report.several(library) else "ok", report.line(library))
 
 
 def _writable(runs: Path) -> str:

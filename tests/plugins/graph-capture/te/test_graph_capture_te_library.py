@@ -27,6 +27,7 @@ from megatron_run_testing.graph_capture import graph_capture_checks
 from tests.contracts.conformance import failures
 from tests.plugins.engine.cuda_on_tapes import Machine, pretend, weak_refs
 from tests.plugins.graph_bench import Pipeline, whole_tensor_layers
+from tests.plugins.optional_library import skip_without
 
 pytestmark = [pytest.mark.te, pytest.mark.filterwarnings("default")]  # the library has warnings of its own
 
@@ -38,7 +39,7 @@ MAPS = ("attn", "moe_router", "moe_preprocess", "moe_combine")
 @pytest.fixture(scope="module")
 def engine() -> Engine:
     """The library, as a run finds it on a GPU."""
-    pytest.importorskip("transformer_engine.pytorch")
+    skip_without("transformer_engine")
     return find_engine(torch.device("cuda", 0))
 
 

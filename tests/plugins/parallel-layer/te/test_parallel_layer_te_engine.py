@@ -46,7 +46,7 @@ MESSAGES = {
     ),
     "broken": (
         "Transformer Engine 2.20.2 cannot be imported: ImportError: libcudnn.so.9: cannot open shared object file",
-        f"see the whole cause with --debug, or {INSTEAD}",
+        f"see the libraries of CUDA in megatron-run doctor, the whole cause with --debug, or {INSTEAD}",
     ),
 }
 

@@ -16,6 +16,7 @@ from megatron_run_parallel_layer_te.precision import Options
 from megatron_run_testing.build_contexts import single_process_context
 from megatron_run_testing.parallel_layer import parallel_layer_checks
 from tests.contracts.conformance import failures
+from tests.plugins.optional_library import skip_without
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("default")]  # the library has warnings of its own
 
@@ -35,7 +36,7 @@ print(active.value)
 
 def layers(context: BuildContext, **options: Any) -> ParallelLayers:
     """The factory as a run makes it; the test is skipped where the library is missing."""
-    pytest.importorskip("transformer_engine.pytorch")
+    skip_without("transformer_engine")
     made: ParallelLayers = megatron_run_create_parallel_layer(context, Options(**options))
     return made
 
@@ -51,7 +52,7 @@ def test_the_real_layers_conform(fused: bool, delayed: bool) -> None:
 
 
 def test_a_launcher_that_has_asked_holds_no_context_on_the_gpu() -> None:
-    pytest.importorskip("transformer_engine.pytorch")
+    skip_without("transformer_engine")
     done = subprocess.run([sys.executable, "-c", ASKING], check=True, timeout=120, capture_output=True, text=True)
     assert done.stdout.split()[-1] == "0"
 

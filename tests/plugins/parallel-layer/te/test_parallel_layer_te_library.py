@@ -26,6 +26,7 @@ from megatron_run_testing.build_contexts import single_process_context
 from tests.plugins.engine import recipes, stand_in
 from tests.plugins.engine.cuda_on_tapes import pretend
 from tests.plugins.engine.layers import STAND_IN
+from tests.plugins.optional_library import skip_without
 
 pytestmark = [pytest.mark.te, pytest.mark.filterwarnings("default")]  # the library has warnings of its own
 
@@ -38,7 +39,7 @@ INIT = Init("normal", 0.02)
 @pytest.fixture
 def engine(monkeypatch: pytest.MonkeyPatch) -> Engine:
     """The library as a run finds it, which believes that there is a GPU."""
-    pytest.importorskip("transformer_engine.pytorch")
+    skip_without("transformer_engine")
     pretend(monkeypatch)
     return find_engine(torch.device("cuda", 0))
 

@@ -1,0 +1,95 @@
+"""Transformer Engine for the plugins that need it: found, new enough, imported; or one line that says why not.
+
+It is imported with the copies of CUDA's libraries that torch has loaded (:mod:`.cuda_libraries`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from typing import Any
+
+from packaging.version import Version
+
+from megatron_run.errors import PluginError
+from megatron_run_engine.runtime.cuda_libraries import led_to_loaded
+
+
+@dataclass(frozen=True)
+class Need:
+    """What a plugin needs of the library.
+
+    ``plugin`` is named in messages, as in ``parallel-layer=te``, and ``distribution`` has the extra ``engine``.
+    ``reason`` says why ``minimum`` is the oldest release, and ``instead`` what works without the library.
+    """
+
+    plugin: str
+    distribution: str
+    minimum: str
+    reason: str
+    instead: str
+
+    def refusal(self, what: str, why: str, fix: str) -> PluginError:
+        """The error that ends with the plugin's alternative."""
+        return PluginError(what, why=why, fix=f"{fix}, or {self.instead}")
+
+
+def import_transformer_engine(need: Need, *modules: str) -> list[Any]:
+    """Import the (untyped) ``modules`` of the library, such as ``transformer_engine.pytorch``.
+
+    Raises :class:`PluginError` without the library, with its empty meta package, with a release that is too old, and
+    with one that cannot be imported.
+    """
+    found = installed_version()
+    if found is not None and Version(found) < Version(need.minimum):
+        install = _install("--upgrade ", f"transformer-engine[pytorch]>={need.minimum}")
+        raise need.refusal(f"Transformer Engine {found} is too old for {need.plugin}", need.reason, install)
+    if find_spec("transformer_engine") is None:
+        install = _install("", f"{need.distribution}[engine]")
+        raise need.refusal(f"{need.plugin} needs Transformer Engine, which is not installed", "", install)
+    try:
+        return import_led(*modules)
+    except Exception as cause:  # a library built for another machine may raise anything
+        raise _why_not_imported(cause, found, need) from cause
+
+
+def import_led(*modules: str) -> list[Any]:
+    """Import ``modules`` of the library with the files of CUDA's libraries that torch uses; raises what it raises."""
+    with led_to_loaded():
+        return [import_module(name) for name in modules]
+
+
+def installed_version() -> str | None:
+    """The version in the package's metadata; None without metadata, as on a path added by hand."""
+    try:
+        return version("transformer-engine")
+    except PackageNotFoundError:
+        return None
+
+
+def _why_not_imported(cause: Exception, found: str | None, need: Need) -> PluginError:
+    """The package on PyPI holds Python files only; its extra ``pytorch`` brings the compiled extension."""
+    try:
+        version("transformer-engine-torch")
+        empty = False
+    except PackageNotFoundError:
+        empty = isinstance(cause, FileNotFoundError) or "meta package" in str(cause)
+    if empty:
+        exactly = f"=={found}" if found else f">={need.minimum}"
+        return need.refusal(
+            "the transformer-engine that is installed is its empty meta package",
+            "its extension for PyTorch, transformer-engine-torch, is not installed",
+            _install("", f"transformer-engine[pytorch]{exactly}"),
+        )
+    return need.refusal(
+        f"Transformer Engine {found or ''} cannot be imported".replace("  ", " "),
+        f"{type(cause).__name__}: {' '.join(str(cause).split())}",
+        "see the libraries of CUDA in megatron-run doctor, the whole cause with --debug",
+    )
+
+
+def _install(flags: str, what: str) -> str:
+    """The command to type. The package builds against the installed torch, hence without build isolation."""
+    return f"type: pip install {flags}--no-build-isolation '{what}'"
