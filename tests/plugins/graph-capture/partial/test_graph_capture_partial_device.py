@@ -17,18 +17,19 @@ from megatron_run.config.request import Request
 from megatron_run.contracts import Microbatch, Schedule, Segment
 from megatron_run.contracts.schedule import Action
 from megatron_run_engine.builtin.model.gpt import GptOptions
+from megatron_run_engine.runtime import offload
 from megatron_run_graph_capture_partial.backend import Graph, Place, weak_alias
 from megatron_run_graph_capture_partial.recording import Recording, _Gradient
 from megatron_run_schedule_1f1b import OneForwardOneBackward
 from megatron_run_schedule_interleaved import Interleaved
 from megatron_run_schedule_zero_bubble.h1 import ZeroBubbleH1
-from megatron_run_schedule_zero_bubble.v import ZeroBubbleV
 from megatron_run_testing.build_contexts import example_microbatch, single_process_context
 from megatron_run_testing.graph_capture import graph_capture_checks
 from tests.contracts.conformance import failures
 from tests.plugins.device_graphs import DeviceBackend, device_capture
 from tests.plugins.graph_bench import Pipeline
 from tests.support.device_memory import Device
+from tests.support.late_copies import LateCopies
 from tests.support.training import train_here
 
 DENSE = GptOptions(num_layers=2, hidden_size=16, num_heads=2, vocab_size=32, dropout=0.1)
@@ -75,13 +76,11 @@ CASES = {
     "zb-h1": case(SPLIT, DENSE, "attn"),
     "zb-h1, by slot": case(SPLIT, DENSE, "mlp", night=True, **BY_SLOT),
     "zb-h1, gradients that W reads": case(SPLIT, STILL, "embedding", "attn", "head", "loss"),
-    "zb-v": case((ZeroBubbleV(), 3), FOUR, "attn", chunks=2, night=True),
     "experts": case(PIPED, EXPERTS, "attn", "moe_router", "moe_preprocess", "moe_combine"),
     "experts, split": case(SPLIT, EXPERTS, "attn", "moe_router", "moe_combine", night=True),
     "padded experts": case(ALONE, PADDED, "attn", *WHOLE_LAYER),
     "recomputed": case(PIPED, DENSE, "attn", train={"recompute": "full"}),
     "recomputed within": case(PIPED, STILL, "attn", "mlp", night=True, train={"recompute": ("mlp",)}),
-    "offloaded beside": case(SPLIT, DENSE, "mlp", night=True, train={"offload": ("attn",), "recompute": ("mlp",)}),
 }
 
 
@@ -99,6 +98,31 @@ def test_steps_are_eager_ones_bit_for_bit(
         captured.start_capture()
         for number in (2, 3):
             assert expected[number - 1].losses_and_weights_equal(captured.step(number))
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(
+    ("plan", "scope", "train"),
+    [(PIPED, "attn", {"offload": ("mlp",)}), (SPLIT, "mlp", {"offload": ("attn",), "recompute": ("attn",)})],
+    ids=["1f1b", "zb-h1, recomputed"],
+)
+def test_what_segments_beside_graphs_save_leaves_the_device_and_comes_back(
+    plan: tuple[Schedule, int], scope: str, train: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They save what graphs have left in their pool. Copies are as late as they may be."""
+    copies = [LateCopies(name, [], to_host=name == "out") for _ in range(2) for name in ("out", "back")]
+    waiting = iter(copies)
+    monkeypatch.setattr(offload, "CpuCopies", lambda: next(waiting))
+    eager = Pipeline(*plan, stages=2, model=DENSE)
+    expected = [eager.step(number) for number in (1, 2, 3)]
+    with Device():
+        captured = Pipeline(*plan, stages=2, model=DENSE, make=partial(device_capture, scope=(scope,)), train=train)
+        assert expected[0].losses_and_weights_equal(captured.step(1))
+        captured.start_capture()
+        for number in (2, 3):
+            assert expected[number - 1].losses_and_weights_equal(captured.step(number))
+    assert all(each.log for each in copies[:2]), "the first stage holds several microbatches"
+    assert not any(each.lost for each in copies)
 
 
 @pytest.mark.timeout(60)
