@@ -72,7 +72,7 @@ class Device(TorchDispatchMode):
             moved = self.memory.like(tensor)
             return moved if func in WITHOUT_VALUES else moved.copy_(tensor)
 
-        return tree_map_only(Tensor, place, result)
+        return place(result) if isinstance(result, Tensor) else tree_map_only(Tensor, place, result)
 
 
 @cache
