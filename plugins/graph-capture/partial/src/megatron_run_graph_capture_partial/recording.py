@@ -172,9 +172,8 @@ class Recording:
         around = [place for place in (*graph.inputs, *graph.outputs, *graph.output_gradients) if place is not None]
         made = [g if g is None else _Gradient(g, Place.of_result(g, graph.backward, around)) for g in found]
         graph.input_gradients = tuple(None if gradient is None else gradient.place for gradient in made)
-        self._keep_gradients(
-            region, key, {name: g for name, g in zip(region.inputs, made, strict=True) if g is not None}, keep=keep
-        )
+        by_name = {name: gradient for name, gradient in zip(region.inputs, made, strict=True) if gradient is not None}
+        self._keep_gradients(region, key, by_name, keep=keep)
 
     def _output_gradients(self, region: Region, key: Key, outputs: Sequence[Tensor]) -> list[_Gradient | None]:
         """Gradients of the outputs: those of the region that follows directly in place, else static buffers."""

@@ -25,10 +25,9 @@ class RegionGraph:
     """A region's forward and backward at fixed addresses.
 
     ``inputs``, ``outputs``, ``output_gradients`` and ``input_gradients`` are these addresses, None without gradient.
-    ``chained`` inputs are the preceding region's outputs, in place. ``arrivals`` are the parameters
-    whose gradients the backward adds to their ``main_grad``. Outputs of the ``last`` region of a chunk and input
-    gradients of the ``first`` leave as copies: a message or the next chunk may read them after the graph's memory is
-    reused.
+    ``chained`` inputs are the preceding region's outputs, in place. ``arrivals`` are the parameters whose gradients the
+    backward adds to their ``main_grad``. Outputs of the ``last`` region of a chunk and input gradients of the ``first``
+    leave as copies: a message or the next chunk may read them after the graph's memory is reused.
     """
 
     region: Region
