@@ -23,7 +23,7 @@ CAPTURE = "graph-capture=partial,scope=attn,moe_router,moe_preprocess"
 @pytest.fixture(autouse=True)
 def without_activations(monkeypatch: pytest.MonkeyPatch) -> None:
     """A dry run counts activations for seconds, and nobody reads them here."""
-    monkeypatch.setattr(dry_run, "_step_memory", lambda _: None)
+    monkeypatch.setattr(dry_run, "_step_memory", lambda *_: None)
 
 
 def request(*plugins: str, sets: tuple[str, ...] = (), nproc: int | None = None) -> Request:
