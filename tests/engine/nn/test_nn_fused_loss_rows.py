@@ -195,7 +195,6 @@ def check_written(found: dict[str, Any]) -> None:
     assert "modified by an inplace operation" in found["another reader"]
 
 
-@pytest.mark.te
 @pytest.mark.multiproc
 class TestInterpreted:
     @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))
