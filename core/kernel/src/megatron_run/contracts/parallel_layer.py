@@ -185,7 +185,8 @@ class ParallelLayers(ABC):
         """(logits [s, b, padded vocab / t], labels [b, s]) -> loss per token [s, b], fp32; padding is not a class.
 
         In training, ``label_smoothing`` e gives ``(1 - e) * nll + e * mean over the vocabulary of -log p`` (Szegedy et
-        al. 2016, as PyTorch defines it); evaluations use the plain loss.
+        al. 2016, as PyTorch defines it); evaluations use the plain loss. The backward may write the gradient over
+        logits that are no leaf: a model reads them before it, and no one else saves them for a backward.
         """
 
     def linear_cross_entropy(self, vocab: int, label_smoothing: float, chunks: int) -> nn.Module:
