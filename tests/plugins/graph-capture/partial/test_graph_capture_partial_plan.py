@@ -16,7 +16,7 @@ from megatron_run_engine.launch import train
 from tests.plugins.graph_bench import SMALL, Pipeline
 from tests.support.checkout import ROOT
 
-EXPERTS = ("model.experts=4", "model.top_k=2")
+EXPERTS = ("model.experts=4", "model.top_k=2", "model.expert_capacity_factor=1.0")
 CAPTURE = "graph-capture=partial,scope=attn,moe_router,moe_preprocess"
 
 
