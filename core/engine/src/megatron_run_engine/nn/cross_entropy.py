@@ -1,8 +1,10 @@
 """Cross entropy over a vocabulary that may be split over ranks.
 
-Memory: the only tensors as large as the logits are the logits, kept for the backward, and their gradient. Everything in
-fp32 is computed a few rows at a time; on a CPU these rows fit into its caches. :func:`linear_cross_entropy` has the
-output layer within and holds neither: it makes the logits of some tokens at a time, and in the backward again.
+Memory: the only tensors as large as the logits are the logits, kept for the backward, and their gradient. On a CPU
+everything in fp32 is computed a few rows at a time, which fit into its caches. On a GPU two kernels (:mod:`.fused`)
+read the logits once each, and where the loss alone reads them, the second writes the gradient over them. Without Triton
+and in float64 a GPU computes all rows at once, in fp32 copies. :class:`LinearCrossEntropy` has the output layer within
+and holds neither: it makes the logits of some tokens at a time, and in the backward again.
 
 Legend: s sequence, b micro batch, N = s*b tokens, h hidden, v vocabulary, p padded vocabulary, t ranks that share it,
 q = p/t columns of this rank, r <= q of them real, c rows at a time.
@@ -18,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from megatron_run_engine.nn.fused import fuses, row_statistics, write_gradient
 from megatron_run_engine.nn.linear import add_product
 from megatron_run_engine.nn.parameter import owned
 from megatron_run_engine.runtime.comm import ALONE
@@ -48,12 +51,15 @@ def cross_entropy(
     sums that make up the loss (Shoeybi et al. 2019, section 3). ``label_smoothing`` e gives
     ``(1 - e) * nll + e * mean over v of -log p``. A label outside the vocabulary raises, as in :func:`owned`.
     """
-    result: Tensor = _CrossEntropy.apply(logits, labels, vocab, label_smoothing, peers)  # type: ignore[no-untyped-call]  # torch's
-    return result
+    return _cross_entropy(logits, labels, vocab, label_smoothing, peers, False)
 
 
 class CrossEntropy(nn.Module):
-    """Loss per token over the unpadded vocabulary, split over ``peers``; labels are smoothed in training only."""
+    """Loss per token over the unpadded vocabulary, split over ``peers``; labels are smoothed in training only.
+
+    On a GPU the backward writes the gradient over logits that an operation made: nobody may read them afterwards.
+    PyTorch refuses where autograd would, and a second backward is refused here. Logits that are a leaf stay.
+    """
 
     def __init__(self, vocab: int, label_smoothing: float = 0.0, peers: ParallelGroup = ALONE) -> None:
         super().__init__()
@@ -63,8 +69,8 @@ class CrossEntropy(nn.Module):
         """Logits [s, b, q], labels [b, s] -> [s, b], at least fp32."""
         smoothing = self.label_smoothing if self.training else 0.0
         labels = labels.t().flatten()  # [b, s] -> [s*b]
-        loss = cross_entropy(logits.flatten(0, 1), labels, self.vocab, smoothing, self.peers)  # [s*b]
-        return loss.view(logits.shape[:2])
+        rows, reuses = logits.flatten(0, 1), not (logits if logits._base is None else logits._base).is_leaf
+        return _cross_entropy(rows, labels, self.vocab, smoothing, self.peers, reuses).view(logits.shape[:2])
 
 
 class LinearCrossEntropy(nn.Module):
@@ -109,19 +115,45 @@ class _Statistics(NamedTuple):
 
 
 class _CrossEntropy(torch.autograd.Function):
+    """Saves the logits; the backward may write over them if it ``reuses`` their memory, and then runs only once."""
+
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, labels: Tensor, vocab: int, smoothing: float, peers: ParallelGroup) -> Tensor:
+    def forward(
+        ctx: Any,
+        logits: Tensor,
+        labels: Tensor,
+        vocab: int,
+        smoothing: float,
+        peers: ParallelGroup,
+        reuses: bool,
+    ) -> Tensor:
         loss, found = _losses([logits], logits.shape[1], labels, vocab, smoothing, peers)
         ctx.save_for_backward(logits, *found[:4])
         ctx.real, ctx.vocab, ctx.smoothing = found.real, vocab, smoothing
+        ctx.reuses, ctx.spent = reuses and fuses(logits), False
         return loss
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        if ctx.spent:
+            raise RuntimeError(
+                "the backward of a cross entropy ran twice: the first one wrote the gradient over the logits; "
+                "compute the loss again, or call megatron_run_engine.nn.cross_entropy, which keeps them"
+            )
         logits, column, mine, largest, total = ctx.saved_tensors
         found = _Statistics(column, mine, largest, total, ctx.real)
-        result = _logits_gradient(logits, found, grads[0], ctx.vocab, ctx.smoothing)
-        return result, None, None, None, None
+        ctx.spent, out = ctx.reuses, None
+        if ctx.reuses:
+            out = logits.detach()
+            torch.autograd.graph.increment_version(out)  # so that autograd refuses whoever else has saved the logits
+        result = _logits_gradient(logits, found, grads[0], ctx.vocab, ctx.smoothing, out)
+        return result, *(None,) * 5
+
+
+def _cross_entropy(*arguments: Any) -> Tensor:
+    """:class:`_CrossEntropy` of its ``arguments``."""
+    result: Tensor = _CrossEntropy.apply(*arguments)  # type: ignore[no-untyped-call]  # torch's
+    return result
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -183,11 +215,9 @@ def _losses(
     column, mine = owned(labels, first, real, vocab)
     sums, start = list[tuple[Tensor, ...]](), 0
     for piece in pieces:
-        classes, of_labels = piece[:, :real], column[start : start + len(piece)]
-        parts = [_row_sums(classes[rows], spreads=smoothing > 0) for rows in _row_blocks(piece)]
-        sums.append((_logit_at(classes, of_labels), *(torch.cat(each) for each in zip(*parts, strict=True))))
+        sums.append(_row_statistics(piece, column[start : start + len(piece)], real, spreads=smoothing > 0))
         start += len(piece)
-    target, top, total, *spread = (torch.cat(each) for each in zip(*sums, strict=True))  # each [N], of this rank alone
+    top, total, target, *spread = (torch.cat(each) for each in zip(*sums, strict=True))  # each [N], of this rank alone
     # Logits enter the exponential as differences to the largest of all ranks: exp cannot overflow.
     largest = peers.max_(top.clone())  # a copy, since max_ works in place and `top` is read below
     # A rank that holds padding only has no maximum to rescale from.
@@ -207,8 +237,12 @@ def _logits_gradient(
     ``out`` may be the logits themselves.
     """
     column, mine, largest, total, columns = found
-    real, scale, smooth = logits[:, :columns], grad / total, smoothing / vocab * grad
     result = torch.empty_like(logits) if out is None else out
+    if fuses(logits):
+        of_rows, weights = (largest, total, grad.contiguous()), (columns, 1 - smoothing, smoothing / vocab)
+        write_gradient(logits, result, (column, mine), of_rows, weights)
+        return result
+    real, scale, smooth = logits[:, :columns], grad / total, smoothing / vocab * grad
     if columns:
         # The label's column is computed in fp32: subtracting one_hot from the rounded softmax would round twice.
         likely = torch.where(mine, grad * (1 - smoothing), 0.0)
@@ -220,6 +254,16 @@ def _logits_gradient(
     if columns:
         result[torch.arange(len(column), device=column.device), column] = at_label.to(result.dtype)
     return result
+
+
+def _row_statistics(logits: Tensor, column: Tensor, columns: int, *, spreads: bool) -> tuple[Tensor, ...]:
+    """The statistics of :func:`.fused.row_statistics` of logits [c, q], of which ``columns`` are real; each is [c]."""
+    if fuses(logits):
+        return row_statistics(logits, column, columns, spreads=spreads).unbind()
+    real = logits[:, :columns]
+    parts = [_row_sums(real[rows], spreads=spreads) for rows in _row_blocks(logits)]
+    top, total, *spread = (torch.cat(each) for each in zip(*parts, strict=True))
+    return top, total, _logit_at(real, column), *spread
 
 
 def _row_sums(real: Tensor, *, spreads: bool) -> tuple[Tensor, ...]:

@@ -1,0 +1,18 @@
+"""Operations that pass over a large tensor once, as kernels in Triton, for devices that wait for their memory.
+
+On a CUDA device every operation of torch is a pass over memory. Where several of them follow each other on a tensor as
+large as the logits, one kernel takes their place. The operations are torch's, registered in ``torch.library``, so that
+captured and compiled graphs contain them; under fake tensors they say shapes and run nothing. Layers ask :func:`fuses`
+and keep their own code for everything else: CPUs, float64, a torch without Triton.
+
+- :mod:`loss_rows` : statistics of rows of logits, and their gradient
+- :mod:`column_sums` : the sum of a matrix's rows, added to an fp32 total
+
+The kernels themselves, :mod:`loss_kernels` and :mod:`sum_kernels`, import Triton, and are imported when the first of
+them runs. With ``TRITON_INTERPRET=1`` in the environment, Triton's interpreter runs them on CPU tensors too, slowly.
+"""
+
+from megatron_run_engine.nn.fused.availability import fuses
+from megatron_run_engine.nn.fused.loss_rows import row_statistics, write_gradient
+
+__all__ = ["fuses", "row_statistics", "write_gradient"]
