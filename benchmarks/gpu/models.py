@@ -48,7 +48,7 @@ CAPTURES: Mapping[str, tuple[tuple[str, ...], Mapping[str, Any], str]] = {
     "eager": ((), {}, ""),
     "partial": (("graph-capture=partial,scope={scope}",), {}, ""),
     "whole step": (("graph-capture=partial,scope=step",), {}, ""),
-    "compile": (("graph-capture=compile,scope={scope}",), {}, ""),
+    "compile": (("graph-capture=compile",), {}, ""),
     "te": (("parallel-layer=te", "graph-capture=te,scope={scope}"), {}, "transformer_engine"),
 }
 SCOPES = {
@@ -148,18 +148,11 @@ def peer(device: str, name: str, shape: Shape, *, compiled: bool) -> Side | str:
 
 
 def graphs(device: str, *, quick: bool) -> dict[str, Any]:
-    """The piece: eager beside captured, on small layers, on layers of experts, and on those that are padded.
-
-    Dropless experts wait for the host in every layer, so that no step of theirs is captured whole.
-    """
+    """The piece: eager beside captured, on small layers, on layers of experts, and on those that are padded."""
     return {
         size: {
             "shape": str(shape_of(size, quick=quick)),
-            "sides": {
-                name: alone(measure_side, device, size=size, name=name, quick=quick)
-                for name in CAPTURES
-                if (size, name) != ("experts", "whole step")
-            },
+            "sides": {name: alone(measure_side, device, size=size, name=name, quick=quick) for name in CAPTURES},
         }
         for size in SCOPES
     }
