@@ -49,7 +49,8 @@ def test_a_cpu_leaves_the_bits_of_groups_that_the_host_knows(counts: list[int], 
     assert torch.equal(groups.of_rows, known.of_rows)
     wide = torch.promote_types(dtype, torch.float32)
     mine, other = (torch.ones(len(counts), INPUTS, OUTPUTS, dtype=wide) for _ in range(2))
-    groups.add_products(mine, rows, grad), known.add_products(other, rows, grad)
+    groups.add_products(mine, rows, grad)
+    known.add_products(other, rows, grad)
     assert torch.equal(mine, other)
 
 

@@ -146,7 +146,7 @@ def _functional(graph: fx.GraphModule, who: str) -> Callable[..., Any]:
 
     def checked(*given: Any) -> Any:
         results = graph(*given)
-        if any(torch._functionalize_has_data_mutation(x.elem) for x in given):
+        if any(torch._functionalize_has_data_mutation(x.elem) for x in given):  # type: ignore[attr-defined]  # torch's
             raise GraphCaptureError(
                 f"{who} cannot be compiled",
                 why="it writes to a tensor that it reads from elsewhere",
