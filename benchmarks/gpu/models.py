@@ -50,7 +50,7 @@ CAPTURES: Mapping[str, tuple[tuple[str, ...], Mapping[str, Any], str]] = {
     "eager": ((), {}, ""),
     "partial": (("graph-capture=partial,scope={scope}",), {}, ""),
     "whole step": (("graph-capture=partial,scope=step",), {}, ""),
-    "compile": (("graph-capture=compile,scope={scope}",), {}, ""),
+    "compile": (("graph-capture=compile",), {}, ""),
     "te": (("parallel-layer=te", "graph-capture=te,scope={scope}"), {}, "transformer_engine"),
 }
 SCOPES = {
@@ -165,14 +165,10 @@ def peer(device: str, name: str, shape: Shape, *, compiled: bool) -> Side | str:
 
 
 def graphs(day: Day) -> Iterator[dict[str, Any]]:
-    """The piece: eager beside captured, on small layers, on layers of experts, and on those that are padded.
-
-    Dropless experts wait for the host in every layer, so that no step of theirs is captured whole.
-    """
+    """The piece: eager beside captured, on small layers, on layers of experts, and on those that are padded."""
     record: dict[str, Any] = {}
     for size in SCOPES:
-        names = [name for name in CAPTURES if (size, name) != ("experts", "whole step")]
         sides = record.setdefault(size, {"shape": str(shape_of(size, quick=day.quick)), "sides": {}})["sides"]
-        for name, found in in_turn(measure_side, day, {name: {"size": size, "name": name} for name in names}):
+        for name, found in in_turn(measure_side, day, {name: {"size": size, "name": name} for name in CAPTURES}):
             sides[name] = found
             yield record
