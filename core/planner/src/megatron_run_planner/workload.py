@@ -40,7 +40,8 @@ class Model:
     ``head_extra`` weights of the head beside the product with the vocabulary, which it lacks without ``logits``, and
     ``pooled`` weights that see one token of a row. ``loss_chunks`` are the parts in which logits are made. With
     ``rotary`` positions rotated queries and keys are kept beside the projection's, with ``dropout`` its masks, and with
-    ``keeps_gate`` the gate's activation. ``unread`` weights of a layer are known by their number alone.
+    ``keeps_gate`` the gate's activation. ``biased`` products add vectors. ``unread`` weights of a layer are known by
+    their number alone.
 
     With ``encoder_layers``, so many layers come first and read a text of their own, of ``across`` tokens; the others
     attend to what these made of it, by four more matrices.
@@ -73,6 +74,7 @@ class Model:
     rotary: bool = False
     dropout: bool = True
     keeps_gate: bool = False
+    biased: bool = True
     unread: float = 0.0
     encoder_layers: int = 0
     across: int = 0

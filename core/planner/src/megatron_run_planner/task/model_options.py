@@ -46,6 +46,7 @@ class _Options(BaseModel):
     ffn_size: int | None = None
     vocab_size: int | None = None
     activation: str = "gelu"
+    bias: bool = True
     position: str = "learned"
     max_positions: int | None = None
     token_types: int = 0
@@ -140,6 +141,7 @@ def read_model(word: str, given: Mapping[str, Any], sequence: int, vocabulary: i
         pooled=options.hidden_size**2 if bert and options.head in _POOLED else 0,
         logits=words,
         loss_chunks=options.loss_chunks,
+        biased=options.bias,
         keeps_gate=options.activation.startswith("geglu"),
         dropout=options.dropout > 0,
         rotary=options.position == "rope" and not options.latent,
