@@ -61,7 +61,7 @@ class OurTraining(Side):
         plugins: Sequence[str] = (),
     ) -> None:
         self._loss = _LastLoss()
-        run = load_config(_config(shape, precision), plugins=[*plugins, self._loss], sets=sets or {})
+        run = load_config(configuration(shape, precision), plugins=[*plugins, self._loss], sets=sets or {})
         self._folder = tempfile.TemporaryDirectory()
         folder, stop = RunFolder(Path(self._folder.name), 1), StopRequest()
         stop.stop(ExitCode.SIGTERM)
@@ -109,7 +109,7 @@ def _save_nothing(*_: object, **__: object) -> list[CheckpointMetrics]:
     return []
 
 
-def _config(shape: Shape, precision: Precision) -> dict[str, Any]:
+def configuration(shape: Shape, precision: Precision) -> dict[str, Any]:
     """Everything that is not the network or the update stands at its default."""
     samples = shape.micro_batch * shape.microbatches
     return {

@@ -101,10 +101,12 @@ def test_buffers_are_those_of_messages_gathers_and_experts() -> None:
     whole = 2 * 3 * model.sequence * model.hidden
     assert communication(model, Split(tensor=4, data=8)) == 0
     assert communication(model, split) == 4 * whole
-    assert communication(model, replace(split, sequence_parallel=True)) == 4 * whole / 4 + 2 * whole
+    assert communication(model, replace(split, sequence_parallel=True)) == 4 * whole / 4
+    assert communication(model, split, [True, False]) == 3 * whole
+    assert communication(model, split, [False, True]) == 2 * whole
     routed = replace(model, experts=8, top_k=2)
     assert communication(routed, Split(micro_batch=3, data=4, expert=4)) == 4 * whole
     held = rank_memory(model, split, 4, [True, False], 4)
-    assert held.communication == communication(model, split)
+    assert held.communication == communication(model, split, [True, False])
     full = replace(split, recompute="full")
-    assert rank_memory(model, full, 4, [True, False], 4).activations > recomputed(model, full) > 0
+    assert rank_memory(model, full, 4, [True, False], 4).temporaries > recomputed(model, full) > 0

@@ -35,7 +35,8 @@ def test_the_peak_with_the_kernels_of_a_gpu_is_what_was_counted() -> None:
     request = Configuration(1, (), {"model.num_layers": 1, "data.vocab_size": 2000}, sequence=32).request
     planned, live = interpreted(interpreted_bytes, request.to_json())
     assert planned == pytest.approx(live, rel=0.01)  # a tenth less than with another tensor for the logits' gradient
-    assert planned_bytes(request, gpu=True) == [planned]
+    # Beside the kernels a GPU has one for its attention, where a CPU multiplies and keeps the scores.
+    assert planned_bytes(request, gpu=True)[0] == pytest.approx(planned, rel=0.005)
     assert planned_bytes(request)[0] > 1.1 * planned
 
 

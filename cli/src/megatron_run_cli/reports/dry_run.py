@@ -184,10 +184,11 @@ def _captures_text(captures: Sequence[CaptureSize], plan: Plan) -> str:
 
 
 def _step_memory(run: ResolvedRun, device: Device | None = None) -> list[dict[str, int]] | None:
-    """As the engine counts it for ``device``, or else for the run's own."""
+    """As the engine counts it for ``device``, or else for the one on which the run would start here."""
+    from megatron_run_engine.training.process import starts_on_gpu
     from megatron_run_engine.training.step_memory import step_memory
 
-    return step_memory(run, gpu=device.cores is None if device else run.config.run.device == "cuda")
+    return step_memory(run, gpu=device.cores is None if device else starts_on_gpu(run))
 
 
 def _parameters_text(size: ModelSize, counted: list[dict[str, int]] | None) -> str:

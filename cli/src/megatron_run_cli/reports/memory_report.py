@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from megatron_run_planner.remedies import Remedies, Remedy
     from megatron_run_planner.task import Task
 
+#: What allocator, context and libraries take beside the tensors, where there is a device.
+_RESERVE = "reserve"
 #: What a rank holds by role, bottom up: the letter in a bar, and Okabe and Ito's colours.
 ROLES = {
     "parameters": ("p", "#0072b2"),
@@ -32,12 +34,13 @@ ROLES = {
     "frozen": ("f", "#999999"),
     "activations": ("a", "#e69f00"),
     "temporaries": ("t", "#d55e00"),
-    "logits": ("l", "#f7c873"),
     "communication": ("c", "#cc79a7"),
-    "reserve": ("x", "#d9d9d9"),
+    _RESERVE: ("x", "#d9d9d9"),
 }
 #: A copy of the state for asynchronous saves lies in host memory.
 _ON_HOST = "staging"
+#: What a step takes beside parameters and state.
+_OF_A_STEP = ("activations", "temporaries", "communication")
 _WIDTH, _PIXELS, _GIB, _MIB = 80, 640.0, 2**30, 2**20
 
 
@@ -54,8 +57,13 @@ class StageMemory:
     counted: bool
 
     @property
+    def tensors(self) -> list[float]:
+        """Bytes of the tensors of each stage, of which most live at once: what torch's peak of a GPU tells."""
+        return [sum(held for role, held in stage.items() if role != _RESERVE) for stage in self.stages]
+
+    @property
     def needed(self) -> list[float]:
-        """Bytes of each stage."""
+        """Bytes of each stage: of the tensors and the reserve."""
         return [sum(stage.values()) for stage in self.stages]
 
     @property
@@ -100,10 +108,10 @@ def stage_memories(
                 held |= counted[stage]
             elif planned:
                 told = planned[stage]
-                held |= {"activations": told.activations, "logits": told.logits, "communication": told.communication}
+                held |= {role: getattr(told, role) for role in _OF_A_STEP}
         if device:
             total = sum(held.values())
-            held["reserve"] = with_reserve(total) - total
+            held[_RESERVE] = with_reserve(total) - total
         found.append({role: held[role] for role in ROLES if held.get(role)})
     return StageMemory(tuple(found), device, task, counted is not None)
 
@@ -126,9 +134,9 @@ def memory_text(memory: StageMemory) -> str:
     scale = max([*needed, device.memory if device else 0.0]) / _WIDTH or 1.0
     limit = round(device.memory / scale) if device else _WIDTH
     lines = [f"memory of a rank{f', of {_amount(device.memory)} on {device.name}' if device else ''}"]
-    for stage, (held, total) in enumerate(zip(memory.stages, needed, strict=True)):
+    for stage, (held, tensors) in enumerate(zip(memory.stages, memory.tensors, strict=True)):
         bar = _bar(held, scale).ljust(limit)
-        lines.append(f"stage {stage} |{bar[:limit]}|{bar[limit:]} {_amount(total)}")
+        lines.append(f"stage {stage} |{bar[:limit]}|{bar[limit:]} {_amount(tensors)}")
     used = [role for role in ROLES if any(role in held for held in memory.stages)]
     lines.append(", ".join(f"{ROLES[role][0]} {role.replace('_', ' ')}" for role in used))
     return "\n".join([*lines, *([_verdict(memory), *_advice(memory)] if device else [])])
@@ -151,7 +159,9 @@ def _verdict(memory: StageMemory) -> str:
     rest = f"{_amount(abs(room))} {'to spare' if room >= 0 else 'too much'}"
     source = "" if memory.counted else "; activations by the planner" if memory.task else "; activations not counted"
     fits = "fits" if memory.fits else "does not fit"
-    return f"{fits} {device.name}: stage {stage} needs {_amount(most)}, {rest}{source}"
+    tensors = memory.tensors[stage]
+    held = f"{_amount(tensors)} of tensors and {_amount(most - tensors)} in reserve"
+    return f"{fits} {device.name}: stage {stage} needs {held}, {rest}{source}"
 
 
 def _advice(memory: StageMemory) -> Iterator[str]:
@@ -187,7 +197,11 @@ def _slower(each: Remedy) -> str:
 
 def memory_record(memory: StageMemory) -> dict[str, Any]:
     """The same as data: bytes, and times over today's."""
-    told: dict[str, Any] = {"by_stage": [dict(held) for held in memory.stages], "needed_by_stage": memory.needed}
+    told: dict[str, Any] = {
+        "by_stage": [dict(held) for held in memory.stages],
+        "tensors_by_stage": memory.tensors,
+        "needed_by_stage": memory.needed,
+    }
     if memory.device is not None:
         found = memory.remedies
         told |= {"device": memory.device.name, "memory": memory.device.memory, "fits": memory.fits}
@@ -220,7 +234,7 @@ def _svg(memory: StageMemory) -> Iterator[str]:
             place = f'x="{x:.2f}" y="{y:g}" width="{size * scale:.2f}" height="{BAR}"'
             yield f'<rect class="{role}" {place} fill="{ROLES[role][1]}"><title>{about}</title></rect>'
             x += size * scale
-        yield f'<text x="{x + 6:.2f}" y="{y + BAR / 2 + 4:g}">{_amount(sum(held.values()))}</text>'
+        yield f'<text x="{x + 6:.2f}" y="{y + BAR / 2 + 4:g}">{_amount(memory.tensors[stage])}</text>'
     if device:
         x = left + limit * scale
         yield f'<line class="limit" x1="{x:.2f}" y1="{top - 8}" x2="{x:.2f}" y2="{bottom:g}" stroke="#000000"/>'

@@ -83,7 +83,7 @@ def _table(task: Task, candidates: Sequence[Candidate], device: Device) -> list[
         speed = split.global_batch * task.model.sequence / seconds
         rows.append(
             f"{seconds:7.3f}s  {speed:8,.0f}  {each.step.mfu(task.model, split, device):5.1%}  "
-            f"{each.needed / _GIB:6.1f}  {split.tensor:6}  {split.pipeline:8}  {split.chunks:6}  {split.data:4}  "
+            f"{each.tensors / _GIB:6.1f}  {split.tensor:6}  {split.pipeline:8}  {split.chunks:6}  {split.data:4}  "
             f"{split.expert:6}  {split.micro_batch:5}  {split.recompute:9}  {'yes' if split.zero1 else 'no':5}  "
             f"{each.schedule}; {each.limit} {each.shares[each.limit]:.0%}"
         )
@@ -99,8 +99,15 @@ def _settings(task: Task, each: Candidate) -> str:
 def _memory(each: Candidate, device: Device) -> list[str]:
     fullest = max(each.memory, key=lambda rank: rank.total)
     large = [f"{role} {size / _GIB:.1f}" for role, size in asdict(fullest).items() if size >= _GIB / 20]
-    roles = " + ".join([*large, "reserve"])
-    return [f"memory of the fullest rank: {each.needed / _GIB:.1f} of {device.memory / _GIB:.0f} GiB ({roles})"]
+    return [f"memory of the fullest rank: {_held(each, device)} ({' + '.join(large)})"]
+
+
+def _held(each: Candidate, device: Device) -> str:
+    """Bytes of tensors, what must be free beside them, and of how many."""
+    reserve = each.needed - each.tensors
+    return (
+        f"{each.tensors / _GIB:.1f} GiB of tensors and {reserve / _GIB:.1f} in reserve, of {device.memory / _GIB:.0f}"
+    )
 
 
 def _cost(task: Task, each: Candidate) -> list[str]:
@@ -161,7 +168,7 @@ def _more_devices(one: Candidate, two: Candidate) -> list[str]:
 
 
 def _misfit(task: Task, each: Candidate, device: Device) -> str:
-    return f"{_settings(task, each)} needs {each.needed / _GIB:.1f} GiB of {device.memory / _GIB:.0f}"
+    return f"{_settings(task, each)} needs {_held(each, device)}"
 
 
 def own_record(task: Task, shown: Sequence[Candidate], device: Device) -> dict[str, Any]:
@@ -195,6 +202,7 @@ def _record(task: Task, each: Candidate, device: Device) -> dict[str, Any]:
         "mfu": each.step.mfu(task.model, each.split, device),
         "shares": each.shares,
         "limit": each.limit,
+        "tensors": each.tensors,
         "memory_needed": each.needed,
         "memory_by_stage": [asdict(rank) for rank in each.memory],
         "fits": each.needed <= device.memory,
@@ -214,7 +222,7 @@ def found_text(task: Task, answer: Answer, device: Device) -> str:
             "",
             "    step  waiting  memory  chunks  schedule",
             *(
-                f"{each.step.seconds:7.3f}s  {each.step.waiting:7.1%}  {each.needed / _GIB:6.1f}  "
+                f"{each.step.seconds:7.3f}s  {each.step.waiting:7.1%}  {each.tensors / _GIB:6.1f}  "
                 f"{each.split.chunks:6}  {name}"
                 for each, name in rows
             ),

@@ -5,7 +5,8 @@ those of one forward; a backward does each product twice (for its input and its 
 
 A product takes its FLOPs at the share of the peak that its shape reaches, a sweep its bytes at the memory's share, and
 neither less than one kernel. The device works on them while the host launches kernels: where both take about as long,
-neither hides the other wholly, and the two are joined as the sides of a right triangle. On a processor they add.
+neither hides the other wholly, and the two are joined: as the sides of a right triangle where a device's ``power`` is 2,
+and the larger the power, the more the longer hides of the shorter. On a processor they add.
 Collectives come on top.
 
 Legend: ``n`` = ``s b`` tokens, ``h`` hidden, ``t`` tensor-parallel size, ``a`` heads.
@@ -13,10 +14,12 @@ Legend: ``n`` = ``s b`` tokens, ``h`` hidden, ``t`` tensor-parallel size, ``a`` 
 
 from __future__ import annotations
 
-from math import hypot, log2
+from collections.abc import Iterable
+from math import log2
 from typing import NamedTuple
 
 from megatron_run_planner.devices import Device, LayerShape, Links
+from megatron_run_planner.passes import Pass, layer_passes, loss_pass, norm_pass
 from megatron_run_planner.workload import Model, Split
 
 #: Bytes of an activation.
@@ -173,7 +176,7 @@ def layer_time(model: Model, split: Split, device: Device) -> Passes:
     products = sum(_product(each, device) for each in work.products)
     attention = work.attention / (device.peak * device.products.attention)
     scores = max(attention, 2 * device.host.kernel)
-    swept = sum(_sweep(each, device) for each in work.sweeps)
+    swept, swept_back = _swept(work, model, split, device)
     shared = _shared(model, split, device)
     host = device.host.layer + (device.host.softmax if work.unfused else 0)
     if model.experts:
@@ -182,7 +185,7 @@ def layer_time(model: Model, split: Split, device: Device) -> Passes:
     # Attention that keeps no scores computes them again in its backward.
     again = 2.5 if model.flash else 2
     forward = _joined(products + scores + swept, host * share, device)
-    whole = 2 * products + again * scores + device.sweeps.backward * swept
+    whole = 2 * products + again * scores + swept_back
     backward = _joined(whole, host * (1 - share), device)
     shape = LayerShape(model.hidden, model.heads, model.sequence, split.tensor, split.micro_batch)
     ahead, back = device.measured_ratio(shape) if model.plain(fused=device.fused) else (1.0, 1.0)
@@ -200,6 +203,23 @@ def layer_time(model: Model, split: Split, device: Device) -> Passes:
     }[split.recompute]
     passes = Passes(forward + shared + _counted(model, split, device), backward + shared + repeated, products)
     return passes if device.cores else passes.times(ahead)
+
+
+def _swept(work: Operators, model: Model, split: Split, device: Device) -> tuple[float, float]:
+    """Seconds of the sweeps of one layer, forward and backward."""
+    if device.sweeps.counted:
+        return _passed(layer_passes(model, split, kernels=device.sweeps.kernels), device)
+    swept = sum(_sweep(each, device) for each in work.sweeps)
+    return swept, device.sweeps.backward * swept
+
+
+def _passed(passes: Iterable[Pass], device: Device) -> tuple[float, float]:
+    """Seconds of ``passes``, forward and backward."""
+    ahead = back = 0.0
+    for each in passes:
+        ahead += _sweep(Sweep(each.forward / max(1, each.ahead), each.ahead), device)
+        back += _sweep(Sweep(each.backward / max(1, each.back), each.back), device)
+    return ahead, back
 
 
 def _shared(model: Model, split: Split, device: Device) -> float:
@@ -255,18 +275,32 @@ def head_time(model: Model, split: Split, device: Device) -> Passes:
     tokens = split.micro_batch * model.sequence
     columns = model.vocabulary / split.tensor
     product = _product(Product(tokens, columns, model.hidden), device)
-    swept = device.sweeps.loss * 4 * tokens * columns / (device.bandwidth * device.sweeps.efficiency)
+    swept, swept_back = _swept_head(model, split, device)
     small = _as_work(sum(sum_over(device, split, 4 * n * tokens, split.tensor) for n in (1, 2)), split, device)
     large = _as_work(sum_over(device, split, device.width * tokens * model.hidden, split.tensor), split, device)
-    host, ahead = device.host, device.sweeps.loss_forward
-    forward = _joined(product + swept * ahead, host.head * host.forward, device) + small
-    backward = _joined(2 * product + swept * (1 - ahead), host.head * (1 - host.forward), device) + large
+    host = device.host
+    forward = _joined(product + swept, host.head * host.forward, device) + small
+    backward = _joined(2 * product + swept_back, host.head * (1 - host.forward), device) + large
     return Passes(forward, backward, product)
+
+
+def _swept_head(model: Model, split: Split, device: Device) -> tuple[float, float]:
+    """Seconds of the sweeps of final norm and loss, forward and backward."""
+    tokens, columns, sweeps = split.micro_batch * model.sequence, model.vocabulary / split.tensor, device.sweeps
+    if sweeps.counted:
+        stream = _WIDTH * tokens * model.hidden / (split.tensor if split.sequence_parallel else 1)
+        norm = norm_pass(stream, kernels=sweeps.kernels)
+        return _passed((norm, loss_pass(tokens, columns, kernels=sweeps.kernels)), device)
+    swept = sweeps.loss * 4 * tokens * columns / (device.bandwidth * sweeps.efficiency)
+    return swept * sweeps.loss_forward, swept * (1 - sweeps.loss_forward)
 
 
 def _joined(computed: float, launched: float, device: Device) -> float:
     """What takes ``computed`` seconds on the device and ``launched`` on its host."""
-    return hypot(computed, launched) if device.host.overlaps else computed + launched
+    if not device.host.overlaps:
+        return computed + launched
+    power = device.host.power
+    return float((computed**power + launched**power) ** (1 / power))
 
 
 def _product(product: Product, device: Device) -> float:

@@ -1,4 +1,8 @@
-"""Bytes of one rank's memory by role, by closed form: state, activations in flight, logits, buffers.
+"""Bytes of one rank's memory by role, by closed form: state, activations in flight, temporaries, messages.
+
+It counts what ``--dry-run`` counts in the layers themselves: the most bytes of tensors that live at once, which is what
+``torch.cuda.max_memory_allocated`` tells, on a GPU, in 16 bits, with the fused loss. The
+device must hold a reserve beside them (:func:`with_reserve`).
 
 Legend: ``s`` sequence, ``b`` micro batch, ``h`` hidden, ``t`` tensor-parallel size. Activations are those of
 Korthikanti et al. 2022, section 4, spelt out by tensor so that grouped heads, gates and attention without stored scores
@@ -7,33 +11,34 @@ are covered.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import astuple, dataclass, replace
-from itertools import accumulate
 
 from megatron_run.pipeline.plan import Plan, activations
 from megatron_run_planner.workload import Model, Split
 
 #: Bytes of a 16-bit value, and of an fp32 one.
 _HALF, _FULL = 2, 4
+#: Bytes of a token in a microbatch: itself, its label and its weight in the loss.
+_FIELDS = 8 + 8 + 4
 #: What the CUDA context, the communicators and the workspaces of libraries take, and the allocator's share.
 RESERVED, SLACK = 1.5 * 2**30, 0.03
 
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Bytes of a rank of one stage."""
+    """Bytes of a rank of one stage when a step holds most; ``temporaries`` are those of the running backward."""
 
     parameters: float
     gradients: float
     optimizer: float
     activations: float
-    logits: float
+    temporaries: float
     communication: float
 
     @property
     def total(self) -> float:
-        """All of it, without :data:`RESERVED`."""
+        """Bytes of all tensors."""
         roles: tuple[float, ...] = astuple(self)
         return sum(roles)
 
@@ -86,70 +91,150 @@ def layer_activations(model: Model, split: Split) -> float:
     return kept
 
 
+def head_activations(model: Model, split: Split) -> float:
+    """Bytes that the last stage keeps of one microbatch behind its layers: the final norm's input and output, logits.
+
+    Further predicted tokens have a layer and logits each. A loss in chunks keeps no logits.
+    """
+    found = 2 * _HALF * _stream(model, split)
+    if model.logits and model.loss_chunks == 1:
+        found += _logits(model, split)
+    if model.predictors:
+        block = replace(model.predictor, predictors=0)
+        found += model.predictors * (layer_activations(block, split) + head_activations(block, split))
+    return found
+
+
+def _stream(model: Model, split: Split) -> float:
+    """Values of the residual stream on a rank."""
+    return split.micro_batch * model.sequence * model.hidden / (split.tensor if split.sequence_parallel else 1)
+
+
+def _logits(model: Model, split: Split) -> float:
+    """Bytes of a microbatch's logits, over which the fused loss writes their gradient."""
+    return _HALF * split.micro_batch * model.sequence * model.rows_of_words(split.tensor) / split.tensor
+
+
 def stage_memory(model: Model, split: Split, plan: Plan) -> list[RankMemory]:
     """The memory of a rank of each stage while ``plan`` runs.
 
-    Each stage holds the layers of all (microbatch, chunk) pairs that the plan has in flight there; a backward also
-    holds what it recomputes of one layer.
+    Each stage holds the layers of all (microbatch, chunk) pairs that the plan has in flight there, and what the
+    backward of one of them takes for itself.
     """
     places = [[place for place in plan.layout if place.stage == stage] for stage in range(plan.stages)]
     ends = plan.layout[0].stage, plan.layout[-1].stage
+    halves = any(action.op == "I" for action in plan.lists[0])
     found = []
     for stage, mine in enumerate(places):
         part = model.part(layer for place in mine for layer in place.layers)
         count = sum(len(place.layers) for place in mine)
         memory = rank_memory(part, split, count, [stage == end for end in ends], 0)
-        kept = _in_flight(plan, stage, {each.chunk: _place_activations(model, split, each.layers) for each in mine})
-        found.append(replace(memory, activations=memory.activations + kept))
+        works = [_Work(0.0, 0.0)] * len(mine)
+        for place in mine:
+            layers, last = model.part(place.layers), place == plan.layout[-1]
+            works[place.chunk] = _work(layers, split, len(place.layers), last=last, halves=halves)
+        fields = memory.activations
+        kept, taken = _peak(plan, stage, works)
+        found.append(replace(memory, activations=fields + kept, temporaries=taken))
     return found
 
 
-def _place_activations(model: Model, split: Split, layers: range) -> float:
-    return len(layers) * layer_activations(model.part(layers), split)
+@dataclass(frozen=True)
+class _Work:
+    """Bytes of one microbatch at a place: ``kept`` until its backward, and ``taken`` by that besides."""
+
+    kept: float
+    taken: float
 
 
-def _in_flight(plan: Plan, stage: int, kept: Mapping[int, float]) -> float:
-    """The most bytes of all microbatches between forward and backward, of which each chunk has ``kept``."""
-    if len({*kept.values()}) == 1:
-        return plan.peak_held[stage] * kept[0]
-    actions = plan.lists[stage]
-    changes = activations(actions, "BW")
-    return max(accumulate(change * kept[a.chunk] for change, a in zip(changes, actions, strict=True)))
+def _work(model: Model, split: Split, layers: float, *, last: bool, halves: bool = False) -> _Work:
+    """That of a place with so many ``layers`` like those of ``model``, the ``last`` one or not."""
+    kept = layers * layer_activations(model, split)
+    kept += head_activations(model, split) if last else 0.0
+    return _Work(kept, temporaries(model, split, last=last, halves=halves))
+
+
+def _peak(plan: Plan, stage: int, works: Sequence[_Work]) -> tuple[float, float]:
+    """Bytes kept and taken at the peak of ``stage``: when a backward begins."""
+    if len(works) == 1:
+        return plan.peak_held[stage] * works[0].kept, works[0].taken
+    actions, held = plan.lists[stage], 0.0
+    best = 0.0, 0.0
+    for action, change in zip(actions, activations(actions, "BW"), strict=True):
+        work = works[action.chunk]
+        if action.op in "BI":
+            best = max(best, (held, work.taken), key=sum)
+        held += change * work.kept
+    return best
 
 
 def least_memory(model: Model, split: Split) -> RankMemory:
     """No schedule that runs ``split`` needs less on its first stage than this: 1F1B's, one chunk a stage."""
-    layers = model.layers / split.pipeline
     in_flight = min(split.pipeline, split.microbatches)
-    return rank_memory(model, split, layers, [True, split.pipeline == 1], in_flight * layers)
+    return rank_memory(model, split, model.layers / split.pipeline, [True, split.pipeline == 1], in_flight)
 
 
-def rank_memory(model: Model, split: Split, layers: float, ends: Sequence[bool], layers_in_flight: float) -> RankMemory:
+def rank_memory(model: Model, split: Split, layers: float, ends: Sequence[bool], in_flight: float) -> RankMemory:
     """The memory of a rank with ``layers``; ``ends`` say whether it has the embedding, and the head.
 
-    ``layers_in_flight`` counts the layers of all microbatches between forward and backward.
+    ``in_flight`` counts the microbatches between forward and backward; with none the rank still holds the fields of
+    those that it loads.
     """
-    table = model.vocabulary * model.hidden / split.tensor
+    table = model.rows_of_words(split.tensor) * model.hidden / split.tensor
     shared = ends[0] and ends[1] and model.tied
     dense = layers * model.dense_parameters / split.tensor + table * (1 if shared else sum(ends))
+    dense += model.positions * model.hidden if ends[0] else 0
     experts = layers * model.expert_parameters / split.tensor / split.expert
     if ends[1] and model.predictors:
         block = model.predictor
         dense += model.predictors * (block.dense_parameters + model.predictor_join) / split.tensor
         experts += model.predictors * block.expert_parameters / split.tensor / split.expert
     own = dense / split.data + experts * split.expert / split.data if split.zero1 else dense + experts
-    layer = layer_activations(model, split)
-    tokens = split.micro_batch * model.sequence
-    # Logits, their fp32 copy, and the gradient of the logits.
-    logits = (2 * _HALF + _FULL) * tokens * model.vocabulary / split.tensor if ends[1] and model.logits else 0.0
+    work = _work(model, split, layers, last=ends[1])
+    fields = _FIELDS * split.micro_batch * model.tokens * split.microbatches if any(ends) else 0.0
     return RankMemory(
         parameters=_HALF * (dense + experts),
         gradients=_FULL * (dense + experts),
         optimizer=3 * _FULL * own,
-        activations=layer * layers_in_flight + recomputed(model, split),
-        logits=logits,
-        communication=communication(model, split),
+        activations=fields + work.kept * in_flight,
+        temporaries=work.taken,
+        communication=communication(model, split, ends),
     )
+
+
+def temporaries(model: Model, split: Split, *, last: bool, halves: bool = False) -> float:
+    """Bytes that the backward of a microbatch holds beyond what was kept, when that is most.
+
+    In a layer it is the gradient between two products of one half, beside what is recomputed and, under sequence
+    parallelism, the gathered gradient of the half's result. The last stage begins with the gradient that leaves the
+    logits, and has freed them when it comes to its layers. In ``halves`` a backward leaves to its second one what
+    products need for their weights.
+    """
+    tokens, gathers = split.micro_batch * model.sequence, split.sequence_parallel and split.tensor > 1
+    whole = _HALF * tokens * model.hidden
+    held = recomputed(model, split) + _widest(model, split, halves=halves) + (whole if gathers else 0.0)
+    if not last:
+        return held
+    stream = _HALF * _stream(model, split)
+    freed = 0.0 if halves else head_activations(model, split)
+    head = 2 * whole + stream if gathers else whole
+    if model.logits and model.loss_chunks > 1:  # a chunk's logits are made while the ones before are still there
+        head += 2 * _logits(model, split) / model.loss_chunks
+    return max(head, held + stream - freed)
+
+
+def _widest(model: Model, split: Split, *, halves: bool) -> float:
+    """Bytes of the widest gradient inside a layer; of several kinds of layers it is the largest.
+
+    In ``halves`` what the activation made stays until the second one, beside its gradient.
+    """
+    if len(model.kinds) > 1:
+        return max(_widest(kind, split, halves=halves) for _, kind in model.kinds)
+    tokens = split.micro_batch * model.sequence
+    routed = tokens * max(1, model.top_k) if model.experts else tokens
+    feed = routed * model.ffn_width * (model.matrices if halves else model.matrices - 1)
+    attention = tokens * (model.qkv_width + model.context_width)
+    return _HALF * max(feed, attention) / split.tensor
 
 
 def recomputed(model: Model, split: Split) -> float:
@@ -159,16 +244,17 @@ def recomputed(model: Model, split: Split) -> float:
     return layer_activations(model, replace(split, recompute="none")) - layer_activations(model, split)
 
 
-def communication(model: Model, split: Split) -> float:
+def communication(model: Model, split: Split, ends: Sequence[bool] = (False, False)) -> float:
     """Bytes of the buffers in which ranks send and receive.
 
-    Stages: a message received and one being sent, forward and backward. Sequence parallelism: the input of a product
-    gathered from the tensor ranks, and the gradient before it is scattered. Experts: tokens that leave and that arrive.
-    Gradients and sharded parameters take none: their buckets are parts of the flat buffers, reduced and gathered in
-    place.
+    Stages: a message received and one being sent, forward and backward; the first stage (``ends``) receives nothing
+    forward, and the last nothing backward, which then sends at once. A stage of several chunks has one more under way.
+    Experts: tokens that leave and that arrive. Gradients and sharded parameters take none: their buckets are parts of
+    the flat buffers, reduced and gathered in place.
     """
     whole = _HALF * split.micro_batch * model.tokens * model.hidden
     message = whole / (split.tensor if split.sequence_parallel else 1)
-    held = 4 * message if split.pipeline > 1 else 0.0
-    held += 2 * whole if split.sequence_parallel and split.tensor > 1 else 0.0
+    held = 0.0
+    if split.pipeline > 1:
+        held = message * (5 if split.chunks > 1 else 4 - ends[0] - 2 * ends[1])
     return held + (2 * whole * model.top_k if split.expert > 1 else 0.0)

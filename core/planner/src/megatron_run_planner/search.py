@@ -40,8 +40,13 @@ class Candidate:
     plan: Plan
 
     @property
+    def tensors(self) -> float:
+        """Bytes of tensors on the fullest stage."""
+        return max(each.total for each in self.memory)
+
+    @property
     def needed(self) -> float:
-        """Bytes of device memory on the fullest stage."""
+        """Bytes of device memory on the fullest stage: its tensors and the reserve."""
         return max(each.needed() for each in self.memory)
 
     @property

@@ -21,6 +21,7 @@ from megatron_run.pipeline.plan import Plan, positions
 from megatron_run.pipeline.simulate import simulate
 from megatron_run_planner.devices import Cores, Device
 from megatron_run_planner.layer_time import Passes, embedding_time, head_time, hop, layer_time, loading_time, sum_over
+from megatron_run_planner.passes import CLEARED, UPDATED
 from megatron_run_planner.workload import Model, Split
 
 #: What an action waits for or makes known: (is it a gradient, position of the layout that made it, microbatch).
@@ -263,5 +264,6 @@ def _finish(part: Model, layers: int, tables: float, copied: bool, split: Split,
         if split.zero1 and split.data > 2:  # gloo sums whole buckets there, and parameters are gathered besides
             reduction += sum_over(device, split, device.width * (dense + experts) / 2, split.data, split.tensor)
     own = dense / split.data + experts * split.expert / split.data if split.zero1 else dense + experts
-    update = device.sweeps.update * own / (device.bandwidth * device.sweeps.efficiency) + device.host.step
+    moved = UPDATED * own + CLEARED * (dense + experts) if device.sweeps.counted else device.sweeps.update * own
+    update = moved / (device.bandwidth * device.sweeps.efficiency) + device.host.step
     return update, reduction

@@ -12,6 +12,8 @@ from typing import Literal, NamedTuple
 
 from megatron_run.contracts.parallel_layer import even_part
 
+#: Rows of the table of words on a rank come in multiples of these.
+_ROWS = 128
 #: Nothing, the core of the attention, the feed-forward half, or the whole layer: as `train.recompute` has it.
 Recompute = Literal["none", "core", "mlp", "full"]
 
@@ -36,9 +38,10 @@ class Model:
     ``tied``: the head shares the embedding's matrix. ``predictors`` of further tokens follow the last layer: each a
     layer like the last, a matrix that joins two vectors, and the head's product. ``positions`` are learned vectors,
     ``head_extra`` weights of the head beside the product with the vocabulary, which it lacks without ``logits``, and
-    ``pooled`` weights that see one token of a row. With ``rotary`` positions rotated queries and keys are kept beside
-    the projection's, with ``dropout`` its masks, and with ``keeps_gate`` the gate's activation. ``unread`` weights of a
-    layer are known by their number alone.
+    ``pooled`` weights that see one token of a row. ``loss_chunks`` are the parts in which logits are made. With
+    ``rotary`` positions rotated queries and keys are kept beside the projection's, with ``dropout`` its masks, and with
+    ``keeps_gate`` the gate's activation. ``biased`` products add vectors. ``unread`` weights of a layer are known by
+    their number alone.
 
     With ``encoder_layers``, so many layers come first and read a text of their own, of ``across`` tokens; the others
     attend to what these made of it, by four more matrices.
@@ -67,9 +70,11 @@ class Model:
     head_extra: int = 0
     pooled: int = 0
     logits: bool = True
+    loss_chunks: int = 1
     rotary: bool = False
     dropout: bool = True
     keeps_gate: bool = False
+    biased: bool = True
     unread: float = 0.0
     encoder_layers: int = 0
     across: int = 0
@@ -208,6 +213,10 @@ class Model:
     def predictor_join(self) -> int:
         """Weights with which a predictor joins two vectors."""
         return 2 * self.hidden**2
+
+    def rows_of_words(self, tensor: int) -> int:
+        """Rows of embedding and head over ``tensor`` ranks, padded as layers are built: a multiple of 128 on each."""
+        return -(-self.vocabulary // (_ROWS * tensor)) * _ROWS * tensor
 
     def tables(self, *, first: bool, last: bool) -> float:
         """Weights of embedding and head on a stage that is the first, the last or both."""

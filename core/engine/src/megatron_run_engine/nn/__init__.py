@@ -18,6 +18,7 @@ from megatron_run_engine.nn.block import (
 )
 from megatron_run_engine.nn.chunk import DecoderChunk, ForwardPass
 from megatron_run_engine.nn.cross_entropy import CrossEntropy, LinearCrossEntropy, cross_entropy
+from megatron_run_engine.nn.dropout import Dropout
 from megatron_run_engine.nn.embedding import WORD, Embedding, Positions, embed, embedding_fields, tie_to_word
 from megatron_run_engine.nn.linear import PLAIN, Products, ReplicatedLinear, linear, submit_gradients
 from megatron_run_engine.nn.mlp import Mlp
@@ -34,6 +35,7 @@ __all__ = [
     "CoreAttention",
     "CrossEntropy",
     "DecoderChunk",
+    "Dropout",
     "Embedding",
     "ExpertBlock",
     "ExpertSpec",

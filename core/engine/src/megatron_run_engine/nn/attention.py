@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from megatron_run.contracts import AttentionShape, LinearPart
 from megatron_run.contracts.parallel_layer import VARIANTS
 from megatron_run.errors import InputError
+from megatron_run_engine.nn.device import on_cpu, stands_for_gpu
 from megatron_run_engine.nn.norm import norm_of, qk_norms
 from megatron_run_engine.nn.packed_attention import (
     attend_by_lengths,
@@ -232,7 +233,7 @@ class CoreAttention(nn.Module):
         dropout = self.dropout if self.training else 0.0
         if documents is None:
             return _faster(query, key, value, mask, dropout, variant)
-        if query.device.type == "cpu":
+        if on_cpu(query):
             return attend_by_spans(query, key, value, documents, partial(_faster, dropout=dropout, variant=variant))
         if fused_varlen(query, variant.window) and not dropout and variant.softcap is None:
             return attend_by_lengths(query, key, value, documents, variant.scale, variant.window)
@@ -285,7 +286,7 @@ def fused_attention(
         key,
         value,
         attn_mask=mask,
-        dropout_p=dropout,
+        dropout_p=0.0 if stands_for_gpu(query) else dropout,  # whose kernel keeps a seed, where a CPU keeps scores
         is_causal=mask is None and query.shape[2] == key.shape[2],
         scale=variant.scale,
         enable_gqa=query.shape[1] != key.shape[1],
@@ -359,5 +360,5 @@ def matmuls_are_faster(query: Tensor, dropout: float) -> bool:
     products are therefore used only for ``s <= 8 d``, where the probabilities add about a quarter to the layer's other
     saved activations (Korthikanti et al. 2022, section 4).
     """
-    fast = query.device.type == "cpu" and query.dtype in (torch.float32, torch.bfloat16)
+    fast = on_cpu(query) and query.dtype in (torch.float32, torch.bfloat16)
     return fast and (dropout > 0 or len(query) <= 8 * query.shape[-1])

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from megatron_run_engine.nn.device import is_fake, on_cpu
 from megatron_run_engine.nn.fused import fuses, row_statistics, write_gradient
 from megatron_run_engine.nn.linear import add_product
 from megatron_run_engine.nn.parameter import owned
@@ -307,7 +308,7 @@ def _row_blocks(logits: Tensor) -> Iterator[slice]:
     on a real one, and a thousand of them were most of a dry run. What a slice needs besides is then still little.
     """
     count, columns = logits.shape
-    step = max(1, CACHED // columns) if logits.device.type == "cpu" else max(1, count)
-    if hasattr(logits, "fake_mode"):
+    step = max(1, CACHED // columns) if on_cpu(logits) else max(1, count)
+    if is_fake(logits):
         step = max(step, count // _FAKE_SLICES)
     return (slice(start, start + step) for start in range(0, max(1, count), step))

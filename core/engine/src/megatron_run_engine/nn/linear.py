@@ -32,6 +32,7 @@ from torch.library import Library
 from torch.nn import functional as F
 
 from megatron_run.contracts import Init, ParameterSpec
+from megatron_run_engine.nn.device import device_type, on_cpu, stands_for_gpu, widens_by_hardware
 from megatron_run_engine.nn.fused import add_column_sums, fuses
 from megatron_run_engine.nn.parameter import empty_parameter
 from megatron_run_engine.runtime.gradients import main_grad
@@ -55,7 +56,7 @@ _library.define("add_wide_product(Tensor(a!) total, Tensor left, Tensor right) -
 def can_add(total: Tensor, left: Tensor, right: Tensor) -> bool:
     """Whether :func:`add_wide_product` takes these."""
     types = (total.dtype, left.dtype, right.dtype) == (torch.float32, torch.bfloat16, torch.bfloat16)
-    if not types or total.device.type != "cpu" or total.stride(-1) != 1 or _gemm() is None:
+    if not types or not on_cpu(total) or total.stride(-1) != 1 or _gemm() is None:
         return False
     return bool(max(*total.shape, left.shape[1], *total.stride(), *left.stride(), *right.stride()) <= _LARGEST)
 
@@ -258,7 +259,7 @@ def widening_pays(rows: Tensor) -> bool:
 
 
 def _is_slow(operand: Tensor) -> bool:
-    return operand.dtype == torch.bfloat16 and operand.device.type == "cpu" and _SLOW_IN_BF16
+    return operand.dtype == torch.bfloat16 and on_cpu(operand) and _SLOW_IN_BF16
 
 
 def _slow_in_bf16() -> bool:
@@ -289,7 +290,9 @@ _SLOW_IN_BF16 = _slow_in_bf16()
 
 def can_widen(operand: Tensor, wide: torch.dtype) -> bool:
     """Whether torch adds a product of such operands to a ``wide`` total on their device."""
-    return _widens(operand.device.type, operand.dtype, wide)
+    if stands_for_gpu(operand):
+        return widens_by_hardware(operand.dtype, wide)
+    return _widens(device_type(operand), operand.dtype, wide)
 
 
 @cache

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from megatron_run_engine.nn.device import on_gpu
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -87,7 +89,7 @@ def fused_varlen(query: Tensor, window: int | None = None) -> bool:
     """Whether :func:`attend_by_lengths` has a kernel for queries of this type and this window, without dropout."""
     kernel, halved = _varlen(), query.dtype in (torch.float16, torch.bfloat16)
     windows = window is None or (kernel is not None and "window_size" in kernel.parameters)
-    return query.device.type == "cuda" and halved and kernel is not None and windows
+    return on_gpu(query) and halved and kernel is not None and windows
 
 
 def attend_by_lengths(

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from megatron_run_engine.nn.device import device_type, is_fake, on_cpu, stands_for_gpu
 from megatron_run_engine.nn.linear import add_product, can_widen, widening_pays
 
 if TYPE_CHECKING:
@@ -44,9 +45,10 @@ class EqualGroups:
         across, right = self._cut(left).transpose(1, 2), self._cut(right)
         if totals.dtype == left.dtype:
             totals.baddbmm_(across, right)
-        elif _widens_batches(left.device.type, left.dtype, totals.dtype):
+        elif not is_fake(left) and _widens_batches(device_type(left), left.dtype, totals.dtype):
             torch.ops.aten.baddbmm.dtype_out(totals, across, right, totals.dtype, out=totals)
-        elif left.device.type == "cpu":  # whose batched products take as long as one by one
+        elif on_cpu(left) or stands_for_gpu(left):
+            # A CPU's batched products take as long as one by one; of a GPU's into other types torch has no fake ones.
             for total, one, other in zip(totals, across, right, strict=True):
                 add_product(total, one, other)
         else:
@@ -109,7 +111,7 @@ class RowGroups(UnevenGroups):
 
     def multiply(self, rows: Tensor, matrices: Tensor) -> Tensor:
         """Each group's rows times its matrix: rows [n, a], ``matrices`` [g, a, c] -> [n, c]."""
-        by_group = _has_onednn(rows.device.type, rows.dtype) or widening_pays(rows)
+        by_group = _has_onednn(device_type(rows), rows.dtype) or widening_pays(rows)
         if not by_group and _takes_grouped(rows, matrices):
             grouped: Tensor = torch._grouped_mm(rows, matrices, offs=self._all_ends)
             return grouped
@@ -124,7 +126,7 @@ class RowGroups(UnevenGroups):
         A product a group is added in its kernel, which one call for all cannot do: it would round 16-bit products
         before they are added to wider totals. So it serves types that are equal, and devices that cannot widen either.
         """
-        by_group = left.device.type == "cpu" or (totals.dtype != left.dtype and can_widen(left, totals.dtype))
+        by_group = on_cpu(left) or (totals.dtype != left.dtype and can_widen(left, totals.dtype))
         if not by_group and _takes_grouped(left, right):
             self.add_grouped(totals, left, right)
             return
@@ -163,7 +165,7 @@ def _multiply_into(out: Tensor, rows: Tensor, matrix: Tensor) -> None:
     """``out[:] = rows @ matrix``: [n, c] of [n, a] and [a, c], rounded once where operands are widened."""
     if widening_pays(rows):
         rows, matrix = rows.float(), matrix.float()
-    if _has_onednn(rows.device.type, rows.dtype):
+    if _has_onednn(device_type(rows), rows.dtype):
         out.copy_(_onednn_product(rows, matrix))
     elif rows.dtype == out.dtype:
         torch.mm(rows, matrix, out=out)
@@ -209,7 +211,7 @@ def _takes_grouped(left: Tensor, right: Tensor) -> bool:
     """Whether ``torch._grouped_mm`` takes these operands: not empty, a supported type, strides of 16-byte multiples."""
     strides = [stride * each.element_size() for each in (left, right) for stride in each.stride() if stride != 1]
     aligned = all(stride % 16 == 0 for stride in strides)
-    return len(left) > 0 and aligned and _has_grouped_mm(left.device.type, left.dtype)
+    return len(left) > 0 and aligned and (stands_for_gpu(left) or _has_grouped_mm(device_type(left), left.dtype))
 
 
 @cache

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import get_gradient_edge
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -22,6 +21,7 @@ from megatron_run.contracts import Microbatch
 from megatron_run.contracts.topology import Topology
 from megatron_run.errors import RunError
 from megatron_run.pipeline.lower import lower
+from megatron_run_engine.nn.device import PlannedMode
 from megatron_run_engine.nn.linear import can_widen
 from megatron_run_engine.runtime.gradients import build_buckets
 from megatron_run_engine.runtime.parameter_init import describe_parameters, trained
@@ -46,14 +46,6 @@ if TYPE_CHECKING:
 _CPU = torch.device("cpu")
 #: What a chunk gets from the one before it: x, and by name what is beside it.
 Received = tuple["Tensor | None", dict[str, "Tensor"]]
-
-
-class PlannedMode(FakeTensorMode):
-    """Makes fake tensors of the CPU that stand for those of a ``gpu``, if that is planned for."""
-
-    def __init__(self, *, gpu: bool) -> None:
-        super().__init__()
-        self.gpu = gpu  # what megatron_run_engine.nn.fused.fuses asks
 
 
 class LiveBytes(TorchDispatchMode):

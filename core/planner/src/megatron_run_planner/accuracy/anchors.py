@@ -1,6 +1,6 @@
-"""Fits what ranks that share cores cost each other to small trainings of several ranks.
+"""Fits constants of a device to measured trainings: what ranks that share cores cost each other, to small ones.
 
-:func:`least_squares` is that of all the calibration.
+:func:`fitted` and :func:`least_squares` are those of all the calibration.
 """
 
 from __future__ import annotations
@@ -39,20 +39,20 @@ def with_anchors(device: Device, anchors: Sequence[Mapping[str, Any]]) -> Device
     constant that no training depends on stays there.
     """
     for world in sorted({int(each["ranks"]) for each in anchors}):
-        told = [_Anchor.read(each) for each in anchors if each["ranks"] == world]
-        device = _fitted(device, _shared_constants(device, world), told)
+        told = [Anchor.read(each) for each in anchors if each["ranks"] == world]
+        device = fitted(device, _shared_constants(device, world), told)
     return device
 
 
-class _Anchor(NamedTuple):
-    """A training that was measured."""
+class Anchor(NamedTuple):
+    """A training that was measured: ``seconds`` of a step."""
 
     task: Task
     plan: Plan
     seconds: float
 
     @classmethod
-    def read(cls, told: Mapping[str, Any]) -> _Anchor:
+    def read(cls, told: Mapping[str, Any]) -> Anchor:
         """From a survey."""
         task = read_task(Request.from_json(told["request"]), int(told["ranks"]))
         split = task.split
@@ -64,7 +64,7 @@ class _Anchor(NamedTuple):
         return log(step_time(self.task.model, self.task.split, device, self.plan).seconds / self.seconds)
 
 
-class _Constant(NamedTuple):
+class Constant(NamedTuple):
     """A constant of a device: its value, the least and largest plausible one, and the device with another one."""
 
     value: float
@@ -73,7 +73,7 @@ class _Constant(NamedTuple):
     changed: Callable[[Device, float], Device]
 
 
-def _shared_constants(device: Device, world: int) -> list[_Constant]:
+def _shared_constants(device: Device, world: int) -> list[Constant]:
     """What so many ranks cost each other: slowdowns while two or more compute, sums, messages and exchanges."""
     cores, links = device.cores, device.links
     assert cores is not None, "cores were measured"
@@ -84,16 +84,16 @@ def _shared_constants(device: Device, world: int) -> list[_Constant]:
         if 1 < busy <= world
     ]
     found = [
-        _Constant(factor, least, _UNFAIR * least, partial(_with_slowdown, busy, "crowded" if crowded else "slowdown"))
+        Constant(factor, least, _UNFAIR * least, partial(_with_slowdown, busy, "crowded" if crowded else "slowdown"))
         for busy, factor, least in slow
     ]
     for each in (each for each in links.sums if each.ranks == world):
-        found.append(_Constant(each.latency, *_LATENCIES, partial(_with_latency, each[:2])))
-        found.append(_Constant(each.bandwidth, *_RATES, partial(_with_bandwidth, each[:2])))
+        found.append(Constant(each.latency, *_LATENCIES, partial(_with_latency, each[:2])))
+        found.append(Constant(each.bandwidth, *_RATES, partial(_with_bandwidth, each[:2])))
     sent = [each for each in links.messages if each.ranks == world]
-    found += [_Constant(each.latency, *_LATENCIES, partial(_with_message, world)) for each in sent]
+    found += [Constant(each.latency, *_LATENCIES, partial(_with_message, world)) for each in sent]
     if world == min(each.ranks for each in links.sums):  # one for all worlds, told by the fewest ranks
-        found.append(_Constant(links.exchange, *_EXCHANGES, _with_exchange))
+        found.append(Constant(links.exchange, *_EXCHANGES, _with_exchange))
     return found
 
 
@@ -128,7 +128,7 @@ def _with_message(ranks: int, device: Device, value: float) -> Device:
     return device.model_copy(update={"links": device.links.model_copy(update={"messages": found})})
 
 
-def _fitted(device: Device, constants: Sequence[_Constant], anchors: Sequence[_Anchor]) -> Device:
+def fitted(device: Device, constants: Sequence[Constant], anchors: Sequence[Anchor]) -> Device:
     """``device`` with ``constants`` moved so that ``anchors`` are predicted best: Gauss-Newton on the logarithms."""
     start = [log(min(max(each.value, each.low), each.high)) for each in constants]
 

@@ -92,24 +92,32 @@ def describe(survey: Survey, name: str) -> Device:
 
 
 def _products(survey: Survey, peak: float) -> Products:
-    """The curve of shares of ``peak`` that lies nearest to what products reached, in logarithms."""
+    """The curve of ``survey``, and the share of ``peak`` that its attention reached."""
+    flops = sum(4 * b * heads * s**2 * size / forward for b, heads, s, size, forward, _ in survey.attention)
+    attention = flops / len(survey.attention) / peak
+    return fit_products(survey.products, peak).model_copy(update={"attention": min(1.0, attention)})
+
+
+def fit_products(measured: Sequence[Sequence[float]], peak: float) -> Products:
+    """The curve of shares of ``peak`` that lies nearest to what ``measured`` products reached, in logarithms.
+
+    They are (rows, columns, depth, seconds). Attention stands at the same share until it is measured.
+    """
     reached = [
         (rows, min(columns, depth), log(2 * rows * columns * depth / seconds / peak))
-        for rows, columns, depth, seconds in survey.products
+        for rows, columns, depth, seconds in measured
     ]
     best = (float("inf"), 0.0, 0.0, 0.0)
     for rows, depth in pairs((0.0, *_HALVES), repeat=2):
         left = [share + log(1 + rows / each) + log(1 + depth / deep) for each, deep, share in reached]
         centre = min(0.0, median(left))
         best = min(best, (sum(abs(each - centre) for each in left), exp(centre), rows, depth))
-    flops = sum(4 * b * heads * s**2 * size / forward for b, heads, s, size, forward, _ in survey.attention)
-    attention = flops / len(survey.attention) / peak
     return Products(
         efficiency=best[1],
         rows=best[2],
         depth=best[3],
-        attention=min(1.0, attention),
-        wide=1e9,  # no product is: on a core none was seen to be slower for its width
+        attention=best[1],
+        wide=1e9,  # no product is: none was seen to be slower for its width
         wide_efficiency=best[1],
     )
 

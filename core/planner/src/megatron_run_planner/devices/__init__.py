@@ -31,7 +31,14 @@ class Products(Section):
 
 
 class Sweeps(Section):
-    """The share of the memory bandwidth that elementwise kernels reach, and how many there are beyond a forward's."""
+    """The share of the memory bandwidth that elementwise kernels reach, and how many there are.
+
+    Where they are ``counted`` they are this project's own (:mod:`megatron_run_planner.passes`), of ``kernels`` in
+    Triton where it has some; else those of the program whose steps were fitted.
+    """
+
+    counted: bool = Field(False, description="passes are counted in the code, and what follows efficiency is not used")
+    kernels: bool = Field(True, description="of those that are counted, whether Triton's kernels make them")
 
     efficiency: float = Field(gt=0, le=1, description="share of the memory bandwidth")
     backward: float = Field(gt=0, description="bytes of a layer's backward, in units of its forward's")
@@ -51,6 +58,7 @@ class Host(Section):
     head: float = Field(ge=0, description="norm, head and loss, forward and backward")
     embedding: float = Field(ge=0, description="embedding, forward and backward")
     kernel: float = Field(ge=0, description="shortest time of one kernel on the device")
+    power: float = Field(2.0, ge=1, description="of the sum that joins computing and launching where they overlap")
     overlaps: bool = Field(True, description="the device computes while the host launches")
     forward: float = Field(1 / 3, ge=0, le=1, description="share of these that forwards take")
     experts: float = Field(0.0, ge=0, description="routing of one layer of experts, forward and backward")

@@ -46,6 +46,7 @@ class _Options(BaseModel):
     ffn_size: int | None = None
     vocab_size: int | None = None
     activation: str = "gelu"
+    bias: bool = True
     position: str = "learned"
     max_positions: int | None = None
     token_types: int = 0
@@ -66,6 +67,7 @@ class _Options(BaseModel):
     nope_head_size: int = 0
     value_head_size: int = 0
     mtp_layers: int = 0
+    loss_chunks: int = Field(1, ge=1)
     dropout: float = 0.1
     head: str = "masked"
     choices: int = Field(1, ge=1)
@@ -138,6 +140,8 @@ def read_model(word: str, given: Mapping[str, Any], sequence: int, vocabulary: i
         head_extra=options.hidden_size**2 if bert and words else 0,
         pooled=options.hidden_size**2 if bert and options.head in _POOLED else 0,
         logits=words,
+        loss_chunks=options.loss_chunks,
+        biased=options.bias,
         keeps_gate=options.activation.startswith("geglu"),
         dropout=options.dropout > 0,
         rotary=options.position == "rope" and not options.latent,

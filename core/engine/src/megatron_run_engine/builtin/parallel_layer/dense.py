@@ -16,6 +16,7 @@ from megatron_run_engine.nn import (
     PLAIN,
     CoreAttention,
     CrossEntropy,
+    Dropout,
     LinearCrossEntropy,
     Products,
     embed,
@@ -154,7 +155,7 @@ class DenseLayers(ParallelLayers):
 
     def dropout(self, p: float) -> nn.Module:
         """Make a dropout that draws from the device's default generator, which is positioned before each segment."""
-        return nn.Dropout(p)
+        return Dropout(p)
 
     def core_attention(self, shape: AttentionShape, dropout: float) -> nn.Module:
         """Make the attention of all heads."""

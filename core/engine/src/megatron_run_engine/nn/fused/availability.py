@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from megatron_run_engine.nn.device import device_type, is_fake, on_gpu
+
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -19,16 +21,7 @@ _TYPES = frozenset((torch.float32, torch.bfloat16, torch.float16))
 
 def fuses(x: Tensor) -> bool:
     """Whether the kernels of this package take ``x``, whose last dimension they read in one piece."""
-    return x.dtype in _TYPES and x.stride(-1) == 1 and (_planned(x) or _runs_on(x.device.type))
-
-
-def _planned(x: Tensor) -> bool:
-    """Whether ``x`` is fake and stands for a tensor of a GPU, which need not be in this machine.
-
-    Its device need not be CUDA: of that, a torch for CPUs has no fake tensors with gradients. So its mode may say so.
-    """
-    mode = getattr(x, "fake_mode", None)
-    return mode is not None and (x.is_cuda or getattr(mode, "gpu", False))
+    return x.dtype in _TYPES and x.stride(-1) == 1 and ((is_fake(x) and on_gpu(x)) or _runs_on(device_type(x)))
 
 
 @cache

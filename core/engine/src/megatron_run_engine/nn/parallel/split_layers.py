@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from megatron_run.contracts import Init, ParallelLayers, ParameterSpec, Part
 from megatron_run_engine.nn.cross_entropy import CrossEntropy, LinearCrossEntropy
 from megatron_run_engine.nn.device_groups import takes_counts
+from megatron_run_engine.nn.dropout import Dropout
 from megatron_run_engine.nn.embedding import embed
 from megatron_run_engine.nn.grouped import grouped_linear
 from megatron_run_engine.nn.parallel.mappings import column_linear, f, g, gather_sequence, scatter_sequence
@@ -227,7 +228,7 @@ class SplitLayers(ParallelLayers):
         A single rank draws from the default stream, as layers that are not split do: it drops the same values.
         """
         alone = self.split.peers.size == 1
-        return nn.Dropout(p) if self.split.sequence or alone else ReplicatedDropout(p, self.context.rng)
+        return Dropout(p) if self.split.sequence or alone else ReplicatedDropout(p, self.context.rng)
 
     def cross_entropy(self, vocab: int, label_smoothing: float = 0.0) -> nn.Module:
         """A loss that exchanges a few scalars per token, never logits."""

@@ -1,0 +1,68 @@
+"""The planner's closed form of a rank's memory beside what a dry run counts in the layers themselves, on a GPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from benchmarks.planner.configuration import FULL, HALF, SPLIT, Configuration, sized, stages
+from benchmarks.planner.memory import planned_bytes
+from megatron_run.planning import resolve
+from megatron_run_planner.memory import stage_memory
+from megatron_run_planner.task import read_task
+
+BF16 = {"train.precision": "bf16", "model.dropout": 0.0}
+#: Shapes of GPT-2's and Llama's layers: what a layer keeps, logits and state are of the same order.
+GPT: dict[str, Any] = {**sized(768, 12, 1024, 8, 32), **BF16, "data.vocab_size": 50257}
+LLAMA: dict[str, Any] = {
+    **sized(1024, 8, 2048, 2, 8),
+    **BF16,
+    "data.vocab_size": 32000,
+    "model.activation": "swiglu",
+    "model.norm": "rmsnorm",
+    "model.position": "rope",
+    "model.bias": "false",
+    "model.num_kv_heads": 2,
+    "model.ffn_size": 2048,
+}
+CORE, FEW_WORDS = {"train.recompute": "core_attn"}, {"data.vocab_size": 2000}
+SEQUENCE = {"parallel.tensor": 2, "parallel.sequence": "true"}
+PIPE = ("schedule=1f1b",)
+PADDED = {"model.expert_capacity_factor": 1.0, "model.expert_pad_to_capacity": "true", "model.top_k": 2}
+GRID = {
+    "gpt": Configuration(1, (), GPT),
+    "dropout": Configuration(1, (), GPT | {"model.dropout": 0.1}),
+    "few words": Configuration(1, (), GPT | FEW_WORDS),
+    "core recomputed": Configuration(1, (), GPT | CORE),
+    "half recomputed": Configuration(1, (), GPT | FEW_WORDS | HALF),
+    "all recomputed": Configuration(1, (), GPT | FEW_WORDS | FULL),
+    "all recomputed, many words": Configuration(1, (), GPT | FULL),
+    "a loss in chunks": Configuration(1, (), GPT | {"model.loss_chunks": 8}),
+    "llama": Configuration(1, (), LLAMA),
+    "llama, half recomputed": Configuration(1, (), LLAMA | HALF),
+    "llama, all recomputed": Configuration(1, (), LLAMA | FULL),
+    "untied": Configuration(1, (), GPT | {"model.tie_embeddings": "false"}),
+    "experts": Configuration(1, (), GPT | PADDED | {"model.experts": 4}),
+    "experts of llama": Configuration(1, (), LLAMA | PADDED | {"model.experts": 8}),
+    "two tensor ranks": Configuration(2, (SPLIT,), GPT | {"parallel.tensor": 2}),
+    "sequence parallel": Configuration(2, (SPLIT,), GPT | SEQUENCE),
+    "sequence parallel llama": Configuration(2, (SPLIT,), LLAMA | SEQUENCE),
+    "sequence parallel llama, all recomputed": Configuration(2, (SPLIT,), LLAMA | SEQUENCE | FULL),
+    "two stages": Configuration(2, PIPE, GPT | stages(2)),
+    "two stages, all recomputed": Configuration(2, PIPE, GPT | stages(2) | FULL),
+    "two stages of llama, half recomputed": Configuration(2, PIPE, LLAMA | stages(2) | HALF),
+    "four stages": Configuration(4, PIPE, GPT | stages(4) | {"train.global_batch_size": 64}),
+    "two stages of two chunks": Configuration(2, ("schedule=interleaved",), GPT | stages(2, chunks=2)),
+    "a split backward": Configuration(2, ("schedule=zero-bubble",), GPT | stages(2)),
+    "sharded state": Configuration(2, ("optimizer=zero1",), GPT | {"parallel.data": 2}),
+    "stages of sequence parallel ranks": Configuration(4, (*PIPE, SPLIT), GPT | stages(2) | SEQUENCE),
+}
+
+
+@pytest.mark.parametrize("name", GRID)
+def test_a_rank_needs_what_a_dry_run_counts(name: str) -> None:
+    request = GRID[name].request
+    run, task = resolve(request), read_task(request, GRID[name].ranks)
+    planned = [each.total for each in stage_memory(task.model, task.split, run.plans[max(run.plans)])]
+    assert planned == pytest.approx(planned_bytes(request, gpu=True), rel=0.01)
