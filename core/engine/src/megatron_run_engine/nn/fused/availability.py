@@ -21,12 +21,12 @@ _TYPES = frozenset((torch.float32, torch.bfloat16, torch.float16))
 
 def fuses(x: Tensor) -> bool:
     """Whether the kernels of this package take ``x``, whose last dimension they read in one piece."""
-    return x.dtype in _TYPES and x.stride(-1) == 1 and ((is_fake(x) and on_gpu(x)) or _runs_on(device_type(x)))
+    return x.dtype in _TYPES and x.stride(-1) == 1 and ((is_fake(x) and on_gpu(x)) or has_kernels(device_type(x)))
 
 
 @cache
-def _runs_on(device: str) -> bool:
-    """Whether Triton runs kernels there; says once where it is missing on a GPU."""
+def has_kernels(device: str) -> bool:
+    """Whether Triton runs kernels on tensors of that kind of ``device``; says once where it is missing on a GPU."""
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     if device != "cuda" and not (device == "cpu" and interpreted):
         return False
