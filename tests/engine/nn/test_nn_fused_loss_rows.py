@@ -228,7 +228,7 @@ def test_a_gpu_without_triton_keeps_the_eager_code_and_says_so_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(availability, "find_spec", lambda name: None)
-    runs_on = cache(availability._runs_on.__wrapped__)  # what a process knows already stays
+    runs_on = cache(availability.has_kernels.__wrapped__)  # what a process knows already stays
     assert not any(runs_on("cuda") for _ in range(2))
     assert [record.message for record in caplog.records] == [
         "Triton is not installed: losses and biases take more time and memory"
