@@ -124,7 +124,7 @@ class LaunchWatch:
 
 
 def advise(context: BuildContext, chunks: Sequence[Chunk]) -> str:
-    """What to type where launches bound a step; where steps of ``chunks`` cannot be captured whole, also why."""
+    """The advice where launches bound a step; where steps of ``chunks`` cannot be captured whole, also why."""
     larger = "raise train.micro_batch_size, which gives each more to do"
     try:
         check_step(context.topology.sizes.pipeline, context.train.offload, [chunk.segments() for chunk in chunks])
