@@ -58,7 +58,8 @@ unit: $(DEV)
 # The tests that need a CUDA device; elsewhere they are skipped, and say so. One GPU is enough for most. Many wait for
 # compilers or for processes of their own, so each core has a worker, up to twelve, which share the GPU's memory.
 gpu: $(DEV)
-	$(PY) -m pytest -q -m gpu --maxfail=20 -n $(shell [ $(CORES) -lt 12 ] && echo $(CORES) || echo 12) --dist worksteal $(shell grep -rl --include='test_*.py' 'mark\.gpu\|CUDA\]' tests)
+	$(PY) -m pytest -q -m gpu --maxfail=20 -n $(shell [ $(CORES) -lt 12 ] && echo $(CORES) || echo 12) --dist worksteal \
+		$(shell grep -rl --include='test_*.py' 'mark\.gpu\|CUDA\]' tests)
 # All that a GPU has to show: libraries, tests, figures for at most SECONDS, their page.
 SECONDS ?= 2400
 gpu-day: $(DEV)

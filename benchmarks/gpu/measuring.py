@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.support.ranks import told_by_ranks
+from benchmarks.support.ranks import results_of_ranks
 from megatron_run_engine.training.peak import known_peak
 
 #: Seconds that a side may take, and those without which none begins.
@@ -54,7 +54,7 @@ class Day:
 
 
 def alone(measurement: Callable[..., Any], day: Day, **arguments: object) -> dict[str, Any]:
-    """What ``measurement(device=..., quick=..., **arguments)`` finds in its own process, or ``{"failed": why}``."""
+    """The record of ``measurement(device=..., quick=..., **arguments)`` in its own process, or ``{"failed": why}``."""
     ((_, found),) = in_turn(measurement, day, {"": arguments})
     return found
 
@@ -69,7 +69,7 @@ def in_turn(
     """
     todo = dict(cases)
 
-    def told(found: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    def reported(found: dict[str, Any]) -> tuple[str, dict[str, Any]]:
         name = next(iter(todo))
         del todo[name]
         print(f"  {name or measurement.__name__}: {shown(found)}", flush=True)
@@ -78,10 +78,10 @@ def in_turn(
     while todo:
         left = day.until - time.monotonic()
         if left < LEAST:
-            yield told({"failed": "there was no time left"})
+            yield reported({"failed": "there was no time left"})
             continue
         try:
-            for found in told_by_ranks(
+            for found in results_of_ranks(
                 results, 1,
                 {
                     "measured": f"{measurement.__module__}:{measurement.__name__}",
@@ -92,9 +92,9 @@ def in_turn(
                 backend="gloo" if day.device == "cpu" else "cpu:gloo,cuda:nccl",
                 patience=min(PATIENCE, left),
             ):  # fmt: skip
-                yield told(found)
+                yield reported(found)
         except SystemExit as failure:
-            yield told({"failed": str(failure)})
+            yield reported({"failed": str(failure)})
 
 
 def shown(found: Mapping[str, Any]) -> str:
@@ -106,7 +106,7 @@ def shown(found: Mapping[str, Any]) -> str:
 
 
 def results(measured: str, cases: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
-    """What the function ``module:function`` of this process finds in each case; ends early if the device is unusable.
+    """The record of the function ``module:function`` in each case; ends early if the device is unusable.
 
     An exception is a result, so that one row tells it. Memory is given back between cases.
     """

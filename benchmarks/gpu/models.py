@@ -131,10 +131,8 @@ def our_side(device: str, size: str, name: str, shape: Shape) -> Side | str:
     plugins, sets, _ = {**WAYS, **CAPTURES}[name]
     plugins = tuple(each.format(scope=SCOPES.get(size, "")) for each in plugins)
     installed = {str(entry) for entry in scan().entries}
-    words = (word.partition(",")[0] for word in plugins)
-    asked = [
-        f"{kind}={name}" for kind, _, names in (word.partition("=") for word in words) for name in names.split("+")
-    ]
+    choices = (each.partition(",")[0].split("=") for each in plugins)
+    asked = [f"{kind}={name}" for kind, names in choices for name in names.split("+")]
     missing = [each for each in asked if each not in installed]
     if missing:
         return f"{missing[0]} is not installed"

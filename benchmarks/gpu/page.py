@@ -106,8 +106,8 @@ def _goals(found: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, str, s
     yield _goal(
         f"a layer of experts {EXPERTS:.2f} of a dense one's rate", _over(layer.get(DENSE), layer.get(GROUPED)), EXPERTS
     )
-    ours, theirs = (found.get("124m", {}).get("sides", {}).get(name, {}).get("GiB") for name in (OURS, NANOGPT))
-    yield _goal(f"at most {MEMORY:.2f} of nanoGPT's memory at 124m", _over(ours, theirs), MEMORY, least=False)
+    ours, peer = (found.get("124m", {}).get("sides", {}).get(name, {}).get("GiB") for name in (OURS, NANOGPT))
+    yield _goal(f"at most {MEMORY:.2f} of nanoGPT's memory at 124m", _over(ours, peer), MEMORY, least=False)
     saved = found.get("saves", {}).get(BEHIND, {})
     stall = _over(saved.get("lost ms"), 100 * saved.get("step ms", 0.0))
     yield _goal(f"at most {STALL:.0%} of 100 steps lost to a save", stall, STALL, least=False)

@@ -117,9 +117,10 @@ def live_bytes(request: str) -> int:
 
 
 def planned_bytes(request: Request, *, gpu: bool = False) -> list[int]:
-    """The bytes that a dry run counts for a rank of each stage; on a ``gpu`` layers take other temporaries."""
-    run = resolve(request)
-    size, counted = model_size(run), step_memory(run, gpu=gpu)
+    """The bytes that a dry run counts for a rank of each stage; with ``gpu`` for a run that asks for GPUs."""
+    others = tuple(each for each in request.sets if not each.startswith("run.device="))
+    run = resolve(replace(request, sets=(*others, "run.device=cuda"))) if gpu else resolve(request)
+    size, counted = model_size(run), step_memory(run)
     if counted is None:
         raise ValueError("its layers cannot be counted")
     return [sum(rank.memory.values()) + sum(roles.values()) for rank, roles in zip(size.stages, counted, strict=True)]

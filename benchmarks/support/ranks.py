@@ -26,12 +26,12 @@ PERIOD = 0.05
 
 
 def on_ranks(measurement: Callable[..., Any], world: int, arguments: Mapping[str, object], **more: Any) -> Any:
-    """What ``measurement(**arguments)`` returns on rank 0; ``more`` as :func:`told_by_ranks` takes it."""
-    (result,) = told_by_ranks(measurement, world, arguments, **more)
+    """The result of ``measurement(**arguments)`` on rank 0; ``more`` as :func:`results_of_ranks` takes it."""
+    (result,) = results_of_ranks(measurement, world, arguments, **more)
     return result
 
 
-def told_by_ranks(
+def results_of_ranks(
     measurement: Callable[..., Any],
     world: int,
     arguments: Mapping[str, object],
@@ -42,13 +42,13 @@ def told_by_ranks(
     backend: str = "gloo",
     patience: float = math.inf,
 ) -> Iterator[Any]:
-    """What ``measurement(**arguments)`` returns on rank 0 of ``world`` fresh processes, one process group.
+    """The results of ``measurement(**arguments)`` on rank 0 of ``world`` fresh processes, one process group.
 
-    Of a generator function each result as soon as it is there. ``measurement`` is a function of a module; arguments and
-    results pass through JSON. ``threads`` are those of each rank; ``keeping``: glibc keeps freed memory, as on ranks of
-    our launcher; ``environment``: what else is set there; ``backend``: that of the process group. Raises
-    :class:`SystemExit` as soon as one rank has failed, or no result has come for ``patience`` seconds since the ranks
-    met, and ends the others.
+    A function has one, a generator function those that it yields, each as soon as it is there. ``measurement`` is a
+    function of a module; arguments and results pass through JSON. ``threads`` are those of each rank; ``keeping``:
+    glibc keeps freed memory, as on ranks of our launcher; ``environment``: what else is set there; ``backend``: that of
+    the process group. Raises :class:`SystemExit` as soon as one rank has failed, or no result has come for ``patience``
+    seconds since the ranks met, and ends the others.
     """
     with tempfile.TemporaryDirectory() as folder:
         job, results = Path(folder) / "job.json", Path(folder) / "results.jsonl"
@@ -63,14 +63,14 @@ def told_by_ranks(
         ranks = [subprocess.Popen(command, cwd=ROOT, env={**settings, "RANK": str(rank)}) for rank in range(world)]
         try:
             with results.open(encoding="utf-8") as lines:
-                yield from _told(ranks, lines, measurement.__name__, patience)
+                yield from _results(ranks, lines, measurement.__name__, patience)
         finally:
             for rank in ranks:
                 rank.kill()
                 rank.wait()
 
 
-def _told(ranks: Sequence[subprocess.Popen[bytes]], lines: TextIO, name: str, patience: float) -> Iterator[Any]:
+def _results(ranks: Sequence[subprocess.Popen[bytes]], lines: TextIO, name: str, patience: float) -> Iterator[Any]:
     """The results in ``lines`` until all ranks are done, or one has failed: the others would sit out their limit.
 
     An empty line says that the ranks have met.

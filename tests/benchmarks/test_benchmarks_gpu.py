@@ -16,7 +16,7 @@ from benchmarks.gpu.measuring import Day, in_turn, seconds
 from benchmarks.gpu.models import CAPTURES, GPT, NANOGPT, OURS, PEERS, WAYS, our_side, shape_of
 from benchmarks.gpu.page import page
 from benchmarks.single.ours import OurTraining
-from benchmarks.support.ranks import told_by_ranks
+from benchmarks.support.ranks import results_of_ranks
 
 MACHINE = {"machine": "here", "took": 1.0}
 
@@ -100,10 +100,10 @@ def hangs() -> Iterator[int]:
 
 @pytest.mark.multiproc
 def test_a_side_that_takes_too_long_is_ended() -> None:
-    told = told_by_ranks(hangs, 1, {}, patience=3.0)
-    assert next(told) == 1
+    results = results_of_ranks(hangs, 1, {}, patience=3.0)
+    assert next(results) == 1
     with pytest.raises(SystemExit, match="hangs: no result in 3 s"):
-        next(told)
+        next(results)
 
 
 def test_no_side_begins_when_the_time_is_over() -> None:

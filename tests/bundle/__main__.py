@@ -90,7 +90,7 @@ def main(words: Sequence[str] | None = None) -> None:
 
 
 def had_there(file: Path | None) -> dict[str, str]:
-    """What the list ``file`` names, with versions; nothing without a file. Another file ends the command."""
+    """Names and versions in the list ``file``; none without a file. Another file ends the command."""
     if file is None:
         return {}
     try:
@@ -127,7 +127,7 @@ def older(platform: str) -> list[str]:
 
 
 def requirements() -> list[str]:
-    """What our distributions, their tests and their builds require of others, as pip takes it."""
+    """Requirements of our distributions, their tests and their builds, as pip takes them."""
     ours = {member.name for member in MEMBERS}
     asked = (Requirement(line) for member in BROUGHT for line in member.project.get("dependencies", ()))
     needed = {str(one) for one in asked if one.name not in ours and one.name not in NEVER}
@@ -168,8 +168,8 @@ def write_bundle(folder: Path, python: str, out: Path, left: Mapping[str, str]) 
     """
     pack_checkout(folder / "checkout.tar.gz")
     ours = [f"{member.name}=={VERSION}" for member in BROUGHT]
-    theirs = [Requirement(line) for line in pinned((*TESTING, *PEERS))]
-    lines = [*ours, *(one.name if one.name in left else str(one) for one in theirs)]
+    required = [Requirement(line) for line in pinned((*TESTING, *PEERS))]
+    lines = [*ours, *(one.name if one.name in left else str(one) for one in required)]
     (folder / "requirements.txt").write_text("\n".join((*lines, "")), "utf-8")
     (folder / "have.txt").write_text("".join(f"{name} {version}\n" for name, version in left.items()), "utf-8")
     script = (HERE / "install.sh").read_text("utf-8").replace("@PYTHON@", python)

@@ -68,14 +68,14 @@ class Host(TorchFunctionMode):
 @pytest.fixture
 def host(monkeypatch: pytest.MonkeyPatch) -> Host:
     """Watches the numbers that are on their way."""
-    found, wait = Host(), dispatch.OnItsWay.wait
+    found, wait = Host(), dispatch.HostCopy.wait
 
-    def awaited(self: dispatch.OnItsWay) -> Tensor:
+    def awaited(self: dispatch.HostCopy) -> Tensor:
         NOTED.append("wait")
         found.here.append(wait(self).clone())
         return found.here[-1]
 
-    monkeypatch.setattr(dispatch.OnItsWay, "wait", awaited)
+    monkeypatch.setattr(dispatch.HostCopy, "wait", awaited)
     NOTED.clear()
     return found
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from itertools import count
 
 import pytest
 
 from megatron_run.config.request import Request
+from megatron_run.errors import RunError
 from megatron_run_engine.training.health import launches
 from megatron_run_engine.training.health.launches import Launched, LaunchWatch, waits_for_host
 from tests.support.training import train_here
@@ -23,6 +25,9 @@ SAID = "the GPU waits for the host"
         (0.303, 0.320, False),  # a twentieth of the step was left in the queue
         (0.110, 0.585, False),  # large ones: the host is far ahead
         (0.498, 0.585, False),  # and where a full queue holds it up
+        (3.423, 3.510, False),  # however long the step: six rounds of the same queue
+        (3.000, 3.0015, True),
+        (0.0100, 0.0115, False),  # a short step, all of it in the queue
         (0.0005, 0.036, False),  # one graph
     ],
 )
@@ -50,7 +55,7 @@ class Device:
 
 
 def watched(device: Device, steps: int, *, skipped: int = 2, timed: bool = False) -> LaunchWatch:
-    watch = LaunchWatch(device, skipped, logging.getLogger("test"))
+    watch = LaunchWatch(device, skipped, "do this", logging.getLogger("test"))
     for _ in range(steps):
         with watch.launching(timed=timed):
             time.sleep(0.02)
@@ -64,7 +69,7 @@ def test_it_is_said_once_after_the_steps_that_are_looked_at(caplog: pytest.LogCa
     watched(Device(0.0), 9)
     (record,) = caplog.records
     assert SAID in record.getMessage()
-    assert "--plugin graph-capture=partial,scope=step" in record.getMessage()
+    assert record.getMessage().endswith("; do this")
 
 
 def test_nothing_is_said_of_a_device_that_is_behind_or_of_steps_whose_actions_are_timed(
@@ -74,12 +79,46 @@ def test_nothing_is_said_of_a_device_that_is_behind_or_of_steps_whose_actions_ar
     assert not caplog.records
 
 
-@pytest.mark.parametrize(("capture", "told"), [((), 1), (("graph-capture=partial,scope=step",), 0)])
-def test_a_run_says_so_unless_its_steps_are_one_launch(
-    capture: tuple[str, ...], told: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+GRAPH = "graph-capture=partial,scope=step"
+SETS = ("train.sequence_length=16", "train.steps=8", "model.num_layers=1", "eval.interval=0")
+
+
+@pytest.fixture
+def said(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> Callable[..., list[str]]:
+    """Train a few steps on a device that waits for launches, and return the notices."""
     monkeypatch.setattr(launches, "stopwatch_of", lambda _: Device(0.0))
     monkeypatch.setattr(logging.getLogger("megatron_run"), "propagate", True)
-    sets = ("train.sequence_length=16", "train.steps=8", "model.num_layers=1", "model.dropout=0", "eval.interval=0")
-    train_here(0, 1, Request(configs=("preset:tiny",), sets=sets, plugins=capture, nproc=1).to_json())
-    assert caplog.text.count(SAID) == told
+
+    def train(*sets: str, dropout: float = 0.0, plugins: tuple[str, ...] = ()) -> list[str]:
+        sets = (*SETS, f"model.dropout={dropout}", *sets)
+        train_here(0, 1, Request(("preset:tiny",), sets, plugins, nproc=1).to_json())
+        return [message for message in caplog.messages if SAID in message]
+
+    return train
+
+
+def test_a_run_says_so_unless_its_steps_are_one_launch(said: Callable[..., list[str]]) -> None:
+    assert not said(plugins=(GRAPH,))
+    (notice,) = said()
+    assert f"type --plugin {GRAPH}, which launches them at once, or raise train.micro_batch_size" in notice
+
+
+@pytest.mark.parametrize(
+    ("sets", "dropout", "why"),
+    [
+        ((), 0.1, "the host positions the random streams before each segment that draws"),
+        (("train.offload=mlp",), 0.0, "what a graph saves stays in its memory"),
+        (("model.experts=4", "model.top_k=2", "model.expert_capacity_factor=1.0"), 0.0, "moe_"),
+    ],
+    ids=["dropout", "offload", "experts"],
+)
+def test_no_graph_of_the_step_is_advised_that_would_be_refused(
+    sets: tuple[str, ...], dropout: float, why: str, said: Callable[..., list[str]]
+) -> None:
+    (notice,) = said(*sets, dropout=dropout)
+    assert f"type --plugin {GRAPH}" not in notice
+    assert "raise train.micro_batch_size" in notice
+    assert why in notice
+    with pytest.raises(RunError) as refused:
+        said(*sets, dropout=dropout, plugins=(GRAPH,))
+    assert refused.value.what in notice

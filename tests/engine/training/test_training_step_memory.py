@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from benchmarks.planner.configuration import Configuration
 from benchmarks.planner.memory import CONFIGURATIONS, live_bytes, planned_bytes
@@ -38,6 +39,18 @@ def test_the_peak_with_the_kernels_of_a_gpu_is_what_was_counted() -> None:
     # Beside the kernels a GPU has one for its attention, where a CPU multiplies and keeps the scores.
     assert planned_bytes(request, gpu=True)[0] == pytest.approx(planned, rel=0.005)
     assert planned_bytes(request)[0] > 1.1 * planned
+
+
+@pytest.mark.parametrize(("ranks", "gpus", "taken"), [(1, 0, False), (1, 1, True), (2, 1, False), (2, 2, True)])
+def test_a_run_that_names_no_device_is_counted_for_the_one_that_it_would_get(
+    ranks: int, gpus: int, taken: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    sets = {"model.num_layers": 1, "data.vocab_size": 2000, "parallel.data": ranks}
+    on_cpu = Configuration(ranks, (), sets, sequence=32).request
+    unnamed = Configuration(ranks, (), {**sets, "run.device": "auto"}, sequence=32).request
+    assert planned_bytes(unnamed) == planned_bytes(on_cpu, gpu=taken)
+    assert planned_bytes(on_cpu, gpu=True) != planned_bytes(on_cpu)
 
 
 @pytest.mark.nightly

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from megatron_run.contracts import CaptureSize, Split
+    from megatron_run.contracts import Split
     from megatron_run.pipeline.plan import Plan
     from megatron_run.planning import ResolvedRun
     from megatron_run_engine.capture import Pass
@@ -51,7 +51,7 @@ def dry_run_text(run: ResolvedRun, device: Device | None = None, svg: Path | Non
         parts.append(_mixture_text(size.mixture, size.parameters, run.sizes.expert))
     parts += step
     if any(captured.regions for captured in size.captures):
-        parts.append(_captures_text(size.captures, plan))
+        parts.append(_captures_text(size, plan))
     notices = [] if device else _machine_notices(run, size)
     return "\n\n".join([*parts, *(f"note: {notice}" for notice in notices)])
 
@@ -170,25 +170,23 @@ def _mixture_text(mixture: Mixture, parameters: int, ways: int) -> str:
     )
 
 
-def _captures_text(captures: Sequence[CaptureSize], plan: Plan) -> str:
+def _captures_text(size: ModelSize, plan: Plan) -> str:
     """Describe the graphs of each stage, and draw the slots of stage 0: no later stage needs more."""
     from megatron_run_engine.capture import passes, shared_slots
 
-    names = dict.fromkeys(name for captured in captures for name in captured.segments)
-    lines = [f"graphs of {', '.join(names)}"]
-    lines += [f"  stage {stage}: {captured}" for stage, captured in enumerate(captures)]
-    if not any(captured.slots for captured in captures):
+    lines = [f"graphs of {', '.join(size.captured)}"]
+    lines += [f"  stage {stage}: {captured}" for stage, captured in enumerate(size.captures)]
+    if not any(captured.slots for captured in size.captures):
         return "\n".join(lines)
     order = passes(plan.lists[0], plan.chunks)
     return "\n".join((*lines, "the microbatches in flight on stage 0", slots_text(order, shared_slots(order))))
 
 
 def _step_memory(run: ResolvedRun, device: Device | None = None) -> list[dict[str, int]] | None:
-    """As the engine counts it for ``device``, or else for the one on which the run would start here."""
-    from megatron_run_engine.training.process import starts_on_gpu
+    """As the engine counts it for ``device``, or else for the one that the run is planned for."""
     from megatron_run_engine.training.step_memory import step_memory
 
-    return step_memory(run, gpu=device.cores is None if device else starts_on_gpu(run))
+    return step_memory(run, gpu=device.cores is None if device else None)
 
 
 def _parameters_text(size: ModelSize, counted: list[dict[str, int]] | None) -> str:

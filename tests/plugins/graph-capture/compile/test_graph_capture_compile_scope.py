@@ -1,9 +1,10 @@
-"""What is compiled where the user names nothing, and what bounds the start of a run that compiles."""
+"""The scope where the user names nothing, and the bounds of the start of a run that compiles."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from megatron_run_engine.builtin.model.gpt import GptOptions
 from megatron_run_engine.data.user_cache import COMPILED
 from megatron_run_engine.runtime.context import BuildContext
 from megatron_run_graph_capture_compile.capture import CompileCapture, CompileOptions
-from megatron_run_graph_capture_compile.compiler import find_compiler
+from megatron_run_graph_capture_compile.compiler import find_compiler, own_workers
 from megatron_run_testing.build_contexts import single_process_context
 from tests.plugins.graph_bench import Pipeline
 
@@ -68,7 +69,7 @@ def test_what_must_run_eagerly_is_left_out_where_nobody_has_named_it(for_a_gpu: 
     ]
 
 
-def test_a_gpu_leaves_the_bits_of_eager_steps(for_a_gpu: None) -> None:
+def test_the_scope_of_a_gpu_leaves_the_bits_of_eager_steps(for_a_gpu: None) -> None:
     """Here by the same operations: experts whose products read their counts where they are, head and loss."""
     eager = Pipeline(Sequential(), 2, model=EXPERTS, scope=("attn",))
     compiled = Pipeline(Sequential(), 2, model=EXPERTS, make=capture_of)  # type: ignore[arg-type]
@@ -76,18 +77,22 @@ def test_a_gpu_leaves_the_bits_of_eager_steps(for_a_gpu: None) -> None:
     (size,) = compiled.start_capture()
     assert (size.regions, size.graphs) == (4, 6)
     for number in (2, 3):
-        mine, other = compiled.step(number), eager.step(number)
-        assert all(map(torch.equal, mine.losses, other.losses))
-        assert all(map(torch.equal, mine.weights, other.weights))
+        replayed, expected = compiled.step(number), eager.step(number)
+        assert all(map(torch.equal, replayed.losses, expected.losses))
+        assert all(map(torch.equal, replayed.weights, expected.weights))
 
 
 @pytest.mark.parametrize(
-    ("device", "names"), [("cpu", "attn, mlp"), ("cuda", "embedding, attn, mlp, head, loss")], ids=["cpu", "cuda"]
+    ("device", "gpus", "ranks", "on_gpu"),
+    [("cpu", 1, 1, False), ("cuda", 0, 1, True), ("auto", 0, 1, False), ("auto", 1, 1, True), ("auto", 1, 2, False)],
 )
-def test_a_dry_run_names_what_would_be_compiled(device: str, names: str) -> None:
-    run = resolve(
-        Request(configs=("preset:tiny",), sets=(f"run.device={device}",), plugins=("graph-capture=compile",), nproc=1)
-    )
+def test_a_dry_run_names_what_would_be_compiled(
+    device: str, gpus: int, ranks: int, on_gpu: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    sets = (f"run.device={device}", f"parallel.data={ranks}")
+    run = resolve(Request(("preset:tiny",), sets, ("graph-capture=compile",), nproc=ranks))
+    names = "embedding, attn, mlp, head, loss" if on_gpu else "attn, mlp"
     assert f"\ngraphs of {names}\n" in dry_run_text(run)
 
 
@@ -114,6 +119,55 @@ def test_what_breaks_a_rule_runs_eagerly_unless_it_was_named(caplog: pytest.LogC
     assert torch.equal(capture.replay(region, MICROBATCH, -x)[0], -3 * x)
     with pytest.raises(GraphCaptureError, match="its forward reads a tensor on the host"):
         one_layer(reads, scope=("attn",))
+
+
+def test_another_shape_that_breaks_a_rule_runs_eagerly_too(caplog: pytest.LogCaptureFixture) -> None:
+    total = torch.zeros(4)
+
+    def adds_up_small_ones(x: Tensor) -> Tensor:
+        if len(x) < 4:
+            total.add_(1)
+        return x * 2
+
+    capture, region = one_layer(adds_up_small_ones)
+    total.zero_()
+    x = torch.ones(4, 4, requires_grad=True)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            assert torch.equal(capture.replay(region, MICROBATCH, x[:2])[0], 2 * x[:2])
+    assert caplog.text.count("attn of layer 3 runs eagerly: attn of layer 3 cannot be compiled: it writes to") == 1
+    assert torch.equal(capture.replay(region, MICROBATCH, x)[0], 2 * x)  # what was compiled before goes on
+    capture, region = one_layer(adds_up_small_ones, scope=("attn",))
+    with pytest.raises(GraphCaptureError, match="it writes to a tensor"):
+        capture.replay(region, MICROBATCH, x[:2])
+
+
+class Pool:
+    """Processes in which inductor compiles."""
+
+    ended = False
+
+    def shutdown(self) -> None:
+        self.ended = True
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*:DeprecationWarning")  # torch's own imports
+def test_workers_end_with_a_capture_and_those_of_the_program_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    workers = import_module("torch._inductor.async_compile")
+    other, own = Pool(), Pool()
+    monkeypatch.setattr(workers, "_pool_set", {other})
+    with own_workers():
+        pass
+    assert not other.ended
+    workers._pool_set.clear()
+
+    def refused(x: Tensor) -> Tensor:
+        workers._pool_set.add(own)
+        return reads(x)
+
+    with pytest.raises(GraphCaptureError):
+        one_layer(refused, scope=("attn",))
+    assert own.ended
 
 
 def test_no_more_graphs_are_compiled_than_the_limit(caplog: pytest.LogCaptureFixture) -> None:

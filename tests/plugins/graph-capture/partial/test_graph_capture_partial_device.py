@@ -201,7 +201,7 @@ def evaluate(pipeline: Pipeline) -> Tensor:
 
 
 def test_evaluations_between_replays_and_captures_anew_change_no_bit() -> None:
-    """What is dropped goes back to the device, and others get it."""
+    """Dropped memory goes back to the device, and others get it."""
     eager = Pipeline(*ALONE, model=DENSE)
     with Device() as device:
         captured = Pipeline(*ALONE, model=DENSE, make=partial(device_capture, scope=("attn", "head")))

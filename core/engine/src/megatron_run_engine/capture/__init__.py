@@ -30,6 +30,7 @@ from megatron_run_engine.capture.regions import (
     call,
     chained,
     check_scope,
+    check_step,
     choose_regions,
     every_segment,
 )
@@ -67,6 +68,7 @@ __all__ = [
     "chained",
     "check_capture",
     "check_scope",
+    "check_step",
     "choose_regions",
     "every_segment",
     "kept_streams",

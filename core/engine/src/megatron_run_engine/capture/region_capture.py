@@ -15,7 +15,7 @@ from megatron_run.contracts import CaptureSize, GraphCapture
 from megatron_run.errors import GraphCaptureError, InputError, plural
 from megatron_run.planning.batch_size import total_steps
 from megatron_run_engine.capture.order import OrderGuard, passes
-from megatron_run_engine.capture.regions import STEP, by_chunk, call, check_scope, choose_regions
+from megatron_run_engine.capture.regions import STEP, by_chunk, call, check_scope, check_step, choose_regions
 from megatron_run_engine.capture.rules import Linted, lint
 from megatron_run_engine.runtime.gradients import has_main_grad, main_grad
 
@@ -320,19 +320,7 @@ def _check_whole_step(plugin: str, config: Config, scope: Sequence[str], *, capt
             f"graph-capture.scope names step, which holds everything, and {', '.join(others)}",
             fix="leave the others out",
         )
-    parallel = config.parallel
-    if parallel.pipeline > 1:
-        raise InputError(
-            f"graph-capture.scope=step with parallel.pipeline={parallel.pipeline}",
-            why="between the actions of a stage the host waits for messages",
-            fix="name segments, such as attn,mlp",
-        )
-    if config.train.offload != "none":
-        raise InputError(
-            f"graph-capture.scope=step with train.offload={typed(config.train.offload)}",
-            why="what a graph saves stays in its memory",
-            fix="leave one of them out",
-        )
+    check_step(config.parallel.pipeline, config.train.offload)
 
 
 def _in_both(plugin: str, key: str, value: SegmentNames, names: Sequence[str], why: str) -> InputError:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import chain, groupby, pairwise
 from typing import TYPE_CHECKING
 
+from megatron_run.config.values import typed
 from megatron_run.contracts import Region
 from megatron_run.errors import InputError, advice, did_you_mean
 from megatron_run_engine.capture.rules import blamed
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from megatron_run.contracts import Segment
+    from megatron_run.contracts.schema import SegmentNames
     from megatron_run_engine.runtime.context import BuildContext
 
 
@@ -42,15 +44,35 @@ STEP = "step"
 
 def every_segment(chunks: Sequence[Sequence[Segment]]) -> tuple[Region, ...]:
     """Return the regions of all segments, for a graph of whole steps. Raises :class:`InputError` if one cannot be."""
-    segments = [segment for chunk in chunks for segment in chunk]
-    for segment in segments:
+    _check_segments(chunks)
+    return choose_regions(chunks, {segment.name for chunk in chunks for segment in chunk})
+
+
+def check_step(pipeline: int, offload: SegmentNames, chunks: Sequence[Sequence[Segment]] = ()) -> None:
+    """Raise :class:`InputError` if one graph cannot hold a step of ``chunks``, on one of ``pipeline`` stages."""
+    if pipeline > 1:
+        raise InputError(
+            f"graph-capture.scope=step with parallel.pipeline={pipeline}",
+            why="between the actions of a stage the host waits for messages",
+            fix="name segments, such as attn,mlp",
+        )
+    if offload != "none":
+        raise InputError(
+            f"graph-capture.scope=step with train.offload={typed(offload)}",
+            why="what a graph saves stays in its memory",
+            fix="leave one of them out",
+        )
+    _check_segments(chunks)
+
+
+def _check_segments(chunks: Sequence[Sequence[Segment]]) -> None:
+    for segment in chain.from_iterable(chunks):
         if segment.why_eager or segment.draws:
             raise InputError(
                 f"graph-capture.scope=step cannot capture segment {segment.name} of layer {segment.layer}",
                 why=segment.why_eager or "the host positions the random streams before each segment that draws",
                 fix="set every dropout to 0, or name segments" if segment.draws else "name segments, without this one",
             )
-    return choose_regions(chunks, {segment.name for segment in segments})
 
 
 def check_scope(scope: Sequence[str], chunks: Sequence[Sequence[Segment]], context: BuildContext) -> None:

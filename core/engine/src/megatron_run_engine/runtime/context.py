@@ -21,6 +21,13 @@ if TYPE_CHECKING:
     from megatron_run_engine.runtime.segments import SegmentRunner
 
 
+def planned_device(run: RunSection, ranks: int) -> torch.device:
+    """The kind of device that ``ranks`` get which start here, or ask for where it is missing."""
+    # To count devices starts nothing on a GPU.
+    gpus = run.device == "cuda" or (run.device == "auto" and torch.cuda.device_count() >= ranks)
+    return torch.device("cuda" if gpus else "cpu")
+
+
 @dataclass(frozen=True)
 class Dtypes:
     """``param``: type of parameters and activations. ``main``: type of master weights and of their update, fp32.
@@ -61,11 +68,10 @@ class BuildContext:
 
     @property
     def trains_on(self) -> torch.device:
-        """``device`` or, while a run is planned on the meta device, the kind that ``run.device`` will lead to."""
+        """``device`` or, while a run is planned on the meta device, :func:`planned_device`."""
         if self.device.type != "meta":
             return self.device
-        found = self.run.device == "auto" and torch.cuda.device_count()  # which starts nothing on a GPU
-        return torch.device("cuda" if found or self.run.device == "cuda" else "cpu")
+        return planned_device(self.run, self.topology.sizes.world)
 
     @property
     def vocab_size(self) -> int:

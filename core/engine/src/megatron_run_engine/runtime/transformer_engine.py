@@ -19,7 +19,7 @@ from megatron_run_engine.runtime.cuda_libraries import led_to_loaded
 
 @dataclass(frozen=True)
 class Need:
-    """What a plugin needs of the library.
+    """A plugin's need of the library.
 
     ``plugin`` is named in messages, as in ``parallel-layer=te``, and ``distribution`` has the extra ``engine``.
     ``reason`` says why ``minimum`` is the oldest release, and ``instead`` what works without the library.

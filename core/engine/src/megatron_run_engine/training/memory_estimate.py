@@ -68,9 +68,10 @@ class ModelSize(NamedTuple):
 
     A tied embedding counts on every stage that holds a copy of it. ``vocab`` is the number of token ids, and
     ``padded_vocab`` the number of embedding rows over all tensor-parallel ranks. ``captures`` is what graph capture
-    would record on each stage in a step of the full batch. ``mixture`` is None if no layer has experts. ``beside`` are
-    the bytes that a message holds beside the residual stream, 0 where no stage sends any. ``shapes`` are those of the
-    logical tensors that initial weights must have: of the frozen ones, where only adapters learn.
+    would record on each stage in a step of the full batch, and ``captured`` the names of the segments that it records.
+    ``mixture`` is None if no layer has experts. ``beside`` are the bytes that a message holds beside the residual
+    stream, 0 where no stage sends any. ``shapes`` are those of the logical tensors that initial weights must have: of
+    the frozen ones, where only adapters learn.
     """
 
     parameters: int
@@ -78,6 +79,7 @@ class ModelSize(NamedTuple):
     vocab: int
     padded_vocab: int
     captures: tuple[CaptureSize, ...]
+    captured: tuple[str, ...]
     mixture: Mixture | None
     beside: int
     shapes: Mapping[str, tuple[int, ...]]
@@ -98,7 +100,7 @@ def model_size(run: ResolvedRun) -> ModelSize:
 def _model_size(run: ResolvedRun) -> ModelSize:
     data = cast("DataSource", run.one("data").create())
     options = with_vocabulary(run, data)
-    total, stages, padded, captures = 0, [], 0, []
+    total, stages, padded, captures, captured = 0, [], 0, [], dict[str, None]()
     chunks: list[Chunk] = []
     everyone: list[_Built] = []  # one rank of each stage and expert-parallel index
     for stage in range(run.sizes.pipeline):
@@ -106,7 +108,9 @@ def _model_size(run: ResolvedRun) -> ModelSize:
         total += count_parameters(info for rank in on_ranks for info in rank.held.values())
         context, held = on_ranks[0].context, on_ranks[0].held
         stages.append(_rank_size(held, _memory(run, on_ranks[0])))
-        captures.append(_capture_size(run, on_ranks[0], stage))
+        recorded, names = _capture_size(run, on_ranks[0], stage)
+        captures.append(recorded)
+        captured |= dict.fromkeys(names)
         chunks += on_ranks[0].chunks
         everyone += on_ranks
         padded = max(padded, _rows_over(context.vocab_size, held) * run.sizes.tensor)
@@ -117,7 +121,8 @@ def _model_size(run: ResolvedRun) -> ModelSize:
     _check_capture(run, alone, chunks)
     mixture, beside = _mixture(options, everyone), _beside(run, on_ranks[0].model) if run.sizes.pipeline > 1 else 0
     counts = (context.vocab_size, padded)
-    return ModelSize(total, tuple(stages), *counts, tuple(captures), mixture, beside, _shapes(everyone))
+    graphs = (tuple(captures), tuple(captured))
+    return ModelSize(total, tuple(stages), *counts, *graphs, mixture, beside, _shapes(everyone))
 
 
 def _shapes(ranks: Sequence[_Built]) -> Mapping[str, tuple[int, ...]]:
@@ -171,12 +176,12 @@ def _mixture(options: BaseModel, ranks: Sequence[_Built]) -> Mixture | None:
     return Mixture(tuple(sorted(layers)), told.experts, told.top_k, parameters) if layers else None
 
 
-def _capture_size(run: ResolvedRun, built: _Built, stage: int) -> CaptureSize:
-    """Return what graph capture would record of the segments of ``stage``."""
+def _capture_size(run: ResolvedRun, built: _Built, stage: int) -> tuple[CaptureSize, list[str]]:
+    """Return what graph capture would record of ``stage``, and the names of the segments in it."""
     capture = cast("GraphCapture", run.one("graph-capture").create(context=built.context))
     regions = capture.regions([chunk.segments() for chunk in built.chunks])
-    names = dict.fromkeys(segment.name for region in regions for segment in region.segments)
-    return replace(capture.plan(regions, run.plans[max(run.plans)].lists[stage]), segments=tuple(names))
+    names = [segment.name for region in regions for segment in region.segments]
+    return capture.plan(regions, run.plans[max(run.plans)].lists[stage]), names
 
 
 def _check_segments(run: ResolvedRun, chunks: Sequence[Chunk]) -> None:

@@ -102,14 +102,6 @@ def assign_device(run: ResolvedRun, world: World) -> World:
     return replace(world, device=device, backend=choose_backend(backend, device))
 
 
-def starts_on_gpu(run: ResolvedRun) -> bool:
-    """Whether ranks that are started here take GPUs, or ask for some that are not here."""
-    import torch
-
-    setting = run.config.run.device
-    return setting == "cuda" or (setting == "auto" and torch.cuda.device_count() >= run.sizes.world)
-
-
 def check_local_devices(run: ResolvedRun) -> tuple[str, ...]:
     """The devices of the ranks that are about to be started here.
 

@@ -23,6 +23,7 @@ from megatron_run.errors import RunError
 from megatron_run.pipeline.lower import lower
 from megatron_run_engine.nn.device import PlannedMode
 from megatron_run_engine.nn.linear import can_widen
+from megatron_run_engine.runtime.context import planned_device
 from megatron_run_engine.runtime.gradients import build_buckets
 from megatron_run_engine.runtime.parameter_init import describe_parameters, trained
 from megatron_run_engine.training.build import (
@@ -106,15 +107,17 @@ class ChunkBytes(NamedTuple):
     back: int
 
 
-def step_memory(run: ResolvedRun, *, gpu: bool = False) -> list[dict[str, int]] | None:
+def step_memory(run: ResolvedRun, *, gpu: bool | None = None) -> list[dict[str, int]] | None:
     """Bytes beside parameters and state at the peak of a step, by role, for a rank of each stage.
 
-    With ``gpu`` layers take what they take on one, by their kernels (:mod:`megatron_run_engine.nn.fused`). The roles
-    are ``activations``, ``temporaries`` of the running action and ``communication``.
+    On a ``gpu`` layers take what its kernels take (:mod:`megatron_run_engine.nn.fused`); None: as on the device that
+    the run is planned for. The roles are ``activations``, ``temporaries`` of the running action and ``communication``.
     None where layers cannot run without values: experts whose shapes follow the routing, kernels of other libraries.
     The model must have been built once (``model_size``), which says what is wrong with it.
     """
     plan = run.plans[max(run.plans)]
+    if gpu is None:
+        gpu = planned_device(run.config.run, run.sizes.world).type == "cuda"
     try:
         known: dict[object, list[ChunkBytes]] = {}
         counted = [count_chunks(run, stage, known, gpu=gpu) for stage in range(plan.stages)]

@@ -95,7 +95,7 @@ class Trainer:
         self._resumed = Resumed(self._progress)
         self._losses = Losses(assembly.model, self._context.metrics)
         self._steps = StepRunner(assembly, self._seed)
-        self._launches = watch_launches(self._context, assembly.graph_capture)
+        self._launches = watch_launches(self._context, assembly.graph_capture, assembly.chunks)
         self._graphs: CapturePolicy | None = None
         # Both ride on the all-reduce of the metrics, so that agreeing to stop or to recapture costs no collective.
         self._stop_meter = self._context.metrics.scalar(STOP)

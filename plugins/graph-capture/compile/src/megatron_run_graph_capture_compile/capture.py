@@ -13,7 +13,7 @@ from megatron_run.contracts import CaptureSize, GraphCapture
 from megatron_run.errors import GraphCaptureError
 from megatron_run_engine.capture import call, check_capture, check_scope, choose_regions, lint
 from megatron_run_engine.runtime.gradients import main_grad
-from megatron_run_graph_capture_compile.compiler import end_workers
+from megatron_run_graph_capture_compile.compiler import own_workers
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -111,17 +111,13 @@ class CompileCapture(GraphCapture):
         context = self.context
         self._store = GraphStore(self._find_compiler(), self._options.graph_limit)
         self._compiled, self._eager = {region: {} for region in regions}, set()
-        for region in regions:
-            if region not in examples:
-                raise GraphCaptureError(f"{region} has not run yet", why="what it is given is not known")
-            try:
-                lint(region, examples[region], context.device, context.gradients, context.rng.streams)
-                self._compile(region, examples[region])
-            except GraphCaptureError as refused:
-                if self._options.scope is not None:
-                    raise
-                self._leave_eager(region, str(refused))
-        end_workers()
+        with own_workers():
+            for region in regions:
+                if region not in examples:
+                    raise GraphCaptureError(f"{region} has not run yet", why="what it is given is not known")
+                with self._eager_if_refused(region):
+                    lint(region, examples[region], context.device, context.gradients, context.rng.streams)
+                    self._compile(region, examples[region])
         self._trained = frozenset(parameter for parameter in self._parameters() if parameter.requires_grad)
         return CaptureSize(len(regions) - len(self._eager), self._store.compiled, slots=0)
 
@@ -165,6 +161,16 @@ class CompileCapture(GraphCapture):
         self._compiled[region][_shapes(tensors)] = compiled
         return compiled
 
+    @contextmanager
+    def _eager_if_refused(self, region: Region) -> Iterator[None]:
+        """Let ``region`` run eagerly where it breaks a rule within, unless the user has named the scope."""
+        try:
+            yield
+        except GraphCaptureError as refused:
+            if self._options.scope is not None:
+                raise
+            self._leave_eager(region, str(refused))
+
     def _leave_eager(self, region: Region, why: str) -> None:
         """Compile no more of ``region``, and say so once for all layers that are alike."""
         if _names(region) not in map(_names, self._eager):
@@ -172,7 +178,7 @@ class CompileCapture(GraphCapture):
         self._eager.add(region)
 
     def _compile_again(self, region: Region, tensors: Sequence[Tensor]) -> CompiledRegion | None:
-        """Compile ``region`` for another shape and say so; None where that was done too often."""
+        """Compile ``region`` for another shape and say so; None where that was done too often or is refused."""
         given = ", ".join(str(tuple(x.shape)) for x in tensors)
         if self._options.strict:
             self.invalidate(f"{region} was given {given}")
@@ -185,10 +191,9 @@ class CompileCapture(GraphCapture):
                     *(region, given, limit),
                 )
             return None
-        before = self._store.compiled if self._store else 0
-        with _kept_gradients(region):
+        before, compiled = self._store.compiled if self._store else 0, None
+        with own_workers(), _kept_gradients(region), self._eager_if_refused(region):
             compiled = self._compile(region, tensors)
-        end_workers()
         if self._store and self._store.compiled > before:
             self.context.log.warning("%s was compiled again in this step, for %s", region, given)
         return compiled

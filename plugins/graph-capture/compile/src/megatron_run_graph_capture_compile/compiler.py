@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from importlib.util import find_spec
 from shutil import which
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, fx
@@ -98,10 +99,23 @@ def find_compiler(backend: str, mode: str) -> Compiler:
     return compile_graph
 
 
-def end_workers() -> None:
-    """End the processes in which inductor has compiled, which would live as long as this one; it can start others."""
-    if (workers := sys.modules.get("torch._inductor.async_compile")) is not None:
-        workers.shutdown_compile_workers()
+@contextmanager
+def own_workers() -> Iterator[None]:
+    """End the processes that inductor starts within, which would live as long as this one; it can start others.
+
+    Where some are there before, it starts none: they are those of the program that trains, and go on.
+    """
+    others = bool(getattr(_workers(), "_pool_set", ()))
+    try:
+        yield
+    finally:
+        if not others and (workers := _workers()) is not None:
+            workers.shutdown_compile_workers()
+
+
+def _workers() -> Any:
+    """The module that keeps them; None until something imports it, which takes a second."""
+    return sys.modules.get("torch._inductor.async_compile")
 
 
 def _through_inductor(graph: fx.GraphModule, examples: Sequence[Tensor], mode: str) -> Compiled:

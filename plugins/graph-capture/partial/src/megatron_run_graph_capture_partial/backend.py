@@ -68,8 +68,8 @@ def weak_alias(tensor: Tensor) -> Tensor:
     """A tensor at the same address that does not keep the memory alive, so the pool may reuse it.
 
     A graph's results stay valid at their addresses until the order of replays overwrites them, so no reference is
-    needed; and only unreferenced memory can be shared with later graphs. Whoever keeps
-    one holds the memory in another way: see :class:`Place`.
+    needed; and only unreferenced memory can be shared with later graphs. Whoever keeps one holds the memory in another
+    way: see :class:`Place`.
     """
     storage = tensor.untyped_storage()
     bare = torch._C._construct_storage_from_data_pointer(storage.data_ptr(), tensor.device, storage.nbytes())

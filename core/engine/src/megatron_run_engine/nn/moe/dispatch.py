@@ -75,9 +75,9 @@ class Dispatcher(ABC):
         """[p, e] -> [p, e/p]: the tokens that come to this rank."""
         return routed[:, self.held.start : self.held.stop]
 
-    def _routed(self, counts: Tensor) -> OnItsWay:
+    def _routed(self, counts: Tensor) -> HostCopy:
         """Every rank's ``counts`` [e] -> [p, e], to arrive on the CPU: all that the host reads of a layer."""
-        return OnItsWay(self.peers.gather(counts[None]))
+        return HostCopy(self.peers.gather(counts[None]))
 
 
 class OneRank(Dispatcher):
@@ -226,7 +226,7 @@ def make_dispatcher(spec: ExpertSpec, peers: ParallelGroup, *, on_device: bool) 
     elif spec.capacity_factor is not None:
         why = "model.expert_capacity_factor drops some of them"
     elif not on_device:
-        why = "the experts' layers need it there (on CUDA those in bf16 do not, from compute capability 9.0 on)"
+        why = "the experts' layers need it there (on CUDA all but those in bf16 on compute capability 9.x and 10.x)"
     else:
         return OneRank(peers, spec.count)
     return DISPATCHERS[spec.dispatch](peers, spec.count, why)
@@ -238,7 +238,7 @@ def held_experts(peers: ParallelGroup, experts: int) -> range:
     return range(peers.index * share, (peers.index + 1) * share)
 
 
-class OnItsWay:
+class HostCopy:
     """A copy of ``numbers`` to the host that has begun, so that the host works on until it needs them."""
 
     def __init__(self, numbers: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Finds out whether the device waits for the host, whose launches then bound a step, and says so once.
+"""The notice of a run whose device waits for the host: launches bound its steps.
 
 A step begins with an idle device, since the one before ended with a copy to the host. If the device is done as soon as
 the host has launched the last kernel, it has waited for launches all along; else it still has a queue to work off.
@@ -13,19 +13,25 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 
+from megatron_run.errors import InputError
+from megatron_run_engine.capture import check_step
+
 if TYPE_CHECKING:
     import logging
 
-    from megatron_run.contracts import GraphCapture
+    from megatron_run.contracts import Chunk, GraphCapture
     from megatron_run_engine.runtime.context import BuildContext
 
 #: Steps that are not looked at beside those before a capture: kernels load and memory grows in them.
 _WARM_UP = 2
 #: Steps that are looked at.
 _STEPS = 3
-#: The device keeps up with the host if, of the time that it takes, at most this share is left after the last launch.
-#: Its queue holds a thousand launches, which of a step that the device bounds is a larger share.
-_LEFT = 0.03
+#: Seconds that a device which waits for launches has left after the last one: its last few kernels, however long the
+#: step. Where the host is ahead, what is left is the whole queue, and CUDA's holds about 1,000 launches: they take 5 ms
+#: at least, since the device bounds the step and a launch alone takes 5 us.
+_LEFT = 2e-3
+#: The same as a share of the step, for steps that are too short to fill the queue.
+_LEFT_OF_STEP = 0.03
 
 
 class Launched(NamedTuple):
@@ -73,14 +79,17 @@ def stopwatch_of(device: torch.device) -> Stopwatch | None:
 
 def waits_for_host(steps: Sequence[Launched]) -> bool:
     """Whether in each of ``steps`` the device was done almost as soon as the host had launched the last kernel."""
-    return all(each.device - each.host <= _LEFT * each.device for each in steps)
+    return all(each.device - each.host <= min(_LEFT, _LEFT_OF_STEP * each.device) for each in steps)
 
 
 class LaunchWatch:
-    """Looks at a few steps after the first ``skipped`` ones; without a ``stopwatch`` at none."""
+    """Looks at a few steps after the first ``skipped`` ones; without a ``stopwatch`` at none.
 
-    def __init__(self, stopwatch: Stopwatch | None, skipped: int, log: logging.Logger) -> None:
-        self._stopwatch, self._skipped, self._log = stopwatch, skipped, log
+    ``advice`` is how the device would wait less.
+    """
+
+    def __init__(self, stopwatch: Stopwatch | None, skipped: int, advice: str, log: logging.Logger) -> None:
+        self._stopwatch, self._skipped, self._advice, self._log = stopwatch, skipped, advice, log
         self._marks: tuple[object, object] | None = None
         self._host = 0.0
         self._seen: list[Launched] = []
@@ -109,14 +118,22 @@ class LaunchWatch:
         if waits_for_host(self._seen):
             longest = max(self._seen, key=lambda each: each.device)
             self._log.warning(
-                "the GPU waits for the host: launching the kernels of a step takes %.0f of its %.0f ms; type "
-                "--plugin graph-capture=partial,scope=step, which launches them at once, or raise "
-                "train.micro_batch_size, which gives each more to do",
-                *(1e3 * longest.host, 1e3 * longest.device),
+                "the GPU waits for the host: launching the kernels of a step takes %.0f of its %.0f ms; %s",
+                *(1e3 * longest.host, 1e3 * longest.device, self._advice),
             )
 
 
-def watch_launches(context: BuildContext, capture: GraphCapture) -> LaunchWatch:
+def advise(context: BuildContext, chunks: Sequence[Chunk]) -> str:
+    """The advice where launches bound a step; where steps of ``chunks`` cannot be captured whole, also why."""
+    larger = "raise train.micro_batch_size, which gives each more to do"
+    try:
+        check_step(context.topology.sizes.pipeline, context.train.offload, [chunk.segments() for chunk in chunks])
+    except InputError as refusal:
+        return f"{larger} (one graph of each step is refused: {refusal})"
+    return f"type --plugin graph-capture=partial,scope=step, which launches them at once, or {larger}"
+
+
+def watch_launches(context: BuildContext, capture: GraphCapture, chunks: Sequence[Chunk]) -> LaunchWatch:
     """The watch of a run: of rank 0 on CUDA, where its host waits for no other rank within a step.
 
     Steps that are captured whole are one launch.
@@ -125,4 +142,4 @@ def watch_launches(context: BuildContext, capture: GraphCapture) -> LaunchWatch:
     alone = sizes.world == 1 or (sizes.pipeline == sizes.expert == 1 and context.run.backend != "gloo")
     looks = context.topology.rank == 0 and alone and not capture.whole_step
     stopwatch = stopwatch_of(context.device) if looks else None
-    return LaunchWatch(stopwatch, capture.capture_after + _WARM_UP, context.log)
+    return LaunchWatch(stopwatch, capture.capture_after + _WARM_UP, advise(context, chunks), context.log)
