@@ -37,7 +37,7 @@ SPREAD   := -n $(if $(filter 1 2,$(CORES)),$(shell expr $(CORES) + 2),4) --dist 
 PRODUCTS := $(addprefix tests/integration/test_integration_,\
   $(addsuffix .py,experts scatter_messages tensor tensor_random tensor_text))
 
-.PHONY: run test lint types unit gpu te te-env grid graph-grid compose nightly campaigns mutants setup format docs site wheels
+.PHONY: run test lint types unit gpu gpu-day te te-env grid graph-grid compose nightly campaigns mutants setup format docs site wheels
 .PHONY: bundle clean lock
 run: $(RUNTIME)
 	.venv/bin/megatron-run --plugin schedule=interleaved
@@ -59,6 +59,13 @@ unit: $(DEV)
 # compilers or for processes of their own, so each core has a worker, up to twelve, which share the GPU's memory.
 gpu: $(DEV)
 	$(PY) -m pytest -q -m gpu --maxfail=20 -n $(shell [ $(CORES) -lt 12 ] && echo $(CORES) || echo 12) --dist worksteal $(shell grep -rl --include='test_*.py' 'mark\.gpu\|CUDA\]' tests)
+# All that a GPU has to show: libraries, tests, figures for at most SECONDS, their page.
+SECONDS ?= 2400
+gpu-day: $(DEV)
+	.venv/bin/megatron-run doctor
+	-@$(MAKE) --no-print-directory gpu
+	$(PY) -m benchmarks.gpu --seconds $(SECONDS)
+	$(PY) -m benchmarks.gpu --page > gpu/page.md
 # The tests against the real Transformer Engine, which needs no GPU for them, in an environment of its own (.te-env, 12 GB).
 TE_PYTHON ?= python3.12
 te-env:

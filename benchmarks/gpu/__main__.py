@@ -27,10 +27,10 @@ from benchmarks.support.report import environment
 #: Name of a piece -> what measures it, and yields its record anew whenever there is more of it.
 PIECES: Mapping[str, Callable[[Day], Iterator[Mapping[str, Any]]]] = {
     "ceilings": ceilings,
-    **{name: models.piece(name) for name in models.GPT},
-    "graphs": models.graphs,
-    "experts": experts.measure,
     "kernels": kernels.measure,
+    **{name: models.piece(name) for name in models.GPT},
+    "experts": experts.measure,
+    "graphs": models.graphs,
     "profile": host.profile,
     "saves": host.saves,
     "start": host.start,

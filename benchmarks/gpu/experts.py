@@ -9,6 +9,7 @@ from typing import Any
 from benchmarks.gpu.measuring import Day, alone, seconds
 from benchmarks.moe.model import TINY, Shape
 
+GROUPED = "grouped products"
 LARGE = Shape(experts=8, top_k=2, hidden=2048, ffn=5632, tokens=8192)
 
 
@@ -29,7 +30,7 @@ def measure_sides(device: str, *, quick: bool) -> dict[str, Any]:
     shape = TINY if quick else LARGE
     found: dict[str, Any] = {"shape": str(shape)}
     with on_device(device if device == "cpu" else "cuda:0"):
-        for name, kind in (("grouped products", OurLayer), (NAIVE, NaiveLoop), (DENSE, DenseLayer)):
+        for name, kind in ((GROUPED, OurLayer), (NAIVE, NaiveLoop), (DENSE, DenseLayer)):
             side = kind(shape, "bf16")
 
             def step(side: Any = side) -> None:

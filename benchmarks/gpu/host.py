@@ -20,6 +20,8 @@ from benchmarks.gpu.models import OURS, our_side, shape_of
 
 #: Steps from one save to the next; the last ``QUIET`` before a save show how long a step takes beside which none runs.
 INTERVAL, QUIET, SAVES = 10, 4, 3
+#: A save that copies the state and writes it behind the training.
+BEHIND = "behind the training"
 
 
 def profile(day: Day) -> Iterator[dict[str, Any]]:
@@ -62,7 +64,7 @@ def profile_step(device: str, size: str, name: str, *, quick: bool) -> dict[str,
 
 def saves(day: Day) -> Iterator[dict[str, Any]]:
     """The piece: steps lost to a save, at once and behind the training."""
-    ways = {"at once": False, "behind the training": True}
+    ways = {"at once": False, BEHIND: True}
     record: dict[str, Any] = {}
     for way, behind in ways.items():  # a process each: what a save leaves to its threads is not the other's
         record[way] = alone(stall, day, behind=behind)

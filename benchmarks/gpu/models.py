@@ -32,12 +32,14 @@ SETTINGS: Mapping[str, Mapping[str, Any]] = {
     "experts": EXPERTS,
     "padded experts": {**EXPERTS, "model.expert_capacity_factor": 1.25, "model.expert_pad_to_capacity": True},
 }
-OURS = "megatron-run"
+OURS, NANOGPT = "megatron-run", "nanoGPT, compiled"
 
 #: Our side with plugins and settings: name -> plugins, settings, the library that it needs.
 WAYS: Mapping[str, tuple[tuple[str, ...], Mapping[str, Any], str]] = {
     OURS: ((), {}, ""),
     f"{OURS}, compiled": (("graph-capture=compile",), {}, ""),
+    f"{OURS}, FP8": (("parallel-layer=dense+fp8",), {}, ""),
+    f"{OURS}, FP8, compiled": (("parallel-layer=dense+fp8", "graph-capture=compile"), {}, ""),
     f"{OURS}, Transformer Engine": (("parallel-layer=te",), {}, "transformer_engine"),
     f"{OURS}, Transformer Engine in FP8": (
         ("parallel-layer=te,fp8=current",), {}, "transformer_engine",
@@ -48,7 +50,7 @@ CAPTURES: Mapping[str, tuple[tuple[str, ...], Mapping[str, Any], str]] = {
     "eager": ((), {}, ""),
     "partial": (("graph-capture=partial,scope={scope}",), {}, ""),
     "whole step": (("graph-capture=partial,scope=step",), {}, ""),
-    "compile": (("graph-capture=compile,scope={scope}",), {}, ""),
+    "compile": (("graph-capture=compile",), {}, ""),
     "te": (("parallel-layer=te", "graph-capture=te,scope={scope}"), {}, "transformer_engine"),
 }
 SCOPES = {
@@ -58,7 +60,7 @@ SCOPES = {
 }
 #: Of other programs: name -> the libraries that they need.
 PEERS = {
-    "nanoGPT, compiled": "",
+    NANOGPT: "",
     "transformers": "transformers",
     "megatron-core": "megatron transformer_engine",
     "megatron-core, local layers": "megatron",
@@ -129,16 +131,20 @@ def our_side(device: str, size: str, name: str, shape: Shape) -> Side | str:
     plugins, sets, _ = {**WAYS, **CAPTURES}[name]
     plugins = tuple(each.format(scope=SCOPES.get(size, "")) for each in plugins)
     installed = {str(entry) for entry in scan().entries}
-    missing = [each for each in plugins if each.partition(",")[0] not in installed]
+    words = (word.partition(",")[0] for word in plugins)
+    asked = [
+        f"{kind}={name}" for kind, _, names in (word.partition("=") for word in words) for name in names.split("+")
+    ]
+    missing = [each for each in asked if each not in installed]
     if missing:
-        return f"{missing[0].partition(',')[0]} is not installed"
+        return f"{missing[0]} is not installed"
     return OurTraining(shape, "bf16", device, {**SETTINGS.get(size, {}), **sets}, plugins)
 
 
 def peer(device: str, name: str, shape: Shape, *, compiled: bool) -> Side | str:
     """A peer's training of the same network."""
     torch.manual_seed(1)
-    if name.startswith("nanoGPT"):
+    if name == NANOGPT:
         from benchmarks.single.peers.nanogpt import nanogpt
 
         return nanogpt(shape, None, "bf16", device, compiled=compiled)
@@ -159,14 +165,10 @@ def peer(device: str, name: str, shape: Shape, *, compiled: bool) -> Side | str:
 
 
 def graphs(day: Day) -> Iterator[dict[str, Any]]:
-    """The piece: eager beside captured, on small layers, on layers of experts, and on those that are padded.
-
-    Dropless experts wait for the host in every layer, so that no step of theirs is captured whole.
-    """
+    """The piece: eager beside captured, on small layers, on layers of experts, and on those that are padded."""
     record: dict[str, Any] = {}
     for size in SCOPES:
-        names = [name for name in CAPTURES if (size, name) != ("experts", "whole step")]
         sides = record.setdefault(size, {"shape": str(shape_of(size, quick=day.quick)), "sides": {}})["sides"]
-        for name, found in in_turn(measure_side, day, {name: {"size": size, "name": name} for name in names}):
+        for name, found in in_turn(measure_side, day, {name: {"size": size, "name": name} for name in CAPTURES}):
             sides[name] = found
             yield record

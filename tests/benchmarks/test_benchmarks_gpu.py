@@ -13,7 +13,7 @@ import pytest
 
 from benchmarks.gpu.__main__ import PIECES, main
 from benchmarks.gpu.measuring import Day, in_turn, seconds
-from benchmarks.gpu.models import CAPTURES, GPT, OURS, PEERS, WAYS, our_side, shape_of
+from benchmarks.gpu.models import CAPTURES, GPT, NANOGPT, OURS, PEERS, WAYS, our_side, shape_of
 from benchmarks.gpu.page import page
 from benchmarks.single.ours import OurTraining
 from benchmarks.support.ranks import told_by_ranks
@@ -32,15 +32,21 @@ def test_the_page_shows_each_side_and_each_goal_beside_what_was_measured() -> No
     found = {
         "ceilings": {**MACHINE, "bf16 TFLOP/s": 800.0, "sheet": 989.0, "name": "a GPU"},
         "3b": {**MACHINE, "shape": "large", "sides": sides},
+        "124m": {**MACHINE, "shape": "small", "sides": {OURS: side(1.0), NANOGPT: side(1.0)}},
+        "experts": {**MACHINE, "grouped products": 10.0, "dense layer of equal FLOPs": 8.0},
+        "saves": {**MACHINE, "behind the training": {"step ms": 100.0, "lost ms": 300.0, "saves": 3}},
         "graphs": {**MACHINE, "experts": {"shape": "small", "sides": captured}},
     }
     lines = list(page(found))
     assert f"| {OURS} | 110 | 500 | 62.5% | 50.6% | 10.0 | 5.00 |" in lines
     assert "| 56% of the data sheet at 3b | 0.506 | no |" in lines
     assert "| 56% of the data sheet at 1.3b | not measured |  |" in lines
-    assert "| the best peer's rate at 3b | 1.100 | yes |" in lines
+    assert "| 1.02 of the best peer's rate at 3b | 1.100 | yes |" in lines
     assert "| partial graphs 1.10 times eager at experts | 1.200 | yes |" in lines
     assert "| FP8 1.25 times bf16 at 3b | not measured |  |" in lines
+    assert "| a layer of experts 0.85 of a dense one's rate | 0.800 | no |" in lines
+    assert "| at most 1.10 of nanoGPT's memory at 124m | 1.000 | yes |" in lines
+    assert "| at most 2% of 100 steps lost to a save | 0.030 | no |" in lines
 
 
 def test_a_call_is_timed_after_those_that_warm_up() -> None:

@@ -74,6 +74,21 @@ def test_captured_regions_are_replayed_and_give_eager_results() -> None:
     assert max(capture.replayed for capture in made) == 2 * 3 * 3  # two layers, three microbatches, three steps
 
 
+def test_bits_are_those_of_deterministic_kernels() -> None:
+    """Some kernels of a GPU add in any order unless told otherwise."""
+    asked, before = list[bool](), torch.are_deterministic_algorithms_enabled()
+
+    class Asking(Again):
+        def replay(self, region: Region, microbatch: Microbatch, *tensors: Tensor) -> tuple[Tensor, ...]:
+            asked.append(torch.are_deterministic_algorithms_enabled())
+            return super().replay(region, microbatch, *tensors)
+
+    assert failures(graph_capture_checks(Asking)) == {}
+    assert asked
+    assert all(asked)
+    assert torch.are_deterministic_algorithms_enabled() == before
+
+
 def test_a_replay_that_differs_is_rejected_with_the_step() -> None:
     assert "step 2: losses are" in " ".join(failures(graph_capture_checks(Spoiled)).values())
 

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 
 import pytest
-import torch
 
 from megatron_run.contracts import ParallelLayers
 from megatron_run.registry.loaded_plugin import Plugin
 from megatron_run_engine.builtin.parallel_layer.dense import DenseLayers
 from megatron_run_engine.runtime.context import BuildContext
+from megatron_run_engine.training.process import deterministic_kernels
 from megatron_run_testing import Check
 from megatron_run_testing.build_contexts import on_device
 from megatron_run_testing.conformance import checks_for
@@ -41,15 +40,6 @@ def _layers(plugin: Plugin) -> Callable[[BuildContext], ParallelLayers]:
     return create
 
 
-@pytest.fixture(autouse=True)
-def _only_deterministic_kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Checks compare bits, and some kernels of a GPU add in any order."""
-    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", os.environ.get("CUBLAS_WORKSPACE_CONFIG", ":4096:8"))
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*:DeprecationWarning")  # imports of torch's compiler
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("device", [CPU, CUDA])
@@ -63,6 +53,7 @@ def test_an_installed_plugin_conforms(name: str, device: str) -> None:
         pytest.skip(f"{library} is checked on a GPU")
     if str(plugin) == "parallel-layer=te":
         pytest.skip("its own test passes the types that the library has")
-    with on_device(device if device == "cpu" else "cuda:0"):
+    place = device if device == "cpu" else "cuda:0"
+    with on_device(place), deterministic_kernels(place):  # checks compare bits
         for check in ALONE.get(plugin.kind, checks_for)(plugin):
             check.run()

@@ -164,7 +164,9 @@ def test_replayed_segments_give_what_eager_ones_give(capture: str, scope: str, d
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("device", [CPU, CUDA])
-@pytest.mark.parametrize(("model", "precision"), [("gpt", "fp32"), ("gpt", "bf16"), ("padded experts", "bf16")])
+@pytest.mark.parametrize(
+    ("model", "precision"), [("gpt", "fp32"), ("gpt", "bf16"), ("experts", "bf16"), ("padded experts", "bf16")]
+)
 def test_steps_from_one_graph_give_what_eager_ones_give(
     model: str, precision: str, device: str, tmp_path: Path
 ) -> None:

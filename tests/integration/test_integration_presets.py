@@ -126,7 +126,7 @@ def test_a_model_of_the_megatron_paper_has_its_size(name: str, monkeypatch: pyte
     if name != TOLD:
         return
     counted = dry_run._step_memory(load_config(f"preset:{name}", sets={"model.num_layers": 2}))  # nobody reads it here
-    monkeypatch.setattr(dry_run, "_step_memory", lambda _: counted)
+    monkeypatch.setattr(dry_run, "_step_memory", lambda *_: counted)
     told = dry_run_text(run)
     assert f"parameters of the model: {size.parameters:,}\n" in told
     assert f"vocabulary: 50,257, padded to {padded:,}\n" in told

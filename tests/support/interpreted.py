@@ -1,6 +1,7 @@
 """Runs a function in a process of its own where Triton's interpreter runs the kernels, on CPU tensors.
 
 Triton decides when it is imported, and torch imports it with its compiler, so the process is a new one and not forked.
+The interpreter of Triton 3.6 fails at loops with numpy 2.5; `make te` has both, and compiles the kernels only.
 """
 
 from __future__ import annotations

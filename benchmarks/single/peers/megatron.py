@@ -19,6 +19,7 @@ from benchmarks.single.model import CLIP_NORM, LEARNING_RATE, WEIGHT_DECAY, Batc
 from benchmarks.support.megatron import TorchOnCpu
 from benchmarks.support.shape import Shape
 from benchmarks.tensor_parallel.peers.megatron import gpt_model, on_cpu, their_weights
+from megatron_run_engine.runtime.transformer_engine import import_led
 
 #: The modules, besides those that its layers need, which name a GPU.
 ON_A_GPU = ("optimizer", "optimizer.optimizer", "optimizer.clip_grads", "distributed.param_and_grad_buffer")
@@ -40,6 +41,8 @@ class MegatronLoop(Side):
         local: bool = True,
     ) -> None:
         self._device = device
+        if not local:  # before megatron-core imports it, which would not look where torch's libraries lie
+            import_led("transformer_engine.pytorch")
         (_once_on_cpu if device == "cpu" else _once_on_gpu)()
         bf16 = precision == "bf16"
         halves = {"bf16": True, "params_dtype": torch.bfloat16} if bf16 else {}

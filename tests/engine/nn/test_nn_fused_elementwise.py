@@ -96,7 +96,7 @@ def check_turned(found: tuple[Tensor, Tensor], dtype: str, shape: tuple[int, int
     close(found, (result.detach(), torch.autograd.grad(result, x, grad)[0]), dtype)
 
 
-@pytest.mark.te
+@pytest.mark.multiproc
 class TestInterpreted:
     @pytest.mark.parametrize("case", SWIGLU, ids=str)
     def test_swiglu_and_its_gradient_are_those_of_float64(self, found: dict[str, Any], case: tuple[str, int]) -> None:

@@ -6,6 +6,7 @@ All of what is interpreted runs in one process, once for the file.
 from __future__ import annotations
 
 from datetime import timedelta
+from functools import cache
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -17,7 +18,7 @@ from torch.nn import Parameter
 
 from megatron_run.contracts.topology import Sizes, Topology
 from megatron_run_engine.nn import CrossEntropy, LinearCrossEntropy, cross_entropy
-from megatron_run_engine.nn.fused import fuses, row_statistics, write_gradient
+from megatron_run_engine.nn.fused import availability, fuses, row_statistics, write_gradient
 from megatron_run_engine.runtime.comm import create_groups
 from megatron_run_engine.runtime.gradients import GradientAccumulator
 from tests.support.interpreted import interpreted
@@ -195,7 +196,6 @@ def check_written(found: dict[str, Any]) -> None:
     assert "modified by an inplace operation" in found["another reader"]
 
 
-@pytest.mark.te
 @pytest.mark.multiproc
 class TestInterpreted:
     @pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))
@@ -222,6 +222,17 @@ def test_elsewhere_and_in_float64_nothing_is_fused() -> None:
         assert fuses(torch.empty(2, 3, device="cuda"))
         assert not fuses(torch.empty(2, 3, device="cuda", dtype=torch.float64))
         assert not fuses(torch.empty(3, 2, device="cuda").t())
+
+
+def test_a_gpu_without_triton_keeps_the_eager_code_and_says_so_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(availability, "find_spec", lambda name: None)
+    runs_on = cache(availability.has_kernels.__wrapped__)  # what a process knows already stays
+    assert not any(runs_on("cuda") for _ in range(2))
+    assert [record.message for record in caplog.records] == [
+        "Triton is not installed: losses and biases take more time and memory"
+    ]
 
 
 def test_a_fake_gpu_gets_shapes_and_no_kernel() -> None:

@@ -1,6 +1,7 @@
 """A product for each group of rows against autograd on one group at a time."""
 
 from importlib import import_module
+from itertools import accumulate
 
 import pytest
 import torch
@@ -8,8 +9,9 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.profiler import ProfilerActivity, profile
 
-from megatron_run_engine.nn import grouped
-from megatron_run_engine.nn.grouped import EqualGroups, RowGroups, _has_onednn, _takes_grouped, grouped_linear
+from megatron_run_engine.nn import row_groups
+from megatron_run_engine.nn.grouped import grouped_linear
+from megatron_run_engine.nn.row_groups import EqualGroups, RowGroups, _has_onednn, _takes_grouped
 from megatron_run_engine.runtime.gradients import GradientAccumulator, main_grad
 
 #: Some without rows, the last all alike, which are told by one number; sizes that one call takes, and others.
@@ -31,7 +33,7 @@ def test_values_and_gradients_are_those_of_each_group_alone(
     counts: list[int], inputs: int, outputs: int, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if way == "one call":
-        monkeypatch.setattr(grouped, "_has_onednn", lambda *_: False)
+        monkeypatch.setattr(row_groups, "_has_onednn", lambda *_: False)
     dtype = torch.float64 if way == "one product a group" else torch.float32
     rows = torch.randn(sum(counts), inputs, dtype=dtype, requires_grad=True)
     weight, bias = parameter(4 * outputs, inputs, dtype=dtype), parameter(4 * outputs, dtype=dtype)
@@ -85,7 +87,7 @@ def test_a_processor_takes_what_is_aligned_in_one_call() -> None:
 def test_sums_of_products_are_added_to_what_is_there() -> None:
     left, right = torch.randn(5, 8), torch.randn(5, 4)
     totals = torch.ones(2, 8, 4)
-    RowGroups(torch.tensor([2, 3]), CPU).add_products(totals, left, right)
+    RowGroups([*accumulate([2, 3])], CPU).add_products(totals, left, right)
     torch.testing.assert_close(totals, 1 + torch.stack([left[:2].T @ right[:2], left[2:].T @ right[2:]]))
 
 
@@ -102,7 +104,7 @@ def test_one_call_adds_nothing_to_a_group_without_rows(counts: list[int], monkey
     monkeypatch.setattr(torch, "_grouped_mm", careless)
     left, right = torch.randn(9, 16), torch.randn(9, 8)
     totals = torch.ones(3, 16, 8)
-    RowGroups(torch.tensor(counts), CPU).add_grouped(totals, left, right)
+    RowGroups([*accumulate(counts)], CPU).add_grouped(totals, left, right)
     parts = zip(left.split(counts), right.split(counts), strict=True)
     torch.testing.assert_close(totals, 1 + torch.stack([one.T @ other for one, other in parts]))
 
@@ -120,12 +122,12 @@ def test_a_device_that_widens_adds_each_groups_16_bit_product_in_its_kernel(
     widens: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One call for all groups would round the products before it adds them; its types are equal elsewhere."""
-    monkeypatch.setattr(grouped, "can_widen", lambda *_: widens)
-    monkeypatch.setattr(grouped, "_takes_grouped", lambda *_: True)
+    monkeypatch.setattr(row_groups, "can_widen", lambda *_: widens)
+    monkeypatch.setattr(row_groups, "_takes_grouped", lambda *_: True)
     calls: list[str] = []
-    monkeypatch.setattr(grouped, "add_product", lambda *_: calls.append("a group"))
+    monkeypatch.setattr(row_groups, "add_product", lambda *_: calls.append("a group"))
     monkeypatch.setattr(RowGroups, "add_grouped", lambda *_: calls.append("all"))
-    groups, totals = RowGroups(torch.tensor([2, 0, 3]), CPU), torch.zeros(3, 8, 4, device="meta")
+    groups, totals = RowGroups([*accumulate([2, 0, 3])], CPU), torch.zeros(3, 8, 4, device="meta")
     left, right = (torch.zeros(5, size, dtype=torch.bfloat16, device="meta") for size in (8, 4))
     groups.add_products(totals, left, right)
     assert calls == (["a group", "a group"] if widens else ["all"])
@@ -150,7 +152,7 @@ def test_biases_take_as_many_kernels_for_many_groups_as_for_few() -> None:
 def test_sums_of_a_groups_rows_are_those_of_fp32_in_16_bits() -> None:
     rows = torch.randn(512, 6).bfloat16()
     totals = torch.ones(3, 6)
-    RowGroups(torch.tensor([500, 0, 12]), CPU).add_sums(totals, rows, 0.5)
+    RowGroups([*accumulate([500, 0, 12])], CPU).add_sums(totals, rows, 0.5)
     exact = torch.stack([rows[:500].double().sum(0), torch.zeros(6).double(), rows[500:].double().sum(0)])
     torch.testing.assert_close(totals.double(), 1 + 0.5 * exact, rtol=0, atol=1e-4)
 
@@ -168,10 +170,10 @@ def test_a_cpu_that_is_slow_in_bf16_multiplies_enough_rows_in_fp32(
         taken.append((len(rows), matrix.dtype))
         return rows @ matrix
 
-    monkeypatch.setattr(grouped, "_has_onednn", lambda _, dtype: dtype == torch.float32)
-    monkeypatch.setattr(grouped, "_onednn_product", product)
+    monkeypatch.setattr(row_groups, "_has_onednn", lambda _, dtype: dtype == torch.float32)
+    monkeypatch.setattr(row_groups, "_onednn_product", product)
     even = len(set(counts)) == 1
-    groups = EqualGroups(counts[0], len(rows)) if even else RowGroups(torch.tensor(counts), CPU)
+    groups = EqualGroups(counts[0], len(rows)) if even else RowGroups([*accumulate(counts)], CPU)
     y = groups.multiply(rows, matrices)
     assert taken == [(count, torch.float32) for count in counts if count >= 64]
     parts = zip(rows.double().split(counts), matrices.double(), strict=True)

@@ -92,7 +92,10 @@ def test_segments_that_are_neighbours_keep_what_enters_the_first() -> None:
 def test_messages_are_sent_again_only_where_their_content_is_gone(
     names: Any, sent: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """There and back in a forward. The results travel again only where combine reads them anew."""
+    """There and back in a forward. The results travel again only where combine reads them anew.
+
+    With a capacity, here above all tokens, rows pass through the exchange on one rank too.
+    """
     exchange, calls = dispatch._exchange, []
 
     def counted(*arguments: Any) -> Tensor:
@@ -100,7 +103,8 @@ def test_messages_are_sent_again_only_where_their_content_is_gone(
         return exchange(*arguments)
 
     monkeypatch.setattr(dispatch, "_exchange", counted)
-    built(model={"dropout": 0.1, **EXPERTS}, recompute=names).step(microbatch())
+    model = {"dropout": 0.1, "expert_capacity_factor": 4.0, **EXPERTS}
+    built(model=model, recompute=names).step(microbatch())
     assert len(calls) == sent * LAYERS
 
 

@@ -36,12 +36,17 @@ def test_flops_are_those_that_torch_counts(extra: dict[str, object]) -> None:
     built = build_model(Gpt, context, options)  # type: ignore[arg-type]  # a Gpt takes GptOptions
     built.forward(example_microbatch(128))  # whether there are grouped products is found by trying one
     choices = [options.experts, 32 * options.top_k]
-    # Weight gradients are accumulated in place; torch counts neither that nor grouped products by itself.
+    # Weight gradients are accumulated in place; torch counts neither that nor our own operations by itself.
     accumulated = {
         # A product with [experts, choices] zeros and ones is the sum of a bias's gradients, which is not counted.
         torch.ops.aten.addmm_: lambda _, left, right, **__: (list(left) != choices) * mm_flop(left, right),
-        torch.ops.aten._grouped_mm: lambda rows, matrices, *_, **__: 2 * math.prod(rows) * matrices[-1],
-        torch.ops.mkldnn._linear_pointwise: lambda rows, matrix, *_, **__: 2 * math.prod(rows) * matrix[0],
+        # Products of groups whose counts the host does not know; what these call is not seen.
+        torch.ops.megatron_run_engine.grouped_product: lambda rows, matrices, *_, **__: (
+            2 * math.prod(rows) * matrices[-1]
+        ),
+        torch.ops.megatron_run_engine.add_grouped_products: lambda _, left, right, *__, **___: (
+            2 * math.prod(left) * right[-1]
+        ),
         torch.ops.aten.bmm: lambda left, right, **_: 0 if 1 in (left[1], right[2]) else bmm_flop(left, right),
     }
     with FlopCounterMode(display=False, custom_mapping=accumulated) as counter, sdpa_kernel(SDPBackend.MATH):

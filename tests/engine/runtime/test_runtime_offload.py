@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import gc
-import weakref
-from collections.abc import Iterable
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -19,46 +18,22 @@ from megatron_run_engine.runtime.metrics import Metrics
 from megatron_run_engine.runtime.offload import METRICS, CpuCopies, Offload, make_offload
 from megatron_run_engine.runtime.rng import RandomStreams
 from megatron_run_engine.runtime.segments import SegmentRunner
+from megatron_run_engine.training.process import deterministic_kernels
 from megatron_run_engine.training.step_memory import LiveBytes
 from megatron_run_testing.build_contexts import example_microbatch, logical_gradients, single_process_context
 from megatron_run_testing.model import Built, build_model
+from tests.support.device_memory import Device
+from tests.support.late_copies import LateCopies
 
 OPTIONS = GptOptions(num_layers=3, hidden_size=16, num_heads=2, vocab_size=61, position="rope")
 CPU = torch.device("cpu")
-POISON = 255  # four or eight of these bytes are a NaN
 
 
-class Late:
-    """Copies that run no earlier than they must: in their order, when somebody waits for them or for a later one.
-
-    Until then a target holds NaN. A source that is given up before has its memory taken by others: NaN is copied. A
-    target on the device that is given up before would be written to by the copy while others own it: ``lost`` counts.
-    """
-
-    def __init__(self, name: str, log: list[str]) -> None:
-        self.name, self.log, self.lost = name, log, 0
-        self._queue: list[tuple[weakref.ref[Tensor], weakref.ref[Tensor]]] = []
-        self._done = 0
-
-    def buffer(self, size: int) -> Tensor:
-        return torch.full((size,), POISON, dtype=torch.uint8)
-
-    def start(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> int:
-        self._queue += [(weakref.ref(target), weakref.ref(source)) for target, source in pairs]
-        self.log.append(f"{self.name} starts")
-        return len(self._queue)
-
-    def wait(self, event: int) -> None:
-        self.log.append(f"{self.name} waits")
-        for written, read in self._queue[self._done : event]:
-            target, source = written(), read()
-            if target is None:
-                self.lost += 1
-            elif source is None:
-                target.fill_(POISON)
-            else:
-                target.copy_(source)
-        self._done = max(self._done, event)
+@pytest.fixture(autouse=True)
+def memory(request: pytest.FixtureRequest) -> Iterator[None]:
+    """That of a device; where there is one, with kernels that add in one order."""
+    with deterministic_kernels("cuda") if request.node.get_closest_marker("gpu") else Device():
+        yield
 
 
 class Bench:
@@ -67,7 +42,7 @@ class Bench:
     def __init__(self, **train: Any) -> None:
         self.log: list[str] = []
         context = single_process_context(OPTIONS, dtype=torch.float32, train=train)
-        self.out, self.back = Late("out", self.log), Late("back", self.log)
+        self.out, self.back = (LateCopies(name, self.log, to_host=name == "out") for name in ("out", "back"))
         self.offload = Offload(CPU, self.out, self.back, smallest=1024)
         if context.train.offload != "none":
             context = replace(context, segments=SegmentRunner(context.rng, self.offload))
@@ -154,7 +129,7 @@ class Toy:
     """Segments that are functions of one tensor of 8 x 8."""
 
     def __init__(self, smallest: int = 1) -> None:
-        self.back = Late("back", [])
+        self.back = LateCopies("back", [], to_host=False)
         self.offload = Offload(CPU, CpuCopies(), self.back, smallest)
         self.runner = SegmentRunner(RandomStreams(1, CPU), self.offload)
         self.weight = nn.Parameter(torch.ones(8, 8))

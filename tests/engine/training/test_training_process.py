@@ -26,6 +26,7 @@ from megatron_run_engine.training.process import (
     choose_backend,
     choose_device,
     deterministic_environment,
+    deterministic_kernels,
     explain_device,
     forks_ranks,
     rank_environment,
@@ -96,6 +97,22 @@ def test_products_of_fp32_values_round_as_the_run_says_and_afterwards_as_before(
     with borrowed_process(run, World(device="cpu")):
         assert torch.get_float32_matmul_precision() == chosen
     assert torch.get_float32_matmul_precision() == before
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda:0"])
+def test_what_compares_bits_gets_deterministic_kernels_and_gives_them_back(
+    device: str, started: list[tuple[object, str | None]]
+) -> None:
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(False)
+    try:
+        with deterministic_kernels(device):
+            assert torch.are_deterministic_algorithms_enabled()
+            assert os.environ.get(CUBLAS) == (None if device == "cpu" else ":4096:8")
+        assert not torch.are_deterministic_algorithms_enabled()
+        assert CUBLAS not in os.environ
+    finally:
+        torch.use_deterministic_algorithms(before)
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,8 @@
 """``torch.cuda``'s graphs, streams and generators in CPU memory, for libraries that are told that there is a device.
 
-A graph is a tape of ``graph-capture=partial``: it records, replays, and corrupts memory where a CUDA graph would. So
-what a library does with graphs can be tried without a device, with its own code and real numbers.
+A graph records and replays as a tape of ``graph-capture=partial`` does, and holds what a CUDA graph holds. So what a
+library does with graphs can be tried without a device, with its own code and real numbers, within the memory of a
+:class:`tests.support.device_memory.Device`.
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from megatron_run_graph_capture_partial.arena import Arena
 from megatron_run_graph_capture_partial.backend import weak_alias
-from megatron_run_graph_capture_partial.tape import Tape, in_python
+from megatron_run_graph_capture_partial.tape import in_python
+from tests.plugins.device_graphs import DeviceTape, Pool
 
 
 class TapeGraph:
@@ -25,7 +26,7 @@ class TapeGraph:
 
     def __init__(self) -> None:
         self.generators = [torch.default_generator]
-        self.tape = Tape((), in_python)
+        self.tape = DeviceTape((), in_python)
         self.replays = 0
 
     def register_generator_state(self, generator: torch.Generator) -> None:
@@ -44,7 +45,7 @@ class TapeGraph:
         self.tape.replay()
 
     def reset(self) -> None:
-        self.tape = Tape((), in_python)
+        self.tape = DeviceTape((), in_python)
 
 
 def _identity(generator: Any) -> int:
@@ -74,7 +75,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch) -> Machine:
     class Capture:
         """In the place of ``torch.cuda.graph``."""
 
-        def __init__(self, graph: TapeGraph, pool: Arena, capture_error_mode: str = "global") -> None:
+        def __init__(self, graph: TapeGraph, pool: Pool, capture_error_mode: str = "global") -> None:
             self.graph, self.within = graph, graph.tape.capture(pool)
             machine.graphs.append(graph)
             machine.modes.append(capture_error_mode)

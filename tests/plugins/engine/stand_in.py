@@ -2,7 +2,8 @@
 
 Arguments and their defaults are those of Transformer Engine 2.9 to 2.20, as far as all of these have them; any other is
 a TypeError. What a module does with weight gradients, ``main_grad`` and ``backward_dw`` is what the real
-one does. Each product notes in ``ran_in`` the recipe in whose region it ran, None without.
+one does. Attention takes its offset in the device's random stream past the dispatcher, whether it drops anything or
+not. Each product notes in ``ran_in`` the recipe in whose region it ran, None without.
 
 Legend: s sequence, b micro batch, i inputs, o outputs, n heads, k key-value heads, d head size.
 """
@@ -21,6 +22,7 @@ from torch.nn import Parameter
 from torch.nn import functional as F
 
 from megatron_run_engine.runtime.comm import ParallelGroup
+from tests.plugins.engine.philox import STREAM
 from tests.plugins.engine.recipes import DelayedScaling
 
 Group = dist.ProcessGroup
@@ -380,6 +382,7 @@ class DotProductAttention(_Base):
             queries, keys, values = (x[:, None].split(sizes) for x in (query_layer, key_layer, value_layer))
             parts = [part for part in zip(queries, keys, values, strict=True) if len(part[0])]
             return torch.cat([self.forward(q, k, v, attn_mask_type="causal")[:, 0] for q, k, v in parts])
+        STREAM.advance()
         kind, size = attn_mask_type or self.options["attn_mask_type"], self.peers.size
         assert query_layer.shape[-2:] == (self.options["num_attention_heads"] // size, self.options["kv_channels"])
         assert key_layer.shape[-2] == (self.options["num_gqa_groups"] or self.options["num_attention_heads"]) // size

@@ -174,13 +174,13 @@ def _captures_text(captures: Sequence[CaptureSize], plan: Plan) -> str:
     """Describe the graphs of each stage, and draw the slots of stage 0: no later stage needs more."""
     from megatron_run_engine.capture import passes, shared_slots
 
-    lines = [f"  stage {stage}: {captured}" for stage, captured in enumerate(captures)]
+    names = dict.fromkeys(name for captured in captures for name in captured.segments)
+    lines = [f"graphs of {', '.join(names)}"]
+    lines += [f"  stage {stage}: {captured}" for stage, captured in enumerate(captures)]
     if not any(captured.slots for captured in captures):
-        return "\n".join(("graphs", *lines))
+        return "\n".join(lines)
     order = passes(plan.lists[0], plan.chunks)
-    return "\n".join(
-        ("graphs", *lines, "the microbatches in flight on stage 0", slots_text(order, shared_slots(order)))
-    )
+    return "\n".join((*lines, "the microbatches in flight on stage 0", slots_text(order, shared_slots(order))))
 
 
 def _step_memory(run: ResolvedRun, device: Device | None = None) -> list[dict[str, int]] | None:

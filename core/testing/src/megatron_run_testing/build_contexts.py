@@ -6,6 +6,7 @@ import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import cache
 from typing import Any
 
 import torch
@@ -82,6 +83,8 @@ def context_at(
         {"steps": 1, "global_batch_size": 2, "micro_batch_size": 2, "sequence_length": 16, **(train or {})}
     )
     device = current_device() if device is None else torch.device(device)
+    if device.type == "cuda":
+        _start_backwards(device)
     rng, metrics = RandomStreams(section.seed, device, shard=topology.tensor_rank), Metrics(device)
     return BuildContext(
         topology=topology,
@@ -98,6 +101,15 @@ def context_at(
         log=logging.getLogger("megatron_run_testing"),
         sequence_shards=topology.sizes.tensor if sequence else 1,
     )
+
+
+@cache
+def _start_backwards(device: torch.device) -> None:
+    """Run a kernel in the thread of autograd that serves ``device``.
+
+    If a matrix product were the first one there, cuBLAS would find no current CUDA context: torch sets it, and warns.
+    """
+    (torch.ones(1, device=device, requires_grad=True) * 2).sum().backward()
 
 
 def prepare(context: BuildContext, chunks: Sequence[Chunk]) -> dict[Parameter, ParamInfo]:

@@ -18,6 +18,7 @@ from megatron_run_engine.builtin.model.gpt import Gpt, GptOptions
 from megatron_run_engine.builtin.parallel_layer.dense import DenseLayers
 from megatron_run_engine.runtime.context import BuildContext
 from megatron_run_engine.runtime.gradients import main_grad
+from megatron_run_engine.training.process import deterministic_kernels
 from megatron_run_testing import Check, CheckFailed
 from megatron_run_testing.build_contexts import (
     example_microbatch,
@@ -54,10 +55,11 @@ def graph_capture_checks(
     def tried(check: Callable[[_Bench, _Bench], None], actions: Sequence[Action]) -> str:
         if reason := why_not():
             return reason
-        eager, captured = (_Bench(factory, device, actions) for _ in range(2))
-        if not captured.watched:
-            return "it captures no region"
-        check(eager, captured)
+        with deterministic_kernels(device):
+            eager, captured = (_Bench(factory, device, actions) for _ in range(2))
+            if not captured.watched:
+                return "it captures no region"
+            check(eager, captured)
         return ""
 
     return (

@@ -68,9 +68,10 @@ def test_it_conforms(check: Check) -> None:
 
 
 def capture_kernels() -> None:
-    """The first check of all layers."""
+    """That captured steps equal eager ones, of all layers."""
     scope = ("embedding", "attn", "mlp", "head", "loss")
-    graph_capture_checks(lambda context: ExactCapture(context, scope=scope))[0].run()
+    checks = {each.name: each for each in graph_capture_checks(lambda context: ExactCapture(context, scope=scope))}
+    checks["captured steps equal eager ones in losses and gradients"].run()
 
 
 @pytest.mark.multiproc
@@ -281,8 +282,9 @@ def test_a_layer_that_counts_in_a_tensor_is_refused() -> None:
 
 
 def test_what_follows_the_routing_is_refused_with_the_reason() -> None:
+    model = EXPERTS.model_copy(update={"expert_capacity_factor": 1.0})
     with pytest.raises(InputError, match="segment moe_experts of layer 0 cannot be captured: its shapes follow"):
-        Pipeline(Sequential(), 1, model=EXPERTS, make=lambda c: compile_capture(c, scope=("moe_experts",)))  # type: ignore[arg-type,return-value]
+        Pipeline(Sequential(), 1, model=model, make=lambda c: compile_capture(c, scope=("moe_experts",)))  # type: ignore[arg-type,return-value]
 
 
 def test_nothing_is_compiled_into_a_folder_in_which_others_write(

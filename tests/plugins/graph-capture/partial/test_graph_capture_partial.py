@@ -208,9 +208,12 @@ WHOLE_LAYER = ("moe_router", "moe_preprocess", "moe_dispatch", "moe_experts", "m
 
 
 @pytest.mark.parametrize("reuse", ["per_microbatch", "per_slot"])
-def test_padded_experts_are_captured_whole_and_leave_the_bits_of_eager_ones(reuse: str) -> None:
+@pytest.mark.parametrize("model", ["dropless", "padded"])
+def test_experts_of_fixed_shapes_are_captured_whole_and_leave_the_bits_of_eager_ones(model: str, reuse: str) -> None:
+    """On one expert-parallel rank those without a capacity too: their counts stay on the device."""
+    options = {"dropless": EXPERTS, "padded": PADDED}[model]
     eager, captured = (
-        Pipeline(OneForwardOneBackward(), 3, stages=2, model=PADDED, scope=("attn", *WHOLE_LAYER), graph_reuse=reuse)
+        Pipeline(OneForwardOneBackward(), 3, stages=2, model=options, scope=("attn", *WHOLE_LAYER), graph_reuse=reuse)
         for _ in range(2)
     )
     eager.step(1), captured.step(1)
@@ -223,17 +226,14 @@ def test_padded_experts_are_captured_whole_and_leave_the_bits_of_eager_ones(reus
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("moe_dispatch", "the host reads how many tokens each expert gets, but for model.expert_pad_to_capacity=true"),
-        (
-            "moe_experts",
-            "its shapes follow how many tokens each expert gets, but for model.expert_pad_to_capacity=true",
-        ),
+        ("moe_dispatch", "the host reads how many tokens each expert gets, since model.expert_capacity_factor drops"),
+        ("moe_experts", "its shapes follow how many tokens each expert gets, since model.expert_capacity_factor drops"),
     ],
 )
 def test_what_follows_the_routing_is_refused_with_the_reason(name: str, reason: str) -> None:
     """Bar 11."""
-    with pytest.raises(InputError, match=f"segment {name} of layer 0 cannot be captured: {reason}; leave {name}"):
-        Pipeline(Sequential(), 1, model=EXPERTS, scope=("attn", name))
+    with pytest.raises(InputError, match=f"segment {name} of layer 0 cannot be captured: {reason} some of them; not"):
+        Pipeline(Sequential(), 1, model=MIXTURES["capacity"], scope=("attn", name))
 
 
 class Counted(nn.Module):

@@ -14,6 +14,7 @@ from megatron_run.contracts import Microbatch, Region, Segment
 from megatron_run.contracts.schedule import Action
 from megatron_run.errors import GraphCaptureError
 from megatron_run_engine.runtime.gradients import main_grad
+from megatron_run_graph_capture_partial.backend import Place
 from megatron_run_graph_capture_partial.region_graph import RegionGraph
 from megatron_run_testing.build_contexts import single_process_context
 from tests.plugins.graph_bench import SMALL, Pipeline, one_region, partial_capture
@@ -59,7 +60,7 @@ def test_another_order_of_a_pipeline_is_refused() -> None:
 
 def test_a_chained_region_refuses_what_the_region_before_it_did_not_leave() -> None:
     left, region = torch.ones(3), cast("Any", "layer 1")
-    graph = RegionGraph(region, cast("Any", None), (left,), chained=True, first=False, last=False)
+    graph = RegionGraph(region, cast("Any", None), (Place.static(left),), chained=True, first=False, last=False)
     graph.load([left.view_as(left)])
     with pytest.raises(GraphCaptureError, match=r"layer 1 was given something else.*chain=false"):
         graph.load([left.clone()])

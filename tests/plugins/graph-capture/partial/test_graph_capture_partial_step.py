@@ -35,6 +35,8 @@ ALONE: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("scaler=dynamic",),
         ("train.precision=fp16", "scaler.initial_loss_scale=2097152", "scaler.hysteresis=1"),
     ),
+    "dropless experts": ((), (*PADDED[:2], *BIASED)),
+    "dropless experts in bf16": ((), (*PADDED[:2], "train.precision=bf16", "model.activation=swiglu")),
     "padded experts in bf16": ((), (*PADDED, *BIASED, "train.precision=bf16", "train.loss_mean=token")),
     "recomputed, in chunks": (("optimizer=zero1",), ("train.recompute=full", "model.loss_chunks=2")),
     "a growing batch": ((), GROWING),
@@ -126,7 +128,16 @@ def test_a_step_that_is_timed_runs_action_by_action(monkeypatch: pytest.MonkeyPa
     [
         (("schedule=1f1b",), ("parallel.pipeline=2",), r"scope=step with parallel.pipeline=2: between the actions of"),
         ((), ("model.dropout=0.1",), r"cannot capture segment embedding of layer -1: the host positions the random"),
-        ((), PADDED[:2], r"cannot capture segment moe_dispatch of layer 0: the host reads how many tokens each expert"),
+        (
+            (),
+            PADDED[:3],
+            r"capture segment moe_dispatch of layer 0: the host reads .*since model\.expert_capacity_factor",
+        ),
+        (
+            (),
+            (*PADDED[:2], "parallel.expert=2"),
+            r"moe_dispatch of layer 0: the host reads .* since tokens travel among 2 expert-parallel ranks; not with",
+        ),
         ((), ("train.offload=mlp",), r"scope=step with train.offload=mlp: what a graph saves stays"),
         ((), ("train.recompute=core_attn",), r"cannot capture segment attn of layer 0: train.recompute=core_attn"),
         (
@@ -144,7 +155,13 @@ def test_what_the_host_must_do_within_a_step_is_refused_before_a_run(
 ) -> None:
     capture = () if plugins[:1] and plugins[0].startswith("graph-capture") else (STEP,)
     with pytest.raises((InputError, Problems), match=message):
-        dry_run_text(resolve(request(plugins, sets, *capture, nproc=2 if "schedule=1f1b" in plugins else 1)))
+        dry_run_text(
+            resolve(
+                request(
+                    plugins, sets, *capture, nproc=2 if "schedule=1f1b" in plugins or "parallel.expert=2" in sets else 1
+                )
+            )
+        )
 
 
 def test_a_dry_run_plans_one_graph() -> None:

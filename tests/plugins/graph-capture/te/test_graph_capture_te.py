@@ -42,7 +42,7 @@ Facts = tuple[tuple[bool, ...], tuple[bool, ...]]
 @pytest.fixture(autouse=True)
 def without_activations(monkeypatch: pytest.MonkeyPatch) -> None:
     """A dry run counts activations for seconds, and nobody reads them here."""
-    monkeypatch.setattr(dry_run, "_step_memory", lambda _: None)
+    monkeypatch.setattr(dry_run, "_step_memory", lambda *_: None)
 
 
 class Bench:

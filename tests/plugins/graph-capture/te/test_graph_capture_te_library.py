@@ -9,25 +9,30 @@ from __future__ import annotations
 import gc
 import inspect
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
 from megatron_run.builtin.schedule.sequential import Sequential
+from megatron_run.contracts import ParallelLayers
 from megatron_run_engine.builtin.model.gpt import GptOptions
 from megatron_run_engine.capture import RegionCapture
 from megatron_run_engine.runtime.context import BuildContext
-from megatron_run_graph_capture_partial.arena import Arena
 from megatron_run_graph_capture_te.capture import TeCapture, TeOptions
 from megatron_run_graph_capture_te.library import Engine, find_engine
 from megatron_run_schedule_1f1b import OneForwardOneBackward
 from megatron_run_schedule_interleaved import Interleaved
 from megatron_run_testing.graph_capture import graph_capture_checks
 from tests.contracts.conformance import failures
+from tests.plugins.device_graphs import Pool
 from tests.plugins.engine.cuda_on_tapes import Machine, pretend, weak_refs
+from tests.plugins.engine.layers import engine_layers
+from tests.plugins.engine.philox import draw_from_gpu
 from tests.plugins.graph_bench import Pipeline, whole_tensor_layers
 from tests.plugins.optional_library import skip_without
+from tests.support.device_memory import Device
 
 pytestmark = [pytest.mark.te, pytest.mark.filterwarnings("default")]  # the library has warnings of its own
 
@@ -44,13 +49,14 @@ def engine() -> Engine:
 
 
 @pytest.fixture
-def machine(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Machine:
-    """A device of tapes, for the library too."""
+def machine(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
+    """A device of tapes, with its memory, for the library too."""
     import transformer_engine.pytorch.graph as library
 
     monkeypatch.setattr(library, "make_weak_ref", weak_refs)
-    monkeypatch.setattr(library, "graph_pool_handle", Arena)
-    return pretend(monkeypatch)
+    monkeypatch.setattr(library, "graph_pool_handle", Pool)
+    with Device():
+        yield pretend(monkeypatch)
 
 
 def made(engine: Engine, *scope: str, **options: Any) -> Any:
@@ -136,6 +142,18 @@ def test_padded_experts_are_captured_whole_and_are_eager_ones_bit_for_bit(
         assert eager.step(step).equals(captured.step(step))
 
 
+def layers(context: BuildContext) -> ParallelLayers:
+    """Those of parallel-layer=te, with the stand-in for its kernels: these need a GPU."""
+    draw_from_gpu(context)
+    return engine_layers(context)
+
+
+def test_layers_whose_attention_advances_the_stream_past_the_dispatcher(engine: Engine, machine: Machine) -> None:
+    eager, captured = pair(OneForwardOneBackward(), 3, engine, layers=layers, stages=2)
+    for step in (2, 3):
+        assert eager.step(step).equals(captured.step(step))
+
+
 def test_a_stream_that_ranks_share_is_registered(engine: Engine, machine: Machine) -> None:
     eager, captured = pair(Sequential(), 2, engine, layers=whole_tensor_layers)
     assert all(captured.stages[0].context.rng.replicated in graph.generators for graph in machine.graphs)
@@ -174,10 +192,10 @@ def test_memory_grows_with_microbatches_in_flight_and_not_with_their_number(
 
     peaks = []
     for microbatches in (2, 8):
-        arenas: list[Arena] = []
-        monkeypatch.setattr(library, "graph_pool_handle", lambda made=arenas: made.append(Arena()) or made[-1])
+        pools: list[Pool] = []
+        monkeypatch.setattr(library, "graph_pool_handle", lambda made=pools: made.append(Pool()) or made[-1])
         pair(OneForwardOneBackward(), microbatches, engine, *MAPS, model=MOE, stages=2)
-        peaks.append(sum(arena.peak for arena in arenas))
+        peaks.append(sum(pool.peak for pool in pools))
     assert peaks[1] <= 1.15 * peaks[0]
 
 

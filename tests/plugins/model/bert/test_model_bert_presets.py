@@ -35,7 +35,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("name", TABLE)
 def test_a_preset_of_table_4_has_its_size_and_recipe(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dry_run, "_step_memory", lambda _: None)  # seconds, for what nobody reads
+    monkeypatch.setattr(dry_run, "_step_memory", lambda *_: None)  # seconds, for what nobody reads
     layers, h, heads, printed, unit, tensor, ranks, steps = TABLE[name]
     run = load_config(f"preset:{name}")
     options, train = run.one("model").options, run.config.train

@@ -28,7 +28,7 @@ COMMON = (
 @pytest.fixture(autouse=True)
 def parameters_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """A dry run counts activations for seconds, and nobody reads them here."""
-    monkeypatch.setattr(dry_run, "_step_memory", lambda _: None)
+    monkeypatch.setattr(dry_run, "_step_memory", lambda *_: None)
 
 
 def assert_as_promised(optimizer: str, row: str, ranks: list[Held]) -> None:

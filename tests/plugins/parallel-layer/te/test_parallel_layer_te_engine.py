@@ -167,7 +167,7 @@ def test_a_run_is_planned_without_a_gpu_and_without_the_library(
             lines = capsys.readouterr().out.splitlines()
             counts.append([line.partition(";")[0] for line in lines if "a parameter (" in line])
             # Of the other layers activations would be counted, for seconds: te's cannot run a forward here.
-            monkeypatch.setattr(dry_run, "_step_memory", lambda _: None)
+            monkeypatch.setattr(dry_run, "_step_memory", lambda *_: None)
     assert counts[0]
     assert counts[0] == counts[1]
     assert list(work.iterdir()) == []
@@ -183,7 +183,7 @@ def test_a_plan_says_why_it_cannot_be_trained_on_this_machine(
     assert capsys.readouterr().out.splitlines()[-1].startswith(f"note: {note} (from ")
     assert main([*words, "parallel-layer=te", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["notices"][-1].startswith(note)
-    monkeypatch.setattr(dry_run, "_step_memory", lambda _: None)
+    monkeypatch.setattr(dry_run, "_step_memory", lambda *_: None)
     assert main([*words, "parallel-layer=dense"]) == 0
     assert "cannot train" not in capsys.readouterr().out
 

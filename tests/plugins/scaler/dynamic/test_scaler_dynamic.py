@@ -118,6 +118,7 @@ def test_an_update_reads_nothing_on_the_host() -> None:
     assert subject.scale.is_meta
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 @pytest.mark.gpu
 def test_on_a_gpu_an_update_waits_for_nothing_and_moves_as_on_the_cpu() -> None:
     options = Options(loss_scale_window=3)

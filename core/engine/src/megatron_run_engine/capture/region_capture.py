@@ -109,6 +109,7 @@ class _Captured(NamedTuple):
     guard: OrderGuard
     addresses: Mapping[Parameter, tuple[int, int]]
     trained: frozenset[Parameter]
+    read: frozenset[torch.UntypedStorage]
 
 
 class RegionCapture(GraphCapture):
@@ -168,6 +169,7 @@ class RegionCapture(GraphCapture):
             OrderGuard(events),
             {parameter: _addresses(parameter) for parameter in _parameters(regions)},
             frozenset(parameter for parameter in _parameters(regions) if parameter.requires_grad),
+            frozenset(storage for region in regions for storage in self.linted.pop(region).read),
         )
 
     def mismatch(self, actions: Sequence[Action]) -> str:

@@ -19,17 +19,20 @@ if TYPE_CHECKING:
     from megatron_run_engine.runtime.context import BuildContext
 
 
-def choose_regions(chunks: Sequence[Sequence[Segment]], scope: Collection[str]) -> tuple[Region, ...]:
+def choose_regions(
+    chunks: Sequence[Sequence[Segment]], scope: Collection[str], *, leave_eager: bool = False
+) -> tuple[Region, ...]:
     """Return the regions of the segments in ``scope``. ``chunks`` holds each chunk's segments in forward order.
 
     A region ends with its layer, and before a second segment that draws random numbers: the random streams are
-    positioned once per region. Raises :class:`InputError` for a segment in ``scope`` that must run eagerly.
+    positioned once per region. Raises :class:`InputError` for a segment in ``scope`` that must run eagerly; with
+    ``leave_eager``, for a scope that no user has named, such segments and those that are offloaded are left out.
     """
     found: list[Region] = []
     for chunk, segments in enumerate(chunks):
         for _, group in groupby(segments, key=lambda segment: segment.layer):
             layer = tuple(group)
-            found += (_region(chunk, run, layer[stop:]) for run, stop in _runs(layer, scope))
+            found += (_region(chunk, run, layer[stop:]) for run, stop in _runs(layer, scope, leave_eager=leave_eager))
     return tuple(found)
 
 
@@ -67,11 +70,13 @@ def check_scope(scope: Sequence[str], chunks: Sequence[Sequence[Segment]], conte
         )
 
 
-def _runs(layer: Sequence[Segment], scope: Collection[str]) -> Iterator[tuple[tuple[Segment, ...], int]]:
+def _runs(
+    layer: Sequence[Segment], scope: Collection[str], *, leave_eager: bool
+) -> Iterator[tuple[tuple[Segment, ...], int]]:
     """Yield the longest runs of neighbours that form a region, each with the index in ``layer`` at which it stops."""
     run: list[Segment] = []
     for index, segment in enumerate(layer):
-        captured = segment.name in scope
+        captured = segment.name in scope and not (leave_eager and (segment.why_eager or segment.offload))
         if captured and segment.why_eager:
             raise InputError(
                 f"segment {segment.name} of layer {segment.layer} cannot be captured",

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -81,18 +82,29 @@ class _NoHostReads(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
+#: Where a random stream stands: seed and offset on a GPU, the bits of its state on a CPU.
+_Position = tuple[int, int] | Tensor
+
+
 class Rules(TorchDispatchMode):
     """Checks every operation within, forward or backward. The first one that breaks a rule raises.
 
     Operations do not write to tensors from outside, as in a CUDA capture: accumulation in place leaves no trace.
-    ``generators`` may be advanced by operations only.
+    ``generators`` are those that graphs register. On a CPU operations alone may advance them; on a GPU also kernels
+    that do not go through the dispatcher, since a graph counts how far each registered generator was advanced.
+
+    ``made`` are the storages that operations have allocated, ``read`` those that they were given. ``drew``: an
+    operation advanced a generator.
     """
 
     def __init__(self, generators: Sequence[torch.Generator]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's
         self._generators = generators
-        self._states = self._now()
-        self._made: set[int] = set()
+        self._positions = self._now()
+        # Weak, since memory must be freed here when it is freed in an eager run; torch keeps a storage's Python object
+        # as long as the storage.
+        self.made, self.read = WeakSet[torch.UntypedStorage](), WeakSet[torch.UntypedStorage]()
+        self.drew = False
         self._host = _NoHostReads()
 
     @classmethod
@@ -121,21 +133,24 @@ class Rules(TorchDispatchMode):
             self._check_streams()  # between operations nobody may move a stream: a replay runs operations only
             _check(func, args, kwargs)
             result = self.perform(func, args, kwargs)
-            self._states = self._now()  # the operation itself may have drawn
+            now = self._now()  # the operation itself may have drawn
+            self.drew |= not all(map(_equal, self._positions, now))
+            self._positions = now
         return result
 
     def perform(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Run an allowed operation."""
+        self.read.update(_storages((args, kwargs)))
         if self.writes_outside(func, args, kwargs):
             return unwritten(func, args, kwargs)
         result = func(*args, **kwargs)
         # By storage, not by tensor: a write to a view of a new tensor is a write to the new tensor.
-        self._made.update(x.untyped_storage()._cdata for x in tree_leaves(result) if isinstance(x, Tensor))
+        self.made.update(_storages(result))
         return result
 
     def is_ours(self, tensor: Tensor) -> bool:
         """Whether the storage of ``tensor`` was allocated within."""
-        return tensor.untyped_storage()._cdata in self._made
+        return tensor.untyped_storage() in self.made
 
     def writes_outside(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
         """Whether ``func`` does nothing but write to tensors from outside."""
@@ -144,15 +159,41 @@ class Rules(TorchDispatchMode):
         return bool(targets) and only_writes and not any(self.is_ours(target) for target in targets)
 
     def _check_streams(self) -> None:
-        """Raise if a random stream was moved by anything but an operation."""
-        for state, now in zip(self._states, self._now(), strict=True):
-            if not torch.equal(state, now):
+        """Raise if a random stream was seeded, restored, or advanced in a way that a replay does not repeat."""
+        positions = self._now()
+        for before, now in zip(self._positions, positions, strict=True):
+            if not (_equal(before, now) or _advanced(before, now)):
                 raise BrokenRule(
                     "seeds or restores a random stream: a replay would not (a checkpoint that draws does both)"
                 )
+        self._positions = positions
 
-    def _now(self) -> list[Tensor]:
-        return [generator.get_state() for generator in self._generators]
+    def _now(self) -> list[_Position]:
+        return [_position(generator) for generator in self._generators]
+
+
+def _storages(values: Any) -> Iterator[torch.UntypedStorage]:
+    tensors = (x for x in tree_leaves(values) if isinstance(x, Tensor))
+    return (x.untyped_storage() for x in tensors if x.layout is torch.strided)
+
+
+def _position(generator: torch.Generator) -> _Position:
+    if generator.device.type == "cpu":
+        return generator.get_state()
+    return generator.initial_seed(), generator.get_offset()
+
+
+def _equal(before: _Position, now: _Position) -> bool:
+    if isinstance(before, Tensor) and isinstance(now, Tensor):
+        return torch.equal(before, now)
+    return before == now
+
+
+def _advanced(before: _Position, now: _Position) -> bool:
+    """Whether a stream of a GPU went on under the same seed. A state of a CPU does not tell."""
+    if isinstance(before, Tensor) or isinstance(now, Tensor):
+        return False
+    return before[0] == now[0] and before[1] <= now[1]
 
 
 def written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
@@ -207,11 +248,14 @@ class Linted(NamedTuple):
     """What is known of a region before it is recorded.
 
     ``handed_over`` are the parameters whose layers submit their gradients to the accumulator: a replayed backward
-    bypasses it for these. ``outputs`` are the region's outputs, without values.
+    bypasses it for these. ``outputs`` are the region's outputs, without values. ``read`` is the memory from outside
+    that its operations read or write: parameters, gradients, and tables that a module may replace in an eager run. A
+    graph knows addresses only, so whoever replays it holds this memory.
     """
 
     handed_over: tuple[Parameter, ...]
     outputs: tuple[Tensor, ...]
+    read: tuple[torch.UntypedStorage, ...]
 
     @property
     def has_backward(self) -> bool:
@@ -232,12 +276,18 @@ def lint(
     :class:`GraphCaptureError` with the segment and the operation.
     """
     environment = dict(zip(region.inputs, (zeros_like(example, device) for example in examples), strict=True))
+    inside = WeakSet(x.untyped_storage() for x in environment.values())
+    read = WeakSet[torch.UntypedStorage]()
     with kept_streams(generators), gradients.recording() as handed_over:
         for segment in region.segments:
             inputs = [_leaf(environment[name]) for name in segment.inputs]
-            outputs = _try(segment, inputs, generators, alone=len(region.segments) == 1)
+            outputs, passes = _try(segment, inputs, generators, alone=len(region.segments) == 1)
             environment.update(zip(segment.outputs, outputs, strict=True))
-    return Linted(tuple(handed_over), tuple(without_values(environment[name]) for name in region.outputs))
+            for rules in passes:
+                inside |= rules.made
+                read |= rules.read
+    outputs = tuple(without_values(environment[name]) for name in region.outputs)
+    return Linted(tuple(handed_over), outputs, tuple(read - inside))
 
 
 def zeros_like(example: Tensor, device: torch.device) -> Tensor:
@@ -277,15 +327,15 @@ def run_backward(roots: Sequence[Tensor], gradients: Sequence[Tensor], inputs: S
 
 def _try(
     segment: Segment, inputs: Sequence[Tensor], generators: Sequence[torch.Generator], *, alone: bool
-) -> tuple[Tensor, ...]:
+) -> tuple[tuple[Tensor, ...], tuple[Rules, Rules]]:
+    """Run ``segment`` forward and backward; return its outputs, and the rules with what they have seen."""
     who = f"segment {segment.name} of layer {segment.layer}"
-    before = [generator.get_state() for generator in generators]
-    with torch.enable_grad(), blamed(who, "forward"), Rules(generators):
+    with torch.enable_grad(), blamed(who, "forward"), Rules(generators) as forward:
         result = segment.fn(*inputs)
     outputs = result if isinstance(result, tuple) else (result,)
     _check_outputs(segment, outputs)
-    drew = any(not torch.equal(state, g.get_state()) for state, g in zip(before, generators, strict=True))
-    if drew and not segment.draws and not alone:
+    # An attention of another library advances a stream whether it draws or not; those that draw say so.
+    if forward.drew and not segment.draws and not alone:
         raise GraphCaptureError(
             f"{who} draws random numbers and does not say so",
             why="the random streams are positioned once for all segments that are captured together",
@@ -293,9 +343,9 @@ def _try(
         )
     roots = [output for output in outputs if output.requires_grad]
     wanted = [x for x in (*inputs, *segment.params) if x.requires_grad]
-    with blamed(who, "backward"), Rules(generators):
+    with blamed(who, "backward"), Rules(generators) as backward:
         run_backward(roots, [torch.zeros_like(root) for root in roots], wanted)
-    return outputs
+    return outputs, (forward, backward)
 
 
 def _check_outputs(segment: Segment, outputs: Sequence[object]) -> None:

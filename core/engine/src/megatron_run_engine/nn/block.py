@@ -29,8 +29,9 @@ if TYPE_CHECKING:
 #: Names of tensors in a layer's environment.
 Names = tuple[str, ...]
 
-_READS_HOST = "the host reads how many tokens each expert gets, but for model.expert_pad_to_capacity=true"
-_FOLLOWS = "its shapes follow how many tokens each expert gets, but for model.expert_pad_to_capacity=true"
+#: Why an expert layer's segments that follow the routing run eagerly, for what the dispatcher says.
+_READS_HOST = "the host reads how many tokens each expert gets, since {}; not with model.expert_pad_to_capacity=true"
+_FOLLOWS = "its shapes follow how many tokens each expert gets, since {}; not with model.expert_pad_to_capacity=true"
 _RECOMPUTES_A_PART = (
     "train.recompute=core_attn recomputes a part of it, and graphs recompute whole segments, as of attn"
 )
@@ -145,7 +146,8 @@ class ExpertBlock(Block):
     """A block with a mixture of experts, in five segments.
 
     The cut follows what a CUDA graph can capture: only the shapes of ``moe_dispatch`` and ``moe_experts`` depend on the
-    routing, so the other three can be captured, and with experts padded to their capacity all five.
+    routing, so the other three can always be captured. All five can where the dispatcher's shapes do not: with experts
+    padded to their capacity, or all on one rank and without one.
     """
 
     def __init__(
@@ -172,7 +174,8 @@ class ExpertBlock(Block):
         moe, shared = self.moe, () if self.moe.shared is None else (self.moe.shared,)
         stream = ("y",) * len(shared)
         maps, carried = ("weights", "order", "place"), moe.dispatcher.carries
-        reads, follows = (_READS_HOST, _FOLLOWS) if moe.dispatcher.dynamic else ("", "")
+        why = moe.dispatcher.why_dynamic
+        reads, follows = (text.format(why) if why else "" for text in (_READS_HOST, _FOLLOWS))
         routed = ("tokens", "weights", "chosen", "load", *moe.spec.loss_names, *stream)
         placed = ("order", "place", "counts", *self._placed)
 

@@ -2,26 +2,30 @@
 
 A schedule may split its backward in two, as that of :func:`megatron_run_engine.nn.linear.linear`.
 
+The sizes of the groups are alike or known to the host (``row_groups``), or lie on the device, where the host never
+reads them (``device_groups``).
+
 Legend: g groups, n rows of all groups together, i inputs, o outputs.
 """
 
 from __future__ import annotations
 
-from functools import cache, cached_property
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from megatron_run_engine.nn.device import device_type, is_fake, on_cpu, stands_for_gpu
-from megatron_run_engine.nn.linear import add_product, can_widen, widening_pays
+from megatron_run_engine.nn.device_groups import DeviceGroups
+from megatron_run_engine.nn.row_groups import EqualGroups, RowGroups
 from megatron_run_engine.runtime.gradients import main_grad
 
 if TYPE_CHECKING:
     from torch.nn import Parameter
 
     from megatron_run_engine.runtime.gradients import GradientAccumulator
+
+    Groups = EqualGroups | RowGroups | DeviceGroups
 
 
 def grouped_linear(
@@ -34,7 +38,8 @@ def grouped_linear(
 ) -> Tensor:
     """``rows @ weight[g].T + bias_share * bias[g]`` for the rows of each group g: [n, i] -> [n, o].
 
-    ``weight`` [g*o, i] and ``bias`` [g*o] are the groups' matrices stacked. ``counts`` [g], int64 on the CPU, holds the
+    ``weight`` [g*o, i] and ``bias`` [g*o] are the groups' matrices stacked. ``counts`` [g], integers on the CPU or,
+    where :func:`~megatron_run_engine.nn.device_groups.takes_counts` says so, on the device of the rows, holds the
     number of rows per group, and an int is that of every group; rows are sorted by group. Weight gradients go to
     ``gradients``, also when there are no rows: every gradient must arrive, or its bucket would never be complete.
     """
@@ -58,8 +63,8 @@ class _GroupedLinear(torch.autograd.Function):
         ctx.save_for_backward(rows)
         # The parameters themselves, which have main_grad: saved tensors may come back as copies (see linear.py).
         ctx.weight, ctx.bias, ctx.gradients = weight, bias, gradients
-        groups = EqualGroups(counts, len(rows)) if isinstance(counts, int) else RowGroups(counts, rows.device)
-        ctx.groups, ctx.bias_share = groups, bias_share
+        ctx.groups = groups = _groups_of(rows, counts)
+        ctx.bias_share = bias_share
         y = groups.multiply(rows, groups.stacked(weight).transpose(1, 2))
         if bias is not None:
             groups.add_biases(y, groups.stacked(bias), bias_share)
@@ -74,132 +79,13 @@ class _GroupedLinear(torch.autograd.Function):
         return product, None, None, None, None, None
 
 
-class EqualGroups:
-    """``rows`` rows in groups of ``size``: nothing is read from a tensor, so that a graph can hold their products."""
-
-    def __init__(self, size: int, rows: int) -> None:
-        self._size, self._groups = size, rows // size
-
-    def stacked(self, parameter: Tensor) -> Tensor:
-        """[g*o, *] -> [g, o, *]."""
-        return parameter.view(self._groups, -1, *parameter.shape[1:])
-
-    def multiply(self, rows: Tensor, matrices: Tensor) -> Tensor:
-        """Each group's rows times its matrix: rows [n, a], ``matrices`` [g, a, c] -> [n, c]."""
-        cut = self._cut(rows)
-        if not widening_pays(cut[0]):
-            return torch.bmm(cut, matrices).flatten(0, 1)
-        product = rows.new_empty(*cut.shape[:2], matrices.shape[2])
-        for out, one, matrix in zip(product, cut, matrices, strict=True):
-            _multiply_into(out, one, matrix)
-        return product.flatten(0, 1)
-
-    def add_products(self, totals: Tensor, left: Tensor, right: Tensor) -> None:
-        """``totals[g] += left[g].T @ right[g]``: [g, a, c] of left [n, a] and right [n, c]."""
-        across, right = self._cut(left).transpose(1, 2), self._cut(right)
-        if totals.dtype == left.dtype:
-            totals.baddbmm_(across, right)
-        elif not is_fake(left) and _widens_batches(device_type(left), left.dtype, totals.dtype):
-            torch.ops.aten.baddbmm.dtype_out(totals, across, right, totals.dtype, out=totals)
-        elif on_cpu(left) or stands_for_gpu(left):
-            # A CPU's batched products take as long as one by one; of a GPU's into other types torch has no fake ones.
-            for total, one, other in zip(totals, across, right, strict=True):
-                add_product(total, one, other)
-        else:
-            totals.add_(torch.bmm(across, right))
-
-    def add_biases(self, rows: Tensor, biases: Tensor, share: float) -> None:
-        """Add ``share`` of its group's bias [g, o] to each of ``rows`` [n, o]."""
-        self._cut(rows).add_(biases[:, None], alpha=share)
-
-    def add_sums(self, totals: Tensor, rows: Tensor, share: float) -> None:
-        """Add ``share`` of the sum of each group's ``rows`` [n, o] to ``totals`` [g, o]."""
-        totals.add_(self._cut(rows).sum(1), alpha=share)
-
-    def _cut(self, rows: Tensor) -> Tensor:
-        """[n, *] -> [g, n/g, *]."""
-        return rows.view(self._groups, self._size, *rows.shape[1:])
-
-
-class RowGroups:
-    """Rows on ``device``, sorted by group: ``counts`` [g], int64 on the CPU, per group.
-
-    ``places`` lists the non-empty groups with the slice of their rows.
-    """
-
-    def __init__(self, counts: Tensor, device: torch.device) -> None:
-        self._device, self._ends = device, list(accumulate(counts.tolist(), initial=0))
-        bounds = enumerate(pairwise(self._ends))
-        self.places = [(group, slice(start, end)) for group, (start, end) in bounds if end > start]
-
-    def stacked(self, parameter: Tensor) -> Tensor:
-        """[g*o, *] -> [g, o, *]."""
-        return parameter.view(len(self._ends) - 1, -1, *parameter.shape[1:])
-
-    def multiply(self, rows: Tensor, matrices: Tensor) -> Tensor:
-        """Each group's rows times its matrix: rows [n, a], ``matrices`` [g, a, c] -> [n, c]."""
-        by_group = _has_onednn(device_type(rows), rows.dtype) or widening_pays(rows)
-        if not by_group and _takes_grouped(rows, matrices):
-            grouped: Tensor = torch._grouped_mm(rows, matrices, offs=self._all_ends)
-            return grouped
-        product = rows.new_empty(len(rows), matrices.shape[2])
-        for group, where in self.places:
-            _multiply_into(product[where], rows[where], matrices[group])
-        return product
-
-    def add_products(self, totals: Tensor, left: Tensor, right: Tensor) -> None:
-        """``totals[g] += left[g].T @ right[g]`` over the rows of each group: [g, a, c] of left [n, a], right [n, c].
-
-        A product a group is added in its kernel, which one call for all cannot do: it would round 16-bit products
-        before they are added to wider totals. So it serves types that are equal, and devices that cannot widen either.
-        """
-        by_group = on_cpu(left) or (totals.dtype != left.dtype and can_widen(left, totals.dtype))
-        if not by_group and _takes_grouped(left, right):
-            self.add_grouped(totals, left, right)
-            return
-        for group, where in self.places:
-            add_product(totals[group], left[where].t(), right[where])
-
-    def add_biases(self, rows: Tensor, biases: Tensor, share: float) -> None:
-        """Add ``share`` of its group's bias [g, o] to each of ``rows`` [n, o]."""
-        rows.add_(biases.index_select(0, self.of_rows), alpha=share)
-
-    def add_grouped(self, totals: Tensor, left: Tensor, right: Tensor) -> None:
-        """:meth:`add_products` in one call, over non-empty groups only.
-
-        For an empty group some devices return values other than zero.
-        """
-        ends = self._on_device(torch.tensor([where.stop for _, where in self.places]))
-        products = torch._grouped_mm(left.t(), right, offs=ends)  # [groups with rows, a, c]
-        if len(products) == len(totals):
-            totals.add_(products)
-            return
-        for (group, _), product in zip(self.places, products, strict=True):
-            totals[group].add_(product)
-
-    def add_sums(self, totals: Tensor, rows: Tensor, share: float) -> None:
-        """Add ``share`` of the sum of each group's ``rows`` [n, o] to ``totals`` [g, o].
-
-        One product with a matrix of zeros and ones, in the type of the totals: two kernels a group would take longer
-        than the group's own product.
-        """
-        groups = torch.arange(len(totals), device=self._device)
-        member = (groups[:, None] == self.of_rows).to(totals.dtype)  # [g, n]
-        totals.addmm_(member, rows.to(totals.dtype), alpha=share)
-
-    @cached_property
-    def of_rows(self) -> Tensor:
-        """The group of each row, int32 [n] on the device."""
-        counts = torch.tensor([end - start for start, end in pairwise(self._ends)])
-        return self._on_device(torch.arange(len(counts)).repeat_interleave(counts))
-
-    @cached_property
-    def _all_ends(self) -> Tensor:
-        """End of each group, int32 [g] on the device: uploaded once for forward and backward."""
-        return self._on_device(torch.tensor(self._ends[1:]))
-
-    def _on_device(self, numbers: Tensor) -> Tensor:
-        return numbers.to(torch.int32).to(self._device, non_blocking=True)
+def _groups_of(rows: Tensor, counts: Tensor | int) -> Groups:
+    """The groups of ``rows``. On a CPU the counts always lie on the device of the rows."""
+    if isinstance(counts, int):
+        return EqualGroups(counts, len(rows))
+    if counts.device == rows.device:
+        return DeviceGroups(counts, len(rows))
+    return RowGroups(list(accumulate(counts.tolist())), rows.device)
 
 
 def _submit(
@@ -208,7 +94,7 @@ def _submit(
     bias: Parameter | None,
     rows: Tensor,
     grad: Tensor,
-    groups: RowGroups | EqualGroups,
+    groups: Groups,
     bias_share: float,
 ) -> None:
     def compute() -> None:
@@ -217,69 +103,3 @@ def _submit(
             groups.add_sums(groups.stacked(main_grad(bias)), grad, bias_share)
 
     gradients.submit((weight,) if bias is None else (weight, bias), compute)
-
-
-def _multiply_into(out: Tensor, rows: Tensor, matrix: Tensor) -> None:
-    """``out[:] = rows @ matrix``: [n, c] of [n, a] and [a, c], rounded once where operands are widened."""
-    if widening_pays(rows):
-        rows, matrix = rows.float(), matrix.float()
-    if _has_onednn(device_type(rows), rows.dtype):
-        out.copy_(_onednn_product(rows, matrix))
-    elif rows.dtype == out.dtype:
-        torch.mm(rows, matrix, out=out)
-    else:
-        out.copy_(rows @ matrix)
-
-
-def _onednn_product(rows: Tensor, matrix: Tensor) -> Tensor:
-    """[n, a] times [a, c] by oneDNN.
-
-    In fp32 on a CPU, ``torch.mm`` calls MKL, and ``torch._grouped_mm`` does so once per group. MKL is slower for the
-    few rows of one expert: slightly with one thread, more with two.
-    """
-    product: Tensor = torch.ops.mkldnn._linear_pointwise(rows, matrix.t(), None, "none", [], "")
-    return product
-
-
-@cache
-def _widens_batches(device: str, narrow: torch.dtype, wide: torch.dtype) -> bool:
-    """Whether batched products of ``narrow`` operands can be added to a ``wide`` total there, found by trying."""
-    ones = torch.ones((2, 16, 16), dtype=narrow, device=device)
-    total = torch.ones((2, 16, 16), dtype=wide, device=device)
-    try:
-        torch.ops.aten.baddbmm.dtype_out(total, ones, ones, wide, out=total)
-    except (AttributeError, NotImplementedError, RuntimeError):
-        return False
-    return bool((total == 17).all())
-
-
-@cache
-def _has_onednn(device: str, dtype: torch.dtype) -> bool:
-    """Whether :func:`_onednn_product` works there and is worth it: in 16 bits ``torch.mm`` calls oneDNN itself."""
-    if device != "cpu" or dtype != torch.float32:
-        return False
-    try:
-        _onednn_product(torch.zeros(2, 2), torch.zeros(2, 2))
-    except (AttributeError, RuntimeError):
-        return False
-    return True
-
-
-def _takes_grouped(left: Tensor, right: Tensor) -> bool:
-    """Whether ``torch._grouped_mm`` takes these operands: not empty, a supported type, strides of 16-byte multiples."""
-    strides = [stride * each.element_size() for each in (left, right) for stride in each.stride() if stride != 1]
-    aligned = all(stride % 16 == 0 for stride in strides)
-    return len(left) > 0 and aligned and (stands_for_gpu(left) or _has_grouped_mm(device_type(left), left.dtype))
-
-
-@cache
-def _has_grouped_mm(device: str, dtype: torch.dtype) -> bool:
-    """Whether ``torch._grouped_mm`` works there, found by trying: supported devices and types differ by release."""
-    try:
-        rows, matrices = (torch.zeros(shape, dtype=dtype, device=device) for shape in ((16, 16), (2, 16, 16)))
-        ends = torch.tensor([8, 16], dtype=torch.int32, device=device)
-        torch._grouped_mm(rows, matrices.transpose(1, 2), offs=ends)
-        torch._grouped_mm(rows.t(), rows, offs=ends)
-    except (AttributeError, RuntimeError):
-        return False
-    return True

@@ -119,6 +119,11 @@ class Experts(nn.Module):
         self.activation = activation(spec.activation)
         self.output = layers.expert_row_linear(experts, ffn, spec.hidden, bias=spec.bias, init=spec.residual_init)
 
+    @property
+    def take_device_counts(self) -> bool:
+        """Whether counts may stay on the device: what layers declare, and layers of other factories need not."""
+        return all(getattr(layer, "takes_device_counts", False) for layer in (self.input, self.output))
+
     def forward(self, rows: Tensor, counts: Tensor | int) -> Tensor:
         """Rows [m, h] sorted by expert, ``counts`` per expert -> [m, h], a partial sum over tensor-parallel ranks."""
         inner = self.activation(self.input(rows, counts))  # [m, f/t]

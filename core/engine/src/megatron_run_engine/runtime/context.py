@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import torch
+
 if TYPE_CHECKING:
     import logging
 
-    import torch
     from pydantic import BaseModel
 
     from megatron_run.contracts.schema import RunSection, TrainSection
@@ -57,6 +58,14 @@ class BuildContext:
     log: logging.Logger
     sequence_shards: int = 1
     fields: frozenset[str] = frozenset({"tokens", "labels", "loss_mask"})
+
+    @property
+    def trains_on(self) -> torch.device:
+        """``device`` or, while a run is planned on the meta device, the kind that ``run.device`` will lead to."""
+        if self.device.type != "meta":
+            return self.device
+        found = self.run.device == "auto" and torch.cuda.device_count()  # which starts nothing on a GPU
+        return torch.device("cuda" if found or self.run.device == "cuda" else "cpu")
 
     @property
     def vocab_size(self) -> int:

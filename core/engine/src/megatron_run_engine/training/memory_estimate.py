@@ -175,7 +175,8 @@ def _capture_size(run: ResolvedRun, built: _Built, stage: int) -> CaptureSize:
     """Return what graph capture would record of the segments of ``stage``."""
     capture = cast("GraphCapture", run.one("graph-capture").create(context=built.context))
     regions = capture.regions([chunk.segments() for chunk in built.chunks])
-    return capture.plan(regions, run.plans[max(run.plans)].lists[stage])
+    names = dict.fromkeys(segment.name for region in regions for segment in region.segments)
+    return replace(capture.plan(regions, run.plans[max(run.plans)].lists[stage]), segments=tuple(names))
 
 
 def _check_segments(run: ResolvedRun, chunks: Sequence[Chunk]) -> None:

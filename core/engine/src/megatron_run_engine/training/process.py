@@ -162,9 +162,40 @@ def make_deterministic(wanted: bool | None, device: str) -> None:
     deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # torch hides it behind a class
 
 
-def _set_cublas(run: ResolvedRun, device: str) -> None:
+@contextmanager
+def deterministic_kernels(device: str) -> Iterator[None]:
+    """Within: PyTorch's deterministic kernels on ``device``, as with ``run.deterministic=true``, for comparing bits."""
+    with _kept_kernels():
+        _set_cublas(True, device)
+        make_deterministic(True, device)
+        yield
+
+
+@contextmanager
+def _kept_kernels() -> Iterator[None]:
+    """Restore the choice of deterministic kernels, the precision of fp32 products and cuBLAS's variable afterwards."""
+    import torch
+    from torch.utils import deterministic as kernels
+
+    cublas = deterministic_environment(True, "cuda").keys()
+    variables = os.environ.keys() & cublas
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    fill = kernels.fill_uninitialized_memory  # type: ignore[attr-defined]  # torch hides it behind a class
+    products = torch.get_float32_matmul_precision()
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
+        kernels.fill_uninitialized_memory = fill  # type: ignore[attr-defined]
+        torch.set_float32_matmul_precision(products)
+        for name in cublas - variables:
+            os.environ.pop(name, None)
+
+
+def _set_cublas(wanted: bool | None, device: str) -> None:
     """Set what cuBLAS must find in the environment when CUDA starts; what the user has set stays."""
-    for name, value in deterministic_environment(run.config.run.deterministic, device).items():
+    for name, value in deterministic_environment(wanted, device).items():
         os.environ.setdefault(name, value)
 
 
@@ -187,7 +218,7 @@ def start_device(run: ResolvedRun, device: str) -> None:
     """Make ``device`` current, which starts CUDA, and give products of fp32 values the run's precision."""
     import torch
 
-    _set_cublas(run, device)
+    _set_cublas(run.config.run.deterministic, device)
     torch.set_float32_matmul_precision(run.config.train.matmul_precision)
     if device != "cpu":
         torch.cuda.set_device(torch.device(device))
@@ -217,32 +248,21 @@ def borrowed_process(run: ResolvedRun, world: World) -> Iterator[None]:
     the current GPU and cuBLAS's variable.
     """
     import torch
-    from torch.utils import deterministic as kernels
 
-    cublas = deterministic_environment(True, "cuda").keys()
-    threads, variables = torch.get_num_threads(), os.environ.keys() & cublas
-    deterministic = torch.are_deterministic_algorithms_enabled()
-    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
-    fill = kernels.fill_uninitialized_memory  # type: ignore[attr-defined]  # torch hides it behind a class
-    products = torch.get_float32_matmul_precision()
-    _set_cublas(run, world.device)  # before CUDA starts, which asking for the current GPU does
-    gpus = [] if world.device == "cpu" else [torch.device(world.device)]
-    current = torch.cuda.current_device() if gpus else None
-    try:
-        with torch.random.fork_rng(gpus):
-            start_device(run, world.device)
-            set_threads(run, world)
-            yield
-    finally:
-        torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
-        kernels.fill_uninitialized_memory = fill  # type: ignore[attr-defined]
-        torch.set_float32_matmul_precision(products)
-        if torch.get_num_threads() != threads:
-            torch.set_num_threads(threads)
-        if current is not None:
-            torch.cuda.set_device(current)
-        for name in cublas - variables:
-            os.environ.pop(name, None)
+    threads, gpus = torch.get_num_threads(), [] if world.device == "cpu" else [torch.device(world.device)]
+    with _kept_kernels():
+        _set_cublas(run.config.run.deterministic, world.device)  # before asking for the current GPU starts CUDA
+        current = torch.cuda.current_device() if gpus else None
+        try:
+            with torch.random.fork_rng(gpus):
+                start_device(run, world.device)
+                set_threads(run, world)
+                yield
+        finally:
+            if torch.get_num_threads() != threads:
+                torch.set_num_threads(threads)
+            if current is not None:
+                torch.cuda.set_device(current)
 
 
 def processor_name() -> str:

@@ -22,6 +22,7 @@ from megatron_run_engine.training.checked_plugins import open_split
 from megatron_run_engine.training.evaluate import Evaluator, generate_text, why_no_text
 from megatron_run_engine.training.health.faulting import install_faults
 from megatron_run_engine.training.health.guards import Guards
+from megatron_run_engine.training.health.launches import watch_launches
 from megatron_run_engine.training.loader import BatchLoader
 from megatron_run_engine.training.numbers import (
     LANGUAGE_MODEL,
@@ -94,6 +95,7 @@ class Trainer:
         self._resumed = Resumed(self._progress)
         self._losses = Losses(assembly.model, self._context.metrics)
         self._steps = StepRunner(assembly, self._seed)
+        self._launches = watch_launches(self._context, assembly.graph_capture)
         self._graphs: CapturePolicy | None = None
         # Both ride on the all-reduce of the metrics, so that agreeing to stop or to recapture costs no collective.
         self._stop_meter = self._context.metrics.scalar(STOP)
@@ -196,6 +198,7 @@ class Trainer:
         lr, weight_decay = self._learning_rate.at(progress.scheduled), self._weight_decay.at(progress.scheduled)
         times = self._accumulate(microbatches, clock).times
         numbers = self._update(lr, weight_decay, batch).to_host(self._context.metrics)
+        self._launches.synchronised()
         self._assembly.scaler.check_state(numbers.loss_scale)
         progress.count(batch, skipped=numbers.skipped)
         facts = StepFacts(batch, microbatches, lr, time.perf_counter() - start, self.peak)
@@ -215,7 +218,8 @@ class Trainer:
             seed=partial(self._seed, microbatches),
             start_grad_sync=optimizer.start_grad_sync,
         )
-        record = self._steps.run(self._assembly.programs.training(microbatches), inputs, clock)
+        with self._launches.launching(timed=clock is not None):
+            record = self._steps.run(self._assembly.programs.training(microbatches), inputs, clock)
         self._activity.enter("gradient-reduce")
         optimizer.finish_grad_sync()
         return record

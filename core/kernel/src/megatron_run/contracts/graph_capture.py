@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from megatron_run.errors import plural
@@ -51,7 +51,7 @@ class CaptureSize:
     ``graphs`` counts forwards and backwards. ``slots`` is the number of sets of static inputs, equal to the peak number
     of microbatches in flight, and 0 where graphs own no memory. ``static_bytes`` is the size of the inputs and
     gradients that are copied before replays; ``pool_bytes`` is the peak size of the graphs' own memory. Bytes are None
-    before the capture, and where shapes are not known.
+    before the capture, and where shapes are not known. ``segments`` are the names of those that a plan captures.
     """
 
     regions: int
@@ -59,6 +59,7 @@ class CaptureSize:
     slots: int
     static_bytes: int | None = None
     pool_bytes: int | None = None
+    segments: tuple[str, ...] = field(default=(), compare=False)
 
     def __str__(self) -> str:
         parts = [plural(self.regions, "region"), plural(self.graphs, "graph")]

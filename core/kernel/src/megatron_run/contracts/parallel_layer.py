@@ -185,7 +185,8 @@ class ParallelLayers(ABC):
         """(logits [s, b, padded vocab / t], labels [b, s]) -> loss per token [s, b], fp32; padding is not a class.
 
         In training, ``label_smoothing`` e gives ``(1 - e) * nll + e * mean over the vocabulary of -log p`` (Szegedy et
-        al. 2016, as PyTorch defines it); evaluations use the plain loss.
+        al. 2016, as PyTorch defines it); evaluations use the plain loss. The backward may write the gradient over
+        logits that are no leaf: a model reads them before it, and no one else saves them for a backward.
         """
 
     def linear_cross_entropy(self, vocab: int, label_smoothing: float, chunks: int) -> nn.Module:
@@ -219,9 +220,12 @@ class ParallelLayers(ABC):
         """(rows [n, inputs], counts [held]) -> [n, sum(features) / t]: each expert's rows times its own matrix.
 
         The layer lies inside a region. ``experts`` are the indices of this rank's experts. Rows are sorted by expert,
-        ``counts[i]`` of them for the i-th, int64 on the CPU; an int in the place of ``counts`` is that of each, and
-        then the layer can be captured. The logical tensors of expert e are named
-        ``e.<part>.weight`` and ``e.<part>.bias``, and ``ParameterSpec.replicas`` is ``expert_data``.
+        ``counts[i]`` of them for the i-th, integers on the CPU; an int in the place of ``counts`` is that of each, and
+        then the layer can be captured. A layer with a true attribute ``takes_device_counts`` also takes counts on the
+        device, which it does not read on the host, so that it can be captured with them.
+
+        The logical tensors of expert e are named ``e.<part>.weight`` and ``e.<part>.bias``, and
+        ``ParameterSpec.replicas`` is ``expert_data``.
         """
 
     @abstractmethod

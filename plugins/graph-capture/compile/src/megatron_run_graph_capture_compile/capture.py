@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from megatron_run_engine.runtime.context import BuildContext
     from megatron_run_graph_capture_compile.compiled import CompiledRegion, Compiler, GraphStore
 
-#: The scope without ``graph-capture.scope``: what layers hold, as far as the model publishes it. The other segments of
-#: experts have shapes that follow the routing; the head and the loss take long to compile and gain little.
+#: The scope without ``graph-capture.scope`` on a CPU: what layers hold, as far as the model publishes it. Head and loss
+#: take long to compile there and gain little, as do products of experts. On a GPU it is all that can be compiled.
 LAYERS = ("attn", "mlp", "moe_router", "moe_preprocess", "moe_combine")
 #: Shape, type and ``requires_grad`` of each input of a region.
 _Shapes = tuple[tuple[tuple[int, ...], torch.dtype, bool], ...]
@@ -40,8 +40,8 @@ class CompileOptions(BaseModel):
     scope: tuple[str, ...] | None = Field(
         None,
         min_length=1,
-        description="segments; unset: all of the layers that can be compiled. Those of gpt: embedding, attn, mlp, "
-        "moe_router, moe_preprocess, moe_combine, head, loss",
+        description="segments; unset: on a GPU all that can be compiled, on a CPU those of layers. Those of gpt: "
+        "embedding, attn, mlp, moe_router, moe_preprocess, moe_dispatch, moe_experts, moe_combine, head, loss",
     )
     backend: str = Field("inductor", min_length=1, description="of torch.compile; aot_eager compiles nothing")
     mode: Literal["default", "max-autotune-no-cudagraphs"] = Field(
@@ -49,6 +49,11 @@ class CompileOptions(BaseModel):
     )
     capture_after: int = Field(1, ge=1, description="eager steps before the compilation")
     recompile_limit: int = Field(8, ge=1, description="shapes that a segment is compiled for; others run eagerly")
+    graph_limit: int = Field(
+        64,
+        ge=2,
+        description="graphs unlike each other that are compiled, which bounds the start; the rest runs eagerly",
+    )
     strict: bool = Field(False, description="another shape raises an error instead of another compilation")
 
 
@@ -74,13 +79,17 @@ class CompileCapture(GraphCapture):
         self._compiled: dict[Region, dict[_Shapes, CompiledRegion]] = {}
         self._trained: frozenset[Parameter] = frozenset()
         self._full: set[Region] = set()  # regions that have reached recompile_limit
+        self._eager: set[Region] = set()  # regions that are not compiled
 
     def regions(self, chunks: Sequence[Sequence[Segment]]) -> Sequence[Region]:
         """Return the regions of neighbouring segments in the scope."""
         scope = self._options.scope
         if scope is not None:
             check_scope(scope, chunks, self.context)
-        return choose_regions(chunks, LAYERS if scope is None else scope)
+            return choose_regions(chunks, scope)
+        published = {segment.name for segments in chunks for segment in segments}
+        on_cpu = self.context.trains_on.type == "cpu"
+        return choose_regions(chunks, LAYERS if on_cpu else published, leave_eager=True)
 
     def plan(self, regions: Sequence[Region], actions: Sequence[Action]) -> CaptureSize:
         """The graphs of regions that do not look alike: a forward each, and a backward where there is one."""
@@ -93,18 +102,28 @@ class CompileCapture(GraphCapture):
         actions: Sequence[Action],
         examples: Mapping[Region, tuple[Tensor, ...]],
     ) -> CaptureSize:
-        """Check every region against the rules, and compile what no other has compiled before."""
+        """Check every region against the rules, and compile what no other has compiled before.
+
+        What breaks a rule runs eagerly, with a warning, unless the user has named the scope.
+        """
         from megatron_run_graph_capture_compile.compiled import GraphStore
 
-        self._store, self._compiled = GraphStore(self._find_compiler()), {}
+        context = self.context
+        self._store = GraphStore(self._find_compiler(), self._options.graph_limit)
+        self._compiled, self._eager = {region: {} for region in regions}, set()
         for region in regions:
             if region not in examples:
                 raise GraphCaptureError(f"{region} has not run yet", why="what it is given is not known")
-            lint(region, examples[region], self.context.device, self.context.gradients, self.context.rng.streams)
-            self._compile(region, examples[region])
+            try:
+                lint(region, examples[region], context.device, context.gradients, context.rng.streams)
+                self._compile(region, examples[region])
+            except GraphCaptureError as refused:
+                if self._options.scope is not None:
+                    raise
+                self._leave_eager(region, str(refused))
         end_workers()
         self._trained = frozenset(parameter for parameter in self._parameters() if parameter.requires_grad)
-        return CaptureSize(len(regions), self._store.compiled, slots=0)
+        return CaptureSize(len(regions) - len(self._eager), self._store.compiled, slots=0)
 
     def mismatch(self, actions: Sequence[Action]) -> str:
         """Return which parameters were frozen, or are trained again; any actions fit."""
@@ -116,7 +135,7 @@ class CompileCapture(GraphCapture):
     def replay(self, region: Region, microbatch: Microbatch, *tensors: Tensor) -> tuple[Tensor, ...]:
         """Run the compiled region; for a new shape compile it first, up to ``recompile_limit`` shapes."""
         found = self._compiled[region].get(_shapes(tensors))
-        if found is None:
+        if found is None and region not in self._eager:
             found = self._compile_again(region, tensors)
         return call(region, tensors, recompute=False) if found is None else found(tensors)
 
@@ -131,15 +150,26 @@ class CompileCapture(GraphCapture):
         self._store, self._compiled = None, {}
         self._full.clear()
 
-    def _compile(self, region: Region, tensors: Sequence[Tensor]) -> CompiledRegion:
+    def _compile(self, region: Region, tensors: Sequence[Tensor]) -> CompiledRegion | None:
+        """Compile ``region`` for such ``tensors``; None beyond ``graph_limit``."""
         from megatron_run_graph_capture_compile.compiled import CompiledRegion
         from megatron_run_graph_capture_compile.graph_trace import trace
 
         assert self._store is not None
         traced = trace(region, tensors, self.context)
-        compiled = CompiledRegion(traced, self._store.get(traced, str(region)), self.context.gradients)
-        self._compiled.setdefault(region, {})[_shapes(tensors)] = compiled
+        graphs = self._store.get(traced, str(region))
+        if graphs is None:
+            self._leave_eager(region, f"{self._store.compiled} graphs are compiled (graph-capture.graph_limit)")
+            return None
+        compiled = CompiledRegion(traced, graphs, self.context.gradients)
+        self._compiled[region][_shapes(tensors)] = compiled
         return compiled
+
+    def _leave_eager(self, region: Region, why: str) -> None:
+        """Compile no more of ``region``, and say so once for all layers that are alike."""
+        if _names(region) not in map(_names, self._eager):
+            self.context.log.warning("%s runs eagerly: %s", region, why)
+        self._eager.add(region)
 
     def _compile_again(self, region: Region, tensors: Sequence[Tensor]) -> CompiledRegion | None:
         """Compile ``region`` for another shape and say so; None where that was done too often."""
@@ -186,7 +216,10 @@ def _shapes(tensors: Sequence[Tensor]) -> _Shapes:
     return tuple((tuple(x.shape), x.dtype, x.requires_grad) for x in tensors)
 
 
+def _names(region: Region) -> tuple[str, ...]:
+    return tuple(segment.name for segment in region.segments)
+
+
 def _look(region: Region) -> tuple[object, ...]:
     """What regions that share graphs have in common, as far as it is known before anything has run."""
-    names = tuple(segment.name for segment in region.segments)
-    return names, tuple((tuple(p.shape), p.dtype, p.requires_grad) for s in region.segments for p in s.params)
+    return _names(region), tuple((tuple(p.shape), p.dtype, p.requires_grad) for s in region.segments for p in s.params)

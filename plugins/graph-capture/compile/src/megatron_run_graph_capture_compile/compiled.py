@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from functorch.compile import min_cut_rematerialization_partition  # type: ignore[import-untyped]
 from torch import Tensor, fx
-from torch.func import functionalize
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from megatron_run.errors import GraphCaptureError
@@ -41,17 +40,19 @@ class Graphs:
 
 
 class GraphStore:
-    """Compiles each graph once, however many regions have it: ``compiled`` counts them."""
+    """Compiles each graph once, however many regions have it, and at most ``limit``: ``compiled`` counts them."""
 
-    def __init__(self, compiler: Compiler) -> None:
-        self._compiler = compiler
+    def __init__(self, compiler: Compiler, limit: int) -> None:
+        self._compiler, self._limit = compiler, limit
         self._graphs: dict[str, Graphs] = {}
         self.compiled = 0
 
-    def get(self, trace: Trace, who: str) -> Graphs:
-        """The graphs of ``trace``, whose region is called ``who`` in errors."""
+    def get(self, trace: Trace, who: str) -> Graphs | None:
+        """The graphs of ``trace``, whose region is called ``who`` in errors; None beyond the limit."""
         key = _key(trace)
         if key not in self._graphs:
+            if self.compiled + 1 + bool(trace.gradients) > self._limit:
+                return None
             self._graphs[key] = self._make(trace, who)
             self.compiled += 1 + (self._graphs[key].backward is not None)
         return self._graphs[key]
@@ -59,8 +60,7 @@ class GraphStore:
     def _make(self, trace: Trace, who: str) -> Graphs:
         primals = (*trace.inputs, *trace.read, *(draw() for draw in trace.draws))
         with torch.no_grad():
-            pure = make_fx(functionalize(trace.joint), tracing_mode="fake")(*primals, *trace.gradients)
-            _check_writes(pure, who)
+            pure = make_fx(_functional(trace.joint, who), tracing_mode="fake")(*primals, *trace.gradients)
             if not trace.gradients:
                 return Graphs(self._compiler(pure, primals))
             ahead, back, kept = _split(pure, len(primals), trace.outputs)
@@ -136,6 +136,27 @@ class _Run(torch.autograd.Function):
         return None, *(found.get(index) for index in range(len(trace.inputs))), *parameters, *nothing
 
 
+def _functional(graph: fx.GraphModule, who: str) -> Callable[..., Any]:
+    """``graph`` with writes in place turned into new values, those of operations of other libraries included.
+
+    ``torch.func.functionalize`` refuses such operations, as kernels of our own that write over a tensor are. Raises
+    :class:`GraphCaptureError` if one of the graph's inputs is written to: its cut in two would lose the write.
+    """
+    from torch._subclasses.functional_tensor import FunctionalTensorMode, dispatch_functionalize
+
+    def checked(*given: Any) -> Any:
+        results = graph(*given)
+        if any(torch._functionalize_has_data_mutation(x.elem) for x in given):  # type: ignore[attr-defined]  # torch's
+            raise GraphCaptureError(
+                f"{who} cannot be compiled",
+                why="it writes to a tensor that it reads from elsewhere",
+                fix="leave it out of graph-capture.scope",
+            )
+        return results
+
+    return dispatch_functionalize(checked, FunctionalTensorMode())
+
+
 def _laid_out(x: Tensor, like: Tensor) -> Tensor:
     """X with the strides of ``like``, for which a graph was compiled."""
     if x.stride() == like.stride():
@@ -179,17 +200,6 @@ def _reordered(back: fx.GraphModule, names: Sequence[str]) -> fx.GraphModule:
 
 def _number(node: fx.Node) -> int:
     return int(node.name.removeprefix("primals_"))
-
-
-def _check_writes(pure: fx.GraphModule, who: str) -> None:
-    """Raise if a graph writes to one of its inputs: the cut in two would lose the write."""
-    for node in pure.graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default):
-        if node.args[0].op == "placeholder":
-            raise GraphCaptureError(
-                f"{who} cannot be compiled",
-                why="it writes to a tensor that it reads from elsewhere",
-                fix="leave it out of graph-capture.scope",
-            )
 
 
 def _key(trace: Trace) -> str:

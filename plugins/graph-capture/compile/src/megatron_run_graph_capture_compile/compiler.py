@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, fx
+from torch._guards import TracingContext, tracing
+from torch._subclasses import FakeTensorMode
 
 from megatron_run.errors import PluginError, advice, did_you_mean
 from megatron_run_engine.data.user_cache import COMPILED, keep_compiled
@@ -85,9 +87,7 @@ def find_compiler(backend: str, mode: str) -> Compiler:
 
     def make(graph: fx.GraphModule, examples: Sequence[Tensor]) -> Compiled:
         if backend == "inductor":
-            # fallback_random: operations that draw, such as fused attention, draw what an eager run draws.
-            options = {**torch._inductor.list_mode_options(mode), "fallback_random": True}
-            compiled: Compiled = torch._inductor.compile(graph, list(examples), options=options)
+            compiled = _through_inductor(graph, examples, mode)
         else:
             from torch._dynamo import lookup_backend
 
@@ -102,3 +102,23 @@ def end_workers() -> None:
     """End the processes in which inductor has compiled, which would live as long as this one; it can start others."""
     if (workers := sys.modules.get("torch._inductor.async_compile")) is not None:
         workers.shutdown_compile_workers()
+
+
+def _through_inductor(graph: fx.GraphModule, examples: Sequence[Tensor], mode: str) -> Compiled:
+    options = {
+        **torch._inductor.list_mode_options(mode),
+        # Operations that draw, such as fused attention, draw what an eager run draws.
+        "fallback_random": True,
+        # A check of every input in every call takes longer than a small kernel, and the layouts are those compiled for.
+        "size_asserts": False,
+        # Its workers share the rank's cores, as threads do: torch would start as many in each rank as there are cores.
+        "compile_threads": torch.get_num_threads(),
+    }
+    # Without symbols of shapes, of which there are none, inductor neither finds nor keeps graphs in its cache on disk,
+    # by which every later start takes a second where the first takes a minute.
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv  # it imports sympy, for half a second
+
+    fake = FakeTensorMode(shape_env=ShapeEnv(assume_static_by_default=True))
+    with tracing(TracingContext(fake)):
+        compiled: Compiled = torch._inductor.compile(graph, list(examples), options=options)
+    return compiled

@@ -6,12 +6,12 @@ replay in another order than the recorded one corrupts memory here exactly as it
 
 from __future__ import annotations
 
+import weakref
 from bisect import insort
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
 
 #: Alignment of blocks in bytes, the same as in PyTorch's own CPU allocator.
 ALIGNMENT = 64
@@ -33,8 +33,10 @@ class Arena:
     def __init__(self) -> None:
         self._segments: list[Tensor] = []
         self._free: list[_Block] = []
-        # Weak references: the arena must notice that a storage is gone without keeping it alive.
-        self._used: dict[_Block, StorageWeakRef] = {}
+        # Weak references: the arena must notice that a storage is gone without keeping it alive. torch keeps the Python
+        # object of a storage as long as the storage.
+        self._used: dict[_Block, weakref.ref[torch.UntypedStorage]] = {}
+        self._gone: list[_Block] = []
         self.held = self.peak = 0
 
     def like(self, tensor: Tensor) -> Tensor:
@@ -51,7 +53,8 @@ class Arena:
 
     def collect(self) -> None:
         """Free the blocks of storages that are gone."""
-        for block in [block for block, owner in self._used.items() if owner.expired()]:
+        while self._gone:
+            block = self._gone.pop()
             del self._used[block]
             self.held -= block.size
             self._give_back(block)
@@ -68,7 +71,8 @@ class Arena:
         storage: torch.UntypedStorage = self._segments[taken.segment].untyped_storage()[
             taken.start : taken.start + size
         ]
-        self._used[taken] = StorageWeakRef(storage)
+        gone = self._gone.append
+        self._used[taken] = weakref.ref(storage, lambda _: gone(taken))
         self.held += rounded
         self.peak = max(self.peak, self.held)
         return storage

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megatron_run_engine.capture import blamed, call, run_backward, zeros_like
 from megatron_run_engine.runtime.gradients import main_grad
-from megatron_run_graph_capture_partial.backend import Backend, weak_alias
+from megatron_run_graph_capture_partial.backend import Backend, Place
 from megatron_run_graph_capture_partial.region_graph import RegionGraph, trained
 
 if TYPE_CHECKING:
@@ -59,11 +59,18 @@ class StaticTensors:
 
 
 class _Open(NamedTuple):
-    """A recorded forward that still awaits its backward."""
+    """A recorded forward that still awaits its backward, and the tensors that the backward reads."""
 
     graph: RegionGraph
     inputs: tuple[Tensor, ...]
     outputs: tuple[Tensor, ...]
+
+
+class _Gradient(NamedTuple):
+    """A gradient: ``tensor`` keeps its memory from others while they are recorded, ``place`` is for the replays."""
+
+    tensor: Tensor
+    place: Place
 
 
 class Recording:
@@ -85,7 +92,7 @@ class Recording:
         self._chunks, self._examples, self._chained = chunks, examples, chained
         self._places = {region: place for regions in chunks for region, place in self._number(regions)}
         self._open: dict[tuple[Region, int], _Open] = {}
-        self._input_gradients: dict[Key, list[tuple[Region, dict[str, Tensor]]]] = defaultdict(list)
+        self._input_gradients: dict[Key, list[tuple[Region, dict[str, _Gradient]]]] = defaultdict(list)
         self._read_later: dict[Key, list[object]] = defaultdict(list)
         self.graphs: dict[tuple[Region, int], RegionGraph] = {}
 
@@ -121,65 +128,72 @@ class Recording:
 
     def _forward(self, region: Region, copy: int, slot: int, pool: Any) -> None:
         before = self._chained.get(region)
-        inputs = (
-            self._static.inputs(slot, self._places[region], self._examples[region])
-            if before is None
-            else self._handed_on(before, copy, region)
-        )
+        if before is None:
+            inputs = self._static.inputs(slot, self._places[region], self._examples[region])
+            places = tuple(Place.static(x) for x in inputs)
+        else:
+            inputs, places = self._handed_on(before, copy, region)
         regions = self._chunks[region.chunk]
         graph = RegionGraph(
             region,
             self._backend.graph(),
-            inputs if before is None else tuple(weak_alias(x) for x in inputs),
+            places,
             chained=before is not None,
             first=region is regions[0],
             last=region is regions[-1],
         )
         with torch.enable_grad(), blamed(str(region), "forward"), graph.forward.capture(pool):
             outputs = call(region, inputs)
-        graph.outputs = tuple(weak_alias(output) for output in outputs)
+        graph.outputs = tuple(Place.of_result(output, graph.forward, places) for output in outputs)
         self._open[region, copy] = _Open(graph, inputs, outputs)
         self.graphs[region, copy] = graph
 
-    def _handed_on(self, before: Region, copy: int, region: Region) -> tuple[Tensor, ...]:
-        """The outputs of ``before`` that ``region`` reads, detached from their history."""
-        left = dict(zip(before.outputs, self._open[before, copy].outputs, strict=True))
-        return tuple(left[name].detach().requires_grad_(left[name].requires_grad) for name in region.inputs)
+    def _handed_on(self, before: Region, copy: int, region: Region) -> tuple[tuple[Tensor, ...], tuple[Place, ...]]:
+        """The outputs of ``before`` that ``region`` reads, detached from their history, and their places."""
+        graph, _, outputs = self._open[before, copy]
+        left = dict(zip(before.outputs, zip(outputs, graph.outputs, strict=True), strict=True))
+        read = [left[name] for name in region.inputs]
+        return tuple(x.detach().requires_grad_(x.requires_grad) for x, _ in read), tuple(place for _, place in read)
 
     def _backward(self, region: Region, copy: int, pool: Any, *, keep: bool) -> None:
         graph, inputs, outputs = self._open.pop((region, copy))
         key = (region.chunk, copy)
         if keep:
             self._read_later[key] += [output.detach() for output in outputs]
-        graph.output_gradients = self._output_gradients(region, key, outputs)
         graph.input_gradients = (None,) * len(inputs)
+        given = self._output_gradients(region, key, outputs)
+        graph.output_gradients = tuple(None if gradient is None else gradient.place for gradient in given)
         if not any(output.requires_grad for output in outputs):
             return
         graph.backward = self._backend.graph()
         with self._gradients.recording() as arrivals, blamed(str(region), "backward"), graph.backward.capture(pool):
-            found = self._record_backward(graph, inputs, outputs)
+            found = self._record_backward(region, inputs, outputs, [each.tensor for each in given if each is not None])
         graph.arrivals = tuple(arrivals)
-        graph.output_gradients = tuple(None if g is None else weak_alias(g) for g in graph.output_gradients)
-        graph.input_gradients = tuple(None if g is None else weak_alias(g) for g in found)
-        made = {name: g for name, g in zip(region.inputs, found, strict=True) if g is not None}
-        self._keep_gradients(region, key, made, keep=keep)
+        around = [place for place in (*graph.inputs, *graph.outputs, *graph.output_gradients) if place is not None]
+        made = [g if g is None else _Gradient(g, Place.of_result(g, graph.backward, around)) for g in found]
+        graph.input_gradients = tuple(None if gradient is None else gradient.place for gradient in made)
+        by_name = {name: gradient for name, gradient in zip(region.inputs, made, strict=True) if gradient is not None}
+        self._keep_gradients(region, key, by_name, keep=keep)
 
-    def _output_gradients(self, region: Region, key: Key, outputs: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
-        """Buffers of the outputs' gradients: those of the region that follows directly in place, else static ones."""
+    def _output_gradients(self, region: Region, key: Key, outputs: Sequence[Tensor]) -> list[_Gradient | None]:
+        """Gradients of the outputs: those of the region that follows directly in place, else static buffers."""
         after = {name: g for other, made in self._input_gradients[key] for name, g in made.items()
                  if self._chained.get(other) is region}  # fmt: skip
-        return tuple(
-            (after[name] if name in after else self._static.gradient(index, output)) if output.requires_grad else None
+        return [
+            None if not output.requires_grad else after.get(name) or self._static_gradient(index, output)
             for index, (name, output) in enumerate(zip(region.outputs, outputs, strict=True))
-        )
+        ]
+
+    def _static_gradient(self, index: int, output: Tensor) -> _Gradient:
+        buffer = self._static.gradient(index, output)
+        return _Gradient(buffer, Place.static(buffer))
 
     def _record_backward(
-        self, graph: RegionGraph, inputs: Sequence[Tensor], outputs: Sequence[Tensor]
+        self, region: Region, inputs: Sequence[Tensor], outputs: Sequence[Tensor], given: Sequence[Tensor]
     ) -> list[Tensor | None]:
-        """The inputs' gradients. The graph also adds parameters' gradients to their ``main_grad``."""
-        given = [gradient for gradient in graph.output_gradients if gradient is not None]
+        """The inputs' gradients from ``given``. The graph also adds parameters' gradients to their ``main_grad``."""
         roots = [output for output in outputs if output.requires_grad]
-        parameters = trained(graph.region)
+        parameters = trained(region)
         wanted = [x for x in inputs if x.requires_grad]
         found = run_backward(roots, given, [*wanted, *parameters])
         for parameter, gradient in zip(parameters, found[len(wanted) :], strict=True):
@@ -190,7 +204,7 @@ class Recording:
         of_inputs = iter(found)
         return [_own(next(of_inputs), shared) if x.requires_grad else None for x in inputs]
 
-    def _keep_gradients(self, region: Region, key: Key, made: dict[str, Tensor], *, keep: bool) -> None:
+    def _keep_gradients(self, region: Region, key: Key, made: dict[str, _Gradient], *, keep: bool) -> None:
         """Keep ``made`` alive until the preceding layer has read it; those of later layers have been read already."""
         layer = region.segments[0].layer
         held = self._input_gradients[key]

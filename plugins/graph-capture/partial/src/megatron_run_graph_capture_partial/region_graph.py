@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron_run.errors import GraphCaptureError
-from megatron_run_graph_capture_partial.backend import Graph
+from megatron_run_graph_capture_partial.backend import Graph, Place
 
 if TYPE_CHECKING:
     from torch.nn import Parameter
@@ -24,23 +24,22 @@ if TYPE_CHECKING:
 class RegionGraph:
     """A region's forward and backward at fixed addresses.
 
-    ``inputs``, ``outputs``, ``output_gradients`` and ``input_gradients`` are the tensors at these addresses, None
-    without gradient. ``chained`` inputs are the preceding region's outputs, in place. ``arrivals`` are the parameters
-    whose gradients the backward adds to their ``main_grad``. Outputs of the ``last`` region of a chunk and input
-    gradients of the ``first`` leave as copies: a message or the next chunk may read them after the graph's memory is
-    reused.
+    ``inputs``, ``outputs``, ``output_gradients`` and ``input_gradients`` are these addresses, None without gradient.
+    ``chained`` inputs are the preceding region's outputs, in place. ``arrivals`` are the parameters whose gradients the
+    backward adds to their ``main_grad``. Outputs of the ``last`` region of a chunk and input gradients of the ``first``
+    leave as copies: a message or the next chunk may read them after the graph's memory is reused.
     """
 
     region: Region
     forward: Graph
-    inputs: tuple[Tensor, ...]
+    inputs: tuple[Place, ...]
     chained: bool
     first: bool
     last: bool
-    outputs: tuple[Tensor, ...] = ()
+    outputs: tuple[Place, ...] = ()
     backward: Graph | None = None
-    output_gradients: tuple[Tensor | None, ...] = ()
-    input_gradients: tuple[Tensor | None, ...] = ()
+    output_gradients: tuple[Place | None, ...] = ()
+    input_gradients: tuple[Place | None, ...] = ()
     arrivals: tuple[Parameter, ...] = field(default=())
 
     @property
@@ -60,7 +59,7 @@ class RegionGraph:
     def load(self, tensors: Sequence[Tensor]) -> None:
         """Copy ``tensors`` to the static inputs, unless they are already there."""
         for place, tensor in zip(self.inputs, tensors, strict=True):
-            if place.data_ptr() == tensor.data_ptr():
+            if place.tensor.data_ptr() == tensor.data_ptr():
                 continue
             if self.chained:
                 raise GraphCaptureError(
@@ -68,13 +67,13 @@ class RegionGraph:
                     why="the model changes it in between, outside of any segment",
                     fix="set graph-capture.chain=false",
                 )
-            place.copy_(tensor)
+            place.tensor.copy_(tensor)
 
     def load_gradients(self, gradients: Sequence[Tensor]) -> None:
         """Copy the outputs' ``gradients`` to their static buffers."""
         for place, gradient in zip(self.output_gradients, gradients, strict=True):
-            if place is not None and place.data_ptr() != gradient.data_ptr():
-                place.copy_(gradient)
+            if place is not None and place.tensor.data_ptr() != gradient.data_ptr():
+                place.tensor.copy_(gradient)
 
 
 def trained(region: Region) -> list[Parameter]:
@@ -88,7 +87,7 @@ class _Replay(torch.autograd.Function):
         graph.load(tensors[: len(graph.inputs)])
         graph.forward.replay()
         ctx.graph, ctx.hooks, ctx.given = graph, hooks, len(tensors)
-        outputs = tuple(place.clone() if graph.last else place.detach() for place in graph.outputs)
+        outputs = tuple(tensor.clone() if graph.last else tensor.detach() for tensor, _ in graph.outputs)
         pairs = zip(outputs, graph.output_gradients, strict=True)
         ctx.mark_non_differentiable(*(output for output, place in pairs if place is None))
         return outputs
@@ -103,7 +102,7 @@ class _Replay(torch.autograd.Function):
         graph.backward.replay()
         ctx.hooks.after_backward()
         found = [
-            None if place is None else place.clone() if graph.first else place.detach()
+            None if place is None else place.tensor.clone() if graph.first else place.tensor.detach()
             for place in graph.input_gradients
         ]
         return (None, None, *found, *[None] * (ctx.given - len(found)))

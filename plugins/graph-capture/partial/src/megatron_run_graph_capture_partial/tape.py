@@ -25,7 +25,7 @@ from megatron_run_graph_capture_partial.backend import weak_alias
 
 _aten = torch.ops.aten
 #: Operations with uninitialised results: there is nothing to replay.
-_WITHOUT_VALUES = (
+WITHOUT_VALUES = (
     _aten.empty.memory_format,
     _aten.empty_like.default,
     _aten.empty_strided.default,
@@ -66,41 +66,7 @@ class TapeBackend:
         return sum(pool.peak for pool in pools)
 
 
-class Tape:
-    """Operations in the order in which they ran."""
-
-    def __init__(self, generators: Sequence[torch.Generator], executor: Executor) -> None:
-        self._generators, self._executor = generators, executor
-        self._pool: Arena | None = None
-        self._kept: dict[int, Tensor] = {}
-        self._run: Callable[[], None] = _nothing
-        self.operations: tuple[Operation, ...] = ()
-
-    @contextmanager
-    def capture(self, pool: Arena) -> Iterator[None]:
-        """Record inside the context, without garbage collection, so that reference counts alone free blocks."""
-        collects = gc.isenabled()
-        gc.disable()
-        try:
-            with _Recorder(pool, self._generators) as recorder:
-                yield
-        finally:
-            if collects:
-                gc.enable()
-        self._pool, self._kept = pool, recorder.kept
-        self.operations = tuple(recorder.operations)
-        self._run = self._executor(self.operations)
-
-    def replay(self) -> None:
-        """Run the operations below autograd."""
-        self._run()
-
-
-def _nothing() -> None:
-    """Replay an empty tape."""
-
-
-class _Recorder(Rules):
+class Recorder(Rules):
     """Runs operations under the rules of capture, moves new results into ``pool`` and records the operations.
 
     ``kept`` holds tensors outside the pool, by address: parameters, gradients, static inputs.
@@ -128,7 +94,7 @@ class _Recorder(Rules):
             result = _done(result)
         moved = self._move(func, args, kwargs, result)
         written = func._schema.is_mutable or collective
-        if func not in _WITHOUT_VALUES and (written or any(place is not None for place in moved.places)):
+        if func not in WITHOUT_VALUES and (written or any(place is not None for place in moved.places)):
             self.operations.append(Operation(func, *places, moved.places))
         return moved.result
 
@@ -151,12 +117,48 @@ class _Recorder(Rules):
                 places.append(None)
                 return tensor
             moved = self._pool.like(tensor)
-            if func not in _WITHOUT_VALUES:
+            if func not in WITHOUT_VALUES:
                 moved.copy_(tensor)
             places.append(weak_alias(moved))
             return moved
 
         return _Moved(tree_map_only(Tensor, move, result), tuple(places))
+
+
+class Tape:
+    """Operations in the order in which they ran; ``recorder`` is the kind of mode that records them."""
+
+    recorder = Recorder
+
+    def __init__(self, generators: Sequence[torch.Generator], executor: Executor) -> None:
+        self._generators, self._executor = generators, executor
+        self._pool: Arena | None = None
+        self._kept: dict[int, Tensor] = {}
+        self._run: Callable[[], None] = _nothing
+        self.operations: tuple[Operation, ...] = ()
+
+    @contextmanager
+    def capture(self, pool: Arena) -> Iterator[None]:
+        """Record inside the context, without garbage collection, so that reference counts alone free blocks."""
+        collects = gc.isenabled()
+        gc.disable()
+        try:
+            with self.recorder(pool, self._generators) as recorder:
+                yield
+        finally:
+            if collects:
+                gc.enable()
+        self._pool, self._kept = pool, recorder.kept
+        self.operations = tuple(recorder.operations)
+        self._run = self._executor(self.operations)
+
+    def replay(self) -> None:
+        """Run the operations below autograd."""
+        self._run()
+
+
+def _nothing() -> None:
+    """Replay an empty tape."""
 
 
 class _Moved(NamedTuple):

@@ -2,8 +2,9 @@
 
 Each of the p expert-parallel ranks holds e/p experts and its own tokens. A dispatcher gives this rank the rows for its
 experts, sorted by expert, and later returns the results to the tokens' ranks (Lepikhin et al. 2020, "GShard", section
-3.2). Only here does the host read how tokens were routed: it needs the sizes of the messages and of the products. With
-experts padded to their capacity it need not.
+3.2). Only here does the host read how tokens were routed: it needs the sizes of the messages, and of what a capacity
+leaves over. It reads once a layer, and works on while the numbers are on their way. On one rank without a capacity, and
+with experts padded to theirs, it need not.
 
 Legend: n tokens, h hidden, e experts, k experts of a token, p expert-parallel ranks, m rows of this rank's experts, s
 slots of all experts.
@@ -18,7 +19,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from megatron_run_engine.nn.moe.placement import add_rows, combine_rows, copy_rows, copy_to_slots, pad_rows
+from megatron_run_engine.nn.moe.placement import (
+    add_rows,
+    combine_rows,
+    copy_rows,
+    copy_to_slots,
+    kept_rows,
+    pad_rows,
+)
 from megatron_run_engine.nn.parallel.mappings import gather_sequence, scatter_sequence
 
 if TYPE_CHECKING:
@@ -32,18 +40,15 @@ class Dispatcher(ABC):
     """Moves tokens between ``peers``, each of which holds an equal share of ``experts``.
 
     ``order``, ``place`` and ``counts`` are those of a :class:`~megatron_run_engine.nn.moe.placement.Placement`.
-    ``routed`` [p, e], int64 on the CPU, is the number of tokens that each rank sends to each expert.
+    ``routed`` [p, e], int64 on the CPU, is the number of tokens that each rank sends to each expert. ``why_dynamic`` is
+    why shapes follow the routing, which the host then reads; empty where they do not.
     """
 
     #: Names of further tensors that :meth:`dispatch` returns and :meth:`collect` takes, after the rows.
     carries: tuple[str, ...] = ("routed",)
-    #: Whether shapes follow the routing, which the host then reads.
-    dynamic = True
 
-    def __init__(self, peers: ParallelGroup, experts: int) -> None:
-        self.peers = peers
-        share = experts // peers.size
-        self.held = range(peers.index * share, (peers.index + 1) * share)
+    def __init__(self, peers: ParallelGroup, experts: int, why_dynamic: str = "") -> None:
+        self.peers, self.held, self.why_dynamic = peers, held_experts(peers, experts), why_dynamic
 
     @abstractmethod
     def dispatch(
@@ -63,16 +68,40 @@ class Dispatcher(ABC):
         """Each token's weighted sum over its experts, [n, h]."""
 
     def count(self, rows: Tensor, *carried: Tensor) -> Tensor | int:
-        """Number of ``rows`` of each of this rank's experts: [e/p], int64 on the CPU, or an int that is each one's."""
+        """Number of ``rows`` of each of this rank's experts: [e/p], integers, or an int that is each one's."""
         return self._to_this_rank(carried[0]).sum(0)
 
     def _to_this_rank(self, routed: Tensor) -> Tensor:
         """[p, e] -> [p, e/p]: the tokens that come to this rank."""
         return routed[:, self.held.start : self.held.stop]
 
-    def _routed(self, counts: Tensor) -> Tensor:
-        """Every rank's ``counts`` [e] -> [p, e] on the CPU: the layer's one host synchronisation in a forward."""
-        return self.peers.gather(counts[None]).cpu()
+    def _routed(self, counts: Tensor) -> OnItsWay:
+        """Every rank's ``counts`` [e] -> [p, e], to arrive on the CPU: all that the host reads of a layer."""
+        return OnItsWay(self.peers.gather(counts[None]))
+
+
+class OneRank(Dispatcher):
+    """One rank holds every expert: nothing travels, each token becomes k rows, and the counts stay on the device."""
+
+    carries = ("share",)
+
+    def dispatch(
+        self, tokens: Tensor, weights: Tensor, order: Tensor, place: Tensor, counts: Tensor
+    ) -> tuple[Tensor, ...]:
+        """Copy each token once per assignment, sorted by expert: [n*k, h]. The counts leave as int32."""
+        return copy_rows(tokens, order, place), counts.to(torch.int32)
+
+    def collect(self, results: Tensor, weights: Tensor, *carried: Tensor) -> Tensor:
+        """The results as they are, [n*k, h] in ``order``."""
+        return results
+
+    def combine(self, returned: Tensor, weights: Tensor, order: Tensor, place: Tensor) -> Tensor:
+        """Sum each token's k rows: [n*k, h] -> [n, h]."""
+        return combine_rows(returned, weights, order, place)
+
+    def count(self, rows: Tensor, *carried: Tensor) -> Tensor:
+        """The rows of each expert, on their device."""
+        return carried[0]
 
 
 class AllToAll(Dispatcher):
@@ -81,10 +110,15 @@ class AllToAll(Dispatcher):
     def dispatch(
         self, tokens: Tensor, weights: Tensor, order: Tensor, place: Tensor, counts: Tensor
     ) -> tuple[Tensor, ...]:
-        """Send one copy per assignment, sorted by expert: that is also the order of the experts' ranks."""
-        routed = self._routed(counts)
+        """Send one copy per assignment, sorted by expert: that is also the order of the experts' ranks.
+
+        Also copied are those that are dropped, which come last: how many there are arrives meanwhile.
+        """
+        arriving = self._routed(counts)
+        copies = copy_rows(tokens, order, place)
+        routed = arriving.wait()
         send, receive = self._split_sizes(routed)
-        rows = _exchange(copy_rows(tokens, order, place, sum(send)), self.peers, send, receive)
+        rows = _exchange(kept_rows(copies, sum(send)), self.peers, send, receive)
         return _transpose_blocks(rows, self._to_this_rank(routed)), routed
 
     def collect(self, results: Tensor, weights: Tensor, *carried: Tensor) -> Tensor:
@@ -111,7 +145,6 @@ class Padded(Dispatcher):
     """
 
     carries = ()
-    dynamic = False
 
     def dispatch(
         self, tokens: Tensor, weights: Tensor, order: Tensor, place: Tensor, counts: Tensor
@@ -149,12 +182,13 @@ class AllGather(Dispatcher):
         self, tokens: Tensor, weights: Tensor, order: Tensor, place: Tensor, counts: Tensor
     ) -> tuple[Tensor, ...]:
         """Also return each row's origin, the index of its token among all ranks' tokens [m], and its weight [m]."""
-        routed, orders = self._routed(counts), self.peers.gather(order[None])
+        arriving, orders = self._routed(counts), self.peers.gather(order[None])
+        all_tokens, all_weights = gather_sequence(tokens, self.peers), gather_sequence(weights, self.peers)
+        routed = arriving.wait()
         assignments = self._assignments(orders, routed)
         origin = assignments // weights.shape[1]
-        rows = gather_sequence(tokens, self.peers).index_select(0, origin)
-        row_weights = gather_sequence(weights, self.peers).flatten().index_select(0, assignments)
-        return rows, routed, origin, row_weights
+        rows = all_tokens.index_select(0, origin)
+        return rows, routed, origin, all_weights.flatten().index_select(0, assignments)
 
     def collect(self, results: Tensor, weights: Tensor, *carried: Tensor) -> Tensor:
         """Weighted sums over this rank's experts, rounded to the type of ``results``, then over ranks: -> [n, h]."""
@@ -183,10 +217,46 @@ class AllGather(Dispatcher):
 DISPATCHERS: Mapping[Dispatch, type[Dispatcher]] = {"alltoall": AllToAll, "allgather": AllGather}
 
 
-def make_dispatcher(spec: ExpertSpec, peers: ParallelGroup) -> Dispatcher:
-    """The dispatcher that ``spec`` asks for."""
-    kind = Padded if spec.pad else DISPATCHERS[spec.dispatch]
-    return kind(peers, spec.count)
+def make_dispatcher(spec: ExpertSpec, peers: ParallelGroup, *, on_device: bool) -> Dispatcher:
+    """The dispatcher that ``spec`` asks for. ``on_device``: the experts take counts that stay on the device."""
+    if spec.pad:
+        return Padded(peers, spec.count)
+    if peers.size > 1:
+        why = f"tokens travel among {peers.size} expert-parallel ranks"
+    elif spec.capacity_factor is not None:
+        why = "model.expert_capacity_factor drops some of them"
+    elif not on_device:
+        why = "the experts' layers need it there (on CUDA those in bf16 do not, from compute capability 9.0 on)"
+    else:
+        return OneRank(peers, spec.count)
+    return DISPATCHERS[spec.dispatch](peers, spec.count, why)
+
+
+def held_experts(peers: ParallelGroup, experts: int) -> range:
+    """Those that this rank holds out of all ``experts``."""
+    share = experts // peers.size
+    return range(peers.index * share, (peers.index + 1) * share)
+
+
+class OnItsWay:
+    """A copy of ``numbers`` to the host that has begun, so that the host works on until it needs them."""
+
+    def __init__(self, numbers: Tensor) -> None:
+        self._arrived: torch.cuda.Event | None = None
+        if not numbers.is_cuda:
+            self._numbers = numbers
+            return
+        # Pinned, since a copy to other memory lets the host wait.
+        self._numbers = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
+        self._numbers.copy_(numbers, non_blocking=True)
+        self._arrived = torch.cuda.Event()
+        self._arrived.record()
+
+    def wait(self) -> Tensor:
+        """The numbers, on the CPU."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        return self._numbers
 
 
 def _transpose_blocks(rows: Tensor, sizes: Tensor) -> Tensor:

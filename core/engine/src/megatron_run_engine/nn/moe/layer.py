@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from megatron_run.contracts import ParameterSpec
 from megatron_run_engine.nn.linear import linear
 from megatron_run_engine.nn.mlp import Experts, Mlp
-from megatron_run_engine.nn.moe.dispatch import make_dispatcher
+from megatron_run_engine.nn.moe.dispatch import held_experts, make_dispatcher
 from megatron_run_engine.nn.moe.placement import padded, place_all, place_within_capacity, spread
 from megatron_run_engine.nn.moe.router import Router, balance_loss, choose, load_of, z_loss
 from megatron_run_engine.nn.norm import norm_of
@@ -111,10 +111,10 @@ class MixtureOfExperts(nn.Module):
         self.spec, self._enter, self._leave = experts, layers.enter_region, layers.leave_region
         self._parts_of_a_loss = context.topology.sizes.tensor
         peers = context.groups.parallel_group(context.topology, "expert")
-        self.dispatcher = make_dispatcher(experts, peers)
         self.norm = norm_of(layers, spec)
         self.router = Router(context, spec, experts)
-        self.experts = Experts(layers, spec, self.dispatcher.held, experts.ffn)
+        self.experts = Experts(layers, spec, held_experts(peers, experts.count), experts.ffn)
+        self.dispatcher = make_dispatcher(experts, peers, on_device=self.experts.take_device_counts)
         self.shared = SharedExpert(context, layers, spec, experts) if experts.shared_ffn else None
 
     def route(self, x: Tensor) -> tuple[Tensor, ...]:

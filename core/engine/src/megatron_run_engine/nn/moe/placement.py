@@ -89,13 +89,13 @@ def _inverse(order: Tensor) -> Tensor:
     return torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
 
 
-def copy_rows(tokens: Tensor, order: Tensor, place: Tensor, kept: int) -> Tensor:
-    """One row per assignment, for the first ``kept`` of ``order`` [n*k]: tokens [n, h] -> [m, h], m = ``kept``.
+def copy_rows(tokens: Tensor, order: Tensor, place: Tensor) -> Tensor:
+    """One row per assignment, in ``order`` [n*k]: tokens [n, h] -> [n*k, h].
 
     ``place`` is the inverse of ``order``: the backward gathers with it, which sums in a fixed order; ``index_add``
     would not on CUDA.
     """
-    rows: Tensor = _Copy.apply(tokens, order, place, kept)  # type: ignore[no-untyped-call]  # torch's
+    rows: Tensor = _Copy.apply(tokens, order, place)  # type: ignore[no-untyped-call]  # torch's
     return rows
 
 
@@ -103,6 +103,11 @@ def copy_to_slots(tokens: Tensor, order: Tensor, place: Tensor) -> Tensor:
     """One row per slot of a padded placement, zeros in empty ones: tokens [n, h] -> [s, h]."""
     rows: Tensor = _CopyToSlots.apply(tokens, order, place)  # type: ignore[no-untyped-call]  # torch's
     return rows
+
+
+def kept_rows(rows: Tensor, kept: int) -> Tensor:
+    """The first ``kept`` rows, without those of dropped assignments: [n*k, h] -> [m, h], m = ``kept``."""
+    return rows if len(rows) == kept else rows[:kept]  # the backward of a part copies, even of all
 
 
 def pad_rows(rows: Tensor, total: int) -> Tensor:
@@ -131,16 +136,16 @@ def add_rows(rows: Tensor, weights: Tensor, origin: Tensor, tokens: int) -> Tens
 
 class _Copy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tokens: Tensor, order: Tensor, place: Tensor, kept: int) -> Tensor:
+    def forward(ctx: Any, tokens: Tensor, order: Tensor, place: Tensor) -> Tensor:
         ctx.save_for_backward(place)
         ctx.tokens = len(tokens)
-        return tokens.index_select(0, order[:kept] // (len(order) // len(tokens)))
+        return tokens.index_select(0, order // (len(order) // len(tokens)))
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         (place,), (grad,) = ctx.saved_tensors, grads
-        copies = pad_rows(grad, len(place)).index_select(0, place)  # [n*k, h] by token
-        return copies.view(ctx.tokens, -1, copies.shape[1]).sum(1), None, None, None
+        copies = grad.index_select(0, place)  # [n*k, h] by token
+        return copies.view(ctx.tokens, -1, copies.shape[1]).sum(1), None, None
 
 
 class _CopyToSlots(torch.autograd.Function):

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from megatron_run.contracts import Init, ParallelLayers, ParameterSpec, Part
 from megatron_run_engine.nn.cross_entropy import CrossEntropy, LinearCrossEntropy
+from megatron_run_engine.nn.device_groups import takes_counts
 from megatron_run_engine.nn.dropout import Dropout
 from megatron_run_engine.nn.embedding import embed
 from megatron_run_engine.nn.grouped import grouped_linear
@@ -115,6 +116,7 @@ class ExpertColumnLinear(nn.Module):
         super().__init__()
         self.gradients = context.gradients
         rows = split.features(parts)
+        self.takes_device_counts = takes_counts(context.trains_on, context.dtypes.param, (inputs, rows))
         self.weight = empty_parameter(context, len(experts) * rows, inputs)
         self.bias = empty_parameter(context, len(experts) * rows) if bias else None
         weights, biases = split.rows_of("weight", parts, (inputs,)), split.rows_of("bias", parts)
@@ -139,7 +141,9 @@ class ExpertRowLinear(nn.Module):
     ) -> None:
         super().__init__()
         self.gradients, self.bias_share = context.gradients, 1 / split.peers.size
-        self.weight = empty_parameter(context, len(experts) * outputs, split.part(inputs, "input features"))
+        features = split.part(inputs, "input features")
+        self.takes_device_counts = takes_counts(context.trains_on, context.dtypes.param, (features, outputs))
+        self.weight = empty_parameter(context, len(experts) * outputs, features)
         self.bias = empty_parameter(context, len(experts) * outputs) if bias else None
         weights, biases = split.columns_of("weight", inputs, outputs), (Part("bias", (outputs,), range(outputs)),)
         self.parameter_specs = {
