@@ -20,7 +20,7 @@ from tests.support.checkout import ROOT
 
 
 def interpreted(function: Callable[..., Any], *arguments: Any, timeout: float = 240) -> Any:
-    """What ``function`` returns there: it is importable, and its arguments and result can be pickled."""
+    """The result of ``function`` there: it is importable, and its arguments and result can be pickled."""
     with tempfile.TemporaryDirectory() as folder:
         given, found = Path(folder) / "given", Path(folder) / "found"
         given.write_bytes(pickle.dumps((function.__module__, function.__qualname__, arguments)))
