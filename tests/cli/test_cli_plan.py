@@ -18,6 +18,7 @@ from megatron_run_cli.main import main
 from megatron_run_planner.devices import read_device
 from megatron_run_planner.schedules import installed
 from tests.planner.surveyed import TRUE, surveyed
+from tests.planner.surveyed_gpu import StandIn
 from tests.support.checkout import ROOT
 
 Output = pytest.CaptureFixture[str]
@@ -355,3 +356,26 @@ def test_a_calibration_writes_a_device_that_plan_reads(
     assert main(["plan", "preset:tiny", "--gpus", "2", "--device", str(file)]) == 0
     assert "2 x here" in capsys.readouterr().out
     assert main(["plan", "calibrate", "--output", str(tmp_path / "none" / "here.yaml")]) == ExitCode.INPUT
+
+
+def test_a_calibration_of_a_gpu_writes_a_device_too(
+    capsys: Output, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    module = "megatron_run_engine.training.calibration.gpu_clock"
+    monkeypatch.setattr(f"{module}.GpuClock", StandIn)
+    file = tmp_path / "here.yaml"
+    assert main(["plan", "calibrate", "--device", "cuda", "--output", str(file)]) == 0
+    assert "TB/s" in capsys.readouterr().out
+    assert read_device(str(file)).sweeps.counted
+    assert main(["plan", "preset:tiny", "--gpus", "2", "--device", str(file)]) == 0
+    assert "2 x stand-in" in capsys.readouterr().out
+
+
+def test_a_gpu_that_is_not_there_is_not_measured(
+    capsys: Output, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    file = tmp_path / "here.yaml"
+    assert main(["plan", "calibrate", "--device", "cuda", "--output", str(file)]) == ExitCode.INPUT
+    assert "torch sees none" in capsys.readouterr().err
+    assert not file.exists()

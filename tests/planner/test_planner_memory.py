@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 
 from benchmarks.planner.configuration import FULL, HALF, SPLIT, Configuration, sized, stages
 from benchmarks.planner.memory import planned_bytes
 from megatron_run.planning import resolve
+from megatron_run_engine.nn.parallel import rows_of_a_rank
 from megatron_run_planner.memory import stage_memory
 from megatron_run_planner.task import read_task
+from megatron_run_planner.workload import Model
+
+if TYPE_CHECKING:
+    from megatron_run_engine.runtime.comm import ParallelGroup
 
 BF16 = {"train.precision": "bf16", "model.dropout": 0.0}
 #: Shapes of GPT-2's and Llama's layers: what a layer keeps, logits and state are of the same order.
@@ -58,6 +64,13 @@ GRID = {
     "sharded state": Configuration(2, ("optimizer=zero1",), GPT | {"parallel.data": 2}),
     "stages of sequence parallel ranks": Configuration(4, (*PIPE, SPLIT), GPT | stages(2) | SEQUENCE),
 }
+
+
+@pytest.mark.parametrize("tensor", [1, 2, 8])
+@pytest.mark.parametrize("words", [1, 128, 50257, 128256])
+def test_tables_of_words_are_padded_as_layers_pad_them(words: int, tensor: int) -> None:
+    peers = cast("ParallelGroup", SimpleNamespace(size=tensor))
+    assert Model(1, 64, 8, 64, words).rows_of_words(tensor) == tensor * rows_of_a_rank(words, peers)
 
 
 @pytest.mark.parametrize("name", GRID)

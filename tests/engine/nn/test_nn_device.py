@@ -39,7 +39,7 @@ def kept(work: torch.nn.Module, *shape: int, count: int = 1) -> int:
         inputs = [torch.empty(shape, dtype=BF16, requires_grad=True) for _ in range(count)]
         live = LiveBytes()
         with live:
-            result = work(*inputs)
+            result: torch.Tensor = work(*inputs)
             return live.now - result.untyped_storage().nbytes()
 
 

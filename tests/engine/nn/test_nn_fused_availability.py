@@ -17,9 +17,9 @@ SETS = {"train.steps": 2, "train.micro_batch_size": 1, "train.global_batch_size"
 @pytest.fixture(autouse=True)
 def _asked_anew() -> Iterator[None]:
     """A process keeps what it found of its machine."""
-    availability._runs_on.cache_clear()
+    availability.has_kernels.cache_clear()
     yield
-    availability._runs_on.cache_clear()
+    availability.has_kernels.cache_clear()
 
 
 @pytest.fixture

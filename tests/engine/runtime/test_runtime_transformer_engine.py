@@ -24,12 +24,13 @@ pytestmark = [pytest.mark.te, pytest.mark.timeout(300)]
 PROGRAM = """
 import json, sys
 from pathlib import Path
-import torch
 from megatron_run_engine.runtime.cuda_libraries import loaded_files
 from megatron_run_engine.runtime.transformer_engine import import_led
 if sys.argv[1] == "led":
-    import_led("transformer_engine.common")
+    import_led("transformer_engine.common")  # which imports torch
+    import torch
 else:
+    import torch
     import transformer_engine.common
 maps = Path("/proc/self/maps").read_text().splitlines()
 parts = {Path(line.split(maxsplit=5)[-1]).parent for line in maps if "/libcudnn" in line}

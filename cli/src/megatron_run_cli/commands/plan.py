@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from megatron_run.config.request import Request
+    from megatron_run_planner.accuracy.calibrate import Survey
     from megatron_run_planner.devices import Device
     from megatron_run_planner.search import Candidate
     from megatron_run_planner.task import Task
@@ -86,7 +87,7 @@ def plan() -> None:
     megatron-run plan schedule CONFIG --write mine.py    a schedule found for the stages of CONFIG
     megatron-run plan goodput CONFIG --gpus 16384        what a month with failures yields
     megatron-run plan check TABLE.csv --device a100      predictions beside measured steps
-    megatron-run plan calibrate --output here.yaml       measures this machine's cores as a device
+    megatron-run plan calibrate --output here.yaml       measures this machine as a device
     """  # noqa: D301  # click wants the character, not its name
 
 
@@ -339,23 +340,57 @@ def check(
 
 
 @plan.command()
-@click.option("--device-name", metavar="NAME", help="Name in reports [default: the processor's].")
+@click.option(
+    "--device",
+    type=click.Choice(["cpu", "cuda"]),
+    default="cpu",
+    show_default=True,
+    help="This machine's cores, or its first GPU.",
+)
+@click.option("--device-name", metavar="NAME", help="Name in reports [default: the processor's or the GPU's].")
 @click.option("--output", type=_FILE, default="device.yaml", show_default=True, metavar="FILE", help="What to write.")
 @debug_option
-def calibrate(device_name: str | None, output: Path) -> None:
-    """Measure this machine's cores, in under two minutes, and describe one as a device for --device.
+def calibrate(device: str, device_name: str | None, output: Path) -> None:
+    """Measure this machine and describe it as a device for --device: its cores in two minutes, a GPU in one.
 
-    Ranks are taken to have one thread each (run.threads=1) and to share the cores. Nothing else should run meanwhile.
+    Ranks on cores are taken to have one thread each (run.threads=1) and to share them; of a GPU the links to others are
+    taken from an H100's machine. Nothing else should run meanwhile.
     """
-    from megatron_run_cli.reports.plan_report import device_lines
-    from megatron_run_engine.training.calibration.survey import survey
-    from megatron_run_engine.training.process import processor_name
-    from megatron_run_planner.accuracy.calibrate import Survey, describe, device_text
+    from megatron_run_cli.reports.plan_report import device_lines, gpu_lines
+    from megatron_run_planner.accuracy.calibrate import device_text
 
     if not output.parent.is_dir():
         raise InputError(f"{output} cannot be written", why="its folder does not exist", fix="name another file")
-    measured = Survey(**survey(lambda what: click.echo(f"measuring {what}")))
-    device = describe(measured, device_name or f"one of {measured.cores} cores of {processor_name()}")
-    write_file(output, device_text(device, f"Measured by megatron-run plan calibrate on {processor_name()}."))
-    click.echo("\n".join(device_lines(device, measured)))
+    measured, about, survey = (_measured_gpu if device == "cuda" else _measured_cores)(device_name)
+    write_file(output, device_text(measured, f"Measured by megatron-run plan calibrate on {about}."))
+    click.echo("\n".join(device_lines(measured, survey) if survey else gpu_lines(measured)))
     click.echo(f"written: {output}; megatron-run plan CONFIG --device {output}")
+
+
+def _measured_cores(name: str | None) -> tuple[Device, str, Survey | None]:
+    """A core of this machine as a device, its processor, and what was measured."""
+    from megatron_run_engine.training.calibration.survey import survey
+    from megatron_run_engine.training.process import processor_name
+    from megatron_run_planner.accuracy.calibrate import Survey, describe
+
+    measured = Survey(**survey(_say))
+    return (
+        describe(measured, name or f"one of {measured.cores} cores of {processor_name()}"),
+        processor_name(),
+        measured,
+    )
+
+
+def _measured_gpu(name: str | None) -> tuple[Device, str, Survey | None]:
+    """The first GPU as a device, and its name."""
+    from megatron_run_engine.nn.fused import has_kernels
+    from megatron_run_engine.training.calibration.gpu_clock import GpuClock
+    from megatron_run_engine.training.calibration.gpu_survey import survey_gpu
+    from megatron_run_planner.accuracy.calibrate_gpu import GpuSurvey, describe_gpu
+
+    measured = GpuSurvey(**survey_gpu(GpuClock(), _say))
+    return describe_gpu(measured, name or measured.name, kernels=has_kernels("cuda")), measured.name, None
+
+
+def _say(what: str) -> None:
+    click.echo(f"measuring {what}")

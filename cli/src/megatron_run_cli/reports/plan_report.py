@@ -362,6 +362,18 @@ def accuracy_record(found: Accuracy, device: Device) -> dict[str, Any]:
     }
 
 
+def gpu_lines(device: Device) -> list[str]:
+    """What a measured GPU reaches, and what its host needs."""
+    peak, memory, host = device.peak / 1e12, device.bandwidth / 1e12, device.host
+    return [
+        device.name,
+        f"  products   {peak * device.products.efficiency:,.0f} TFLOP/s in bf16, of {peak:,.0f}",
+        f"  attention  {peak * device.products.attention:,.0f} TFLOP/s, all scores counted",
+        f"  memory     {memory * device.sweeps.efficiency:,.2f} TB/s, of {memory:,.2f}",
+        f"  a layer    {host.layer * 1e3:.2f} ms for calls alone; a small kernel {host.kernel * 1e6:.1f} us",
+    ]
+
+
 def device_lines(device: Device, survey: Survey) -> list[str]:
     """What a measured device reaches, and what its ranks cost each other."""
     half = max(2 * rows * columns * depth / seconds for rows, columns, depth, seconds in survey.half_products)

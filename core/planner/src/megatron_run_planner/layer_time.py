@@ -5,9 +5,8 @@ those of one forward; a backward does each product twice (for its input and its 
 
 A product takes its FLOPs at the share of the peak that its shape reaches, a sweep its bytes at the memory's share, and
 neither less than one kernel. The device works on them while the host launches kernels: where both take about as long,
-neither hides the other wholly, and the two are joined: as the sides of a right triangle where a device's ``power`` is 2,
-and the larger the power, the more the longer hides of the shorter. On a processor they add.
-Collectives come on top.
+neither hides the other wholly, and the two are joined: as the sides of a right triangle where a device's ``power`` is
+2, and the larger the power, the more the longer hides of the shorter. On a processor they add. Collectives come on top.
 
 Legend: ``n`` = ``s b`` tokens, ``h`` hidden, ``t`` tensor-parallel size, ``a`` heads.
 """
@@ -173,7 +172,7 @@ def layer_time(model: Model, split: Split, device: Device) -> Passes:
         parts = [layer_time(kind, split, device).times(share) for share, kind in model.kinds]
         return parts[0].then(parts[1])
     work = layer_operators(model, split.micro_batch, split.tensor, split.expert)
-    products = sum(_product(each, device) for each in work.products)
+    products = sum(product_seconds(each, device) for each in work.products)
     attention = work.attention / (device.peak * device.products.attention)
     scores = max(attention, 2 * device.host.kernel)
     swept, swept_back = _swept(work, model, split, device)
@@ -189,7 +188,7 @@ def layer_time(model: Model, split: Split, device: Device) -> Passes:
     backward = _joined(whole, host * (1 - share), device)
     shape = LayerShape(model.hidden, model.heads, model.sequence, split.tensor, split.micro_batch)
     ahead, back = device.measured_ratio(shape) if model.plain(fused=device.fused) else (1.0, 1.0)
-    feeding = sum(_product(each, device) for each in work.products[work.attending :])
+    feeding = sum(product_seconds(each, device) for each in work.products[work.attending :])
     half = _joined(feeding + _sweep(work.sweeps[2], device), 0, device)
     if not device.host.overlaps:
         half += host * share / 2
@@ -274,7 +273,7 @@ def head_time(model: Model, split: Split, device: Device) -> Passes:
     """Final norm, logits and loss. Over tensor ranks the loss takes a maximum and two sums at once, its input a sum."""
     tokens = split.micro_batch * model.sequence
     columns = model.vocabulary / split.tensor
-    product = _product(Product(tokens, columns, model.hidden), device)
+    product = product_seconds(Product(tokens, columns, model.hidden), device)
     swept, swept_back = _swept_head(model, split, device)
     small = _as_work(sum(sum_over(device, split, 4 * n * tokens, split.tensor) for n in (1, 2)), split, device)
     large = _as_work(sum_over(device, split, device.width * tokens * model.hidden, split.tensor), split, device)
@@ -303,7 +302,8 @@ def _joined(computed: float, launched: float, device: Device) -> float:
     return float((computed**power + launched**power) ** (1 / power))
 
 
-def _product(product: Product, device: Device) -> float:
+def product_seconds(product: Product, device: Device) -> float:
+    """Seconds of ``product``: at the share of the peak that its shape reaches, a kernel a copy at least."""
     reach = device.products
     share = reach.efficiency / (1 + reach.rows / product.rows)
     share /= 1 + reach.depth / min(product.columns, product.depth)

@@ -11,14 +11,18 @@ import pytest
 import torch
 
 from megatron_run.config.request import Request
+from megatron_run.contracts import Init, LinearPart
 from megatron_run.errors import RunError
 from megatron_run.planning import load_config, resolve
 from megatron_run_engine import train
+from megatron_run_engine.builtin.parallel_layer.dense import DenseLayers
 from megatron_run_engine.nn.fused import availability
-from megatron_run_parallel_layer_fp8 import check_device
+from megatron_run_engine.training.memory_estimate import model_size
+from megatron_run_parallel_layer_fp8 import Fp8Layers, check_device
 from megatron_run_parallel_layer_fp8.cast import _cast_on_gpu, cast
 from megatron_run_parallel_layer_fp8.products import Fp8Products, Options
 from megatron_run_parallel_layer_fp8.quantized import Scaling, product, quantize
+from megatron_run_testing.build_contexts import single_process_context
 from tests.support.compiled_kernels import compile_kernel
 from tests.support.interpreted import interpreted
 from tests.support.training import Seen, train_many
@@ -53,6 +57,7 @@ def test_values_are_the_nearest_ones_of_the_format(dtype: torch.dtype, scaling: 
 def test_zeros_stay_zeros_and_what_is_not_finite_is_found(scaling: Scaling) -> None:
     zeros = quantize(torch.zeros(16, 16), E4M3, scaling)
     assert torch.equal(zeros.widened(), torch.zeros(16, 16))
+    assert quantize(torch.full((16, 16), 1e-42), E4M3, scaling).widened().amax() < 1e-40
     for bad in (torch.inf, -torch.inf, torch.nan):
         matrix = torch.ones(16, 16)
         matrix[3, 5] = bad
@@ -191,25 +196,30 @@ def test_weights_and_their_names_are_those_of_the_layers_below(tmp_path: Path) -
     [
         (("train.precision=fp32",), "dense+fp8", "does not go with train.precision=fp32.*set train.precision=bf16"),
         (("train.precision=fp16", "scaler.loss_scale=8"), "dense+fp8,scaling=rowwise", "train.precision=fp16"),
-        (("model.ffn_size=100",), "dense+fp8", r"100 outputs of a linear layer .*6\.25.*make them 96 or 112"),
-        (("train.sequence_length=12",), "dense+fp8", "24 tokens of a microbatch"),
     ],
 )
 def test_what_fp8_cannot_multiply_is_refused_with_the_arithmetic(sets: tuple[str, ...], layers: str, said: str) -> None:
-    from megatron_run_engine.training.memory_estimate import model_size
-
     given = {each.partition("=")[0]: each for each in (*SETS, *sets)}
     request = Request(("preset:tiny",), sets=tuple(given.values()), plugins=(f"parallel-layer={layers}",))
     with pytest.raises(RunError, match=said):
         model_size(resolve(request))
 
 
-def test_layers_that_multiply_by_other_means_are_refused() -> None:
-    from megatron_run.contracts import Init, LinearPart
-    from megatron_run_engine.builtin.parallel_layer.dense import DenseLayers
-    from megatron_run_parallel_layer_fp8 import Fp8Layers
-    from megatron_run_testing.build_contexts import single_process_context
+def test_what_fp8_cannot_multiply_keeps_its_type_and_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    context = single_process_context(train={"sequence_length": 12, "micro_batch_size": 1})
+    layers = Fp8Layers(context, Options(), DenseLayers(context))
+    assert caplog.messages == ["weight gradients are not in FP8: 12 tokens of a microbatch are no multiples of 16"]
+    caplog.clear()
+    for inputs, outputs in ((16, 32), (16, 24), (8, 16), (16, 24)):
+        layer = layers.row_linear(inputs, outputs, bias=True, init=Init("normal", 0.02))
+        assert isinstance(layer.products, Fp8Products) is (outputs == 32)
+    assert caplog.messages == [
+        "matrices are not multiplied in FP8: their sides 24 and 16 are no multiples of 16",
+        "matrices are not multiplied in FP8: their sides 16 and 8 are no multiples of 16",
+    ]
 
+
+def test_layers_that_multiply_by_other_means_are_refused() -> None:
     class Others(DenseLayers):
         def row_linear(self, inputs: int, outputs: int, *, bias: bool, init: Init) -> torch.nn.Module:
             return torch.nn.Linear(inputs, outputs, bias=bias)

@@ -57,6 +57,7 @@ def import_transformer_engine(need: Need, *modules: str) -> list[Any]:
 
 def import_led(*modules: str) -> list[Any]:
     """Import ``modules`` of the library with the files of CUDA's libraries that torch uses; raises what it raises."""
+    import_module("torch")  # whose libraries are meant: it loads them
     with led_to_loaded():
         return [import_module(name) for name in modules]
 

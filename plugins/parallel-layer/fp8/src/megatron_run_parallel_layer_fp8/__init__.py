@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from megatron_run.contracts import ParallelLayers, PluginInfo, StackedLayers
-from megatron_run.errors import InputError, PluginError, nearest_multiples
+from megatron_run.errors import InputError, PluginError
 from megatron_run.hookspecs import hookimpl
 from megatron_run_engine.nn import LinearLayer
 from megatron_run_engine.nn.fused import triton_lack
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from megatron_run.contracts.schema import Config
     from megatron_run_engine.runtime.context import BuildContext
 
+_NO_MULTIPLE = f"are no multiples of {MULTIPLE}"
 #: The first GPUs whose tensor cores multiply FP8: Ada (8.9) and Hopper (9.0).
 _CAPABILITY = (8, 9)
 
@@ -40,11 +41,11 @@ class Fp8Layers(StackedLayers):
 
     def __init__(self, context: BuildContext, options: Options, base: ParallelLayers) -> None:
         super().__init__(base)
-        self._products = Fp8Products(options)
-        if options.scaling == "tensorwise":  # rowwise weight gradients, which sum over tokens, are not in FP8
-            train = context.train
-            tokens = train.micro_batch_size * train.sequence_length
-            _check(tokens, "tokens of a microbatch (train.micro_batch_size x train.sequence_length)")
+        self._products, self._log = Fp8Products(options), context.log
+        self._plain = set[tuple[int, ...]]()  # sides that a warning has named
+        tokens = context.train.micro_batch_size * context.train.sequence_length
+        if options.scaling == "tensorwise" and tokens % MULTIPLE:  # rowwise ones, which sum over tokens, never are
+            self._log.warning("weight gradients are not in FP8: %d tokens of a microbatch %s", tokens, _NO_MULTIPLE)
 
     def column_linear(
         self,
@@ -69,20 +70,13 @@ class Fp8Layers(StackedLayers):
                 why="that multiplies by other means",
                 fix="choose --plugin parallel-layer=dense+fp8 or tensor+fp8",
             )
-        weight = layer.get_parameter("weight")
-        for size, what in zip(weight.shape, ("outputs", "inputs"), strict=True):
-            _check(size, f"{what} of a linear layer on a rank")
-        layer.products = self._products
+        sides = outputs, inputs = tuple(layer.get_parameter("weight").shape)
+        if not (outputs % MULTIPLE or inputs % MULTIPLE):
+            layer.products = self._products
+        elif sides not in self._plain:
+            self._plain.add(sides)
+            self._log.warning("matrices are not multiplied in FP8: their sides %d and %d %s", *sides, _NO_MULTIPLE)
         return layer
-
-
-def _check(size: int, what: str) -> None:
-    if size % MULTIPLE:
-        raise InputError(
-            f"{size} {what} do not fit parallel-layer=fp8",
-            why=f"the sides of its matrices are multiples of {MULTIPLE}: {size} / {MULTIPLE} = {size / MULTIPLE:g}",
-            fix=f"make them {nearest_multiples(size, MULTIPLE)}, or leave fp8 out",
-        )
 
 
 def check_config(config: Config, options: Options) -> Iterator[str]:

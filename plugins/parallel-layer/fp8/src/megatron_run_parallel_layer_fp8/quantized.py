@@ -40,7 +40,8 @@ def quantize(matrix: Tensor, dtype: torch.dtype, scaling: Scaling) -> Quantized:
     """
     along = None if scaling == "tensorwise" else 1
     largest = torch.linalg.vector_norm(matrix, torch.inf, dim=along, keepdim=True, dtype=torch.float32)
-    scale = torch.where(largest > 0, largest / torch.finfo(dtype).max, 1.0)
+    # Of values near the smallest that fp32 has, the scale would lose its bits, or be zero.
+    scale = (largest / torch.finfo(dtype).max).clamp(min=torch.finfo(torch.float32).tiny)
     scale = torch.where(largest.isfinite(), scale, torch.nan)
     return Quantized(cast(matrix, scale, dtype), scale)
 

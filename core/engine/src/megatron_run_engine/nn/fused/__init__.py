@@ -16,7 +16,7 @@ of them runs. With ``TRITON_INTERPRET=1`` in the environment, Triton's interpret
 on CPU tensors too, slowly.
 """
 
-from megatron_run_engine.nn.fused.availability import fuses, triton_lack, triton_runs
+from megatron_run_engine.nn.fused.availability import fuses, has_kernels, triton_lack, triton_runs
 from megatron_run_engine.nn.fused.column_sums import add_column_sums
 from megatron_run_engine.nn.fused.gate import fused_swiglu, fused_swiglu_gradient
 from megatron_run_engine.nn.fused.loss_rows import row_statistics, write_gradient
@@ -29,6 +29,7 @@ __all__ = [
     "fused_swiglu",
     "fused_swiglu_gradient",
     "fuses",
+    "has_kernels",
     "norm_gradients",
     "rotated",
     "row_statistics",

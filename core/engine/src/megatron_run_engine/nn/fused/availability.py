@@ -29,7 +29,7 @@ class Lack(NamedTuple):
 
 def fuses(x: Tensor) -> bool:
     """Whether the kernels of this package take ``x``, whose last dimension they read in one piece."""
-    return x.dtype in _TYPES and x.stride(-1) == 1 and ((is_fake(x) and on_gpu(x)) or _runs_on(device_type(x)))
+    return x.dtype in _TYPES and x.stride(-1) == 1 and ((is_fake(x) and on_gpu(x)) or has_kernels(device_type(x)))
 
 
 def triton_runs() -> bool:
@@ -52,8 +52,8 @@ def triton_lack() -> Lack | None:
 
 
 @cache
-def _runs_on(device: str) -> bool:
-    """Whether Triton runs kernels there; says once what it lacks on a GPU."""
+def has_kernels(device: str) -> bool:
+    """Whether Triton runs kernels on tensors of that kind of ``device``; says once what it lacks on a GPU."""
     if device == "cpu":
         return os.environ.get("TRITON_INTERPRET") == "1" and find_spec("triton") is not None
     lack = triton_lack() if device == "cuda" else None
