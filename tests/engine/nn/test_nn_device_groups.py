@@ -48,10 +48,10 @@ def test_a_cpu_leaves_the_bits_of_groups_that_the_host_knows(counts: list[int], 
     assert torch.equal(groups.multiply(rows, matrices), known.multiply(rows, matrices))
     assert torch.equal(groups.of_rows, known.of_rows)
     wide = torch.promote_types(dtype, torch.float32)
-    mine, other = (torch.ones(len(counts), INPUTS, OUTPUTS, dtype=wide) for _ in range(2))
-    groups.add_products(mine, rows, grad)
+    sums, other = (torch.ones(len(counts), INPUTS, OUTPUTS, dtype=wide) for _ in range(2))
+    groups.add_products(sums, rows, grad)
     known.add_products(other, rows, grad)
-    assert torch.equal(mine, other)
+    assert torch.equal(sums, other)
 
 
 @pytest.mark.parametrize("split", [False, True], ids=["B", "I and W"])
@@ -111,12 +111,35 @@ def test_counts_stay_on_a_device_whose_products_read_them_there(
     taken: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(device_groups, "find_spec", lambda _: object())
+    _place_gpu(monkeypatch, generation)
+    assert takes_counts(device, dtype, features) is taken
+    device_groups._generation.cache_clear()
+
+
+def _place_gpu(monkeypatch: pytest.MonkeyPatch, generation: int) -> None:
+    """CUDA has started, on a GPU of a ``generation``."""
+    monkeypatch.setattr(device_groups, "triton_runs", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (generation, 0))
-    device_groups._reads_on_device.cache_clear()
-    assert takes_counts(device, dtype, features) is taken
-    device_groups._reads_on_device.cache_clear()
+    device_groups._generation.cache_clear()
+
+
+def test_a_process_that_has_planned_asks_the_gpu_that_it_trains_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_groups, "triton_runs", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    assert takes_counts(CUDA, torch.bfloat16, (16, 8))
+    _place_gpu(monkeypatch, 8)
+    assert not takes_counts(CUDA, torch.bfloat16, (16, 8))
+    assert not takes_counts(torch.device("cuda", 0), torch.bfloat16, (16, 8))
+    device_groups._generation.cache_clear()
+
+
+def test_without_triton_no_counts_stay_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The weight gradients are a kernel of Triton's."""
+    _place_gpu(monkeypatch, 9)
+    monkeypatch.setattr(device_groups, "triton_runs", lambda: False)
+    assert not takes_counts(CUDA, torch.bfloat16, (16, 8))
+    device_groups._generation.cache_clear()
 
 
 def test_gradients_are_added_to_their_parameters() -> None:

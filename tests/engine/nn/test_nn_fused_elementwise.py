@@ -58,14 +58,37 @@ def turned(dtype: str, shape: tuple[int, int, int], per_text: bool, device: str 
     return result.detach(), torch.autograd.grad(result, x, grad)[0]
 
 
+def distant(device: str = "cpu") -> tuple[Tensor, Tensor]:
+    """The last of 65 heads that lie outermost, 2^31 values from the first, and the same by the kernel in one piece."""
+    step = 2**25
+    wide = torch.empty(64 * step + 16, dtype=torch.float16, device=device)  # pages that nobody writes take no memory
+    heads = wide.as_strided((1, 1, 65, 16), (0, 0, step, 1))
+    heads.copy_(values(1, 1, 65, 16))
+    cos, sin = (each[:1, :1].to(device, torch.float16) for each in angles(16, per_text=False))
+    with torch.no_grad():
+        return rotated(heads, cos, sin)[0, 0, -1], rotated(heads.contiguous(), cos, sin)[0, 0, -1]
+
+
+def one_vector(device: str = "cpu") -> Tensor:
+    """The gate and up of one token, without other dimensions, by the kernels: result and gradient."""
+    x = values(8).to(device).requires_grad_()
+    result = swiglu(x)
+    return torch.cat((result.detach(), torch.autograd.grad(result.sum(), x)[0]))
+
+
 def everything() -> dict[str, Any]:
     """All that is interpreted."""
-    return {"swiglu": [gated(*case) for case in SWIGLU], "rotary": [turned(*case) for case in ROTARY]}
+    return {
+        "swiglu": [gated(*case) for case in SWIGLU],
+        "rotary": [turned(*case) for case in ROTARY],
+        "distant": distant(),
+        "one vector": one_vector(),
+    }
 
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, Any]:
-    """What the kernels give by Triton's interpreter."""
+    """The results of the kernels by Triton's interpreter."""
     pytest.importorskip("triton")
     result: dict[str, Any] = interpreted(everything)
     return result
@@ -96,8 +119,21 @@ def check_turned(found: tuple[Tensor, Tensor], dtype: str, shape: tuple[int, int
     close(found, (result.detach(), torch.autograd.grad(result, x, grad)[0]), dtype)
 
 
+def check_one_vector(found: Tensor) -> None:
+    x = values(8).double().requires_grad_()
+    result = F.silu(x[:4]) * x[4:]
+    expected = torch.cat((result.detach(), torch.autograd.grad(result.sum(), x)[0]))
+    torch.testing.assert_close(found.cpu().double(), expected, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.multiproc
 class TestInterpreted:
+    def test_swiglu_takes_one_vector(self, found: dict[str, Any]) -> None:
+        check_one_vector(found["one vector"])
+
+    def test_heads_beyond_32_bit_offsets_are_rotated(self, found: dict[str, Any]) -> None:
+        assert torch.equal(*found["distant"])
+
     @pytest.mark.parametrize("case", SWIGLU, ids=str)
     def test_swiglu_and_its_gradient_are_those_of_float64(self, found: dict[str, Any], case: tuple[str, int]) -> None:
         check_gated(found["swiglu"][SWIGLU.index(case)], *case)
@@ -109,6 +145,12 @@ class TestInterpreted:
 
 @pytest.mark.gpu
 class TestOnGpu:
+    def test_swiglu_takes_one_vector(self) -> None:
+        check_one_vector(one_vector("cuda"))
+
+    def test_heads_beyond_32_bit_offsets_are_rotated(self) -> None:
+        assert torch.equal(*distant("cuda"))
+
     def test_swiglu_and_its_gradient_are_those_of_float64(self) -> None:
         for case in SWIGLU:
             check_gated(gated(*case, "cuda"), *case)

@@ -5,14 +5,14 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.support.compiled_kernels import compile_kernel
+
 TYPES = ("bf16", "fp16", "fp32")
-#: By kernel: the types of its arguments in order, with a * before those of pointers, and the values of constants; then
-#: its warps. Pointers and what ends in ``!`` are multiples of 16, as torch's tensors and padded sizes are.
+#: By kernel: its arguments, as :func:`compile_kernel` takes them, and its warps.
 KERNELS = {
     "loss_kernels.row_statistics": ("*{0} *i64 *fp32 i64! i32 i32! i32 0 4096", 8),
     "loss_kernels.row_statistics smoothed": ("*{0} *i64 *fp32 i64! i32 i32! i32 1 4096", 8),
@@ -29,29 +29,13 @@ KERNELS = {
 WRITERS = ("row_gradient", "norm_gradient", "swiglu", "swiglu_gradient", "rotate")
 
 
-@pytest.fixture(autouse=True)
-def _compiled_here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    pytest.importorskip("triton")
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-
-
 def compiled(name: str, dtype: str) -> Mapping[str, Any]:
     """The stages of a kernel, by their names; the last is ``cubin``."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
+    pytest.importorskip("triton")  # which the kernels' modules import
     module, _, function = name.partition(" ")[0].partition(".")
     kernel = getattr(import_module(f"megatron_run_engine.nn.fused.{module}"), function)
     arguments, warps = KERNELS[name]
-    words = dict(zip(kernel.arg_names, arguments.format(dtype).split(), strict=True))
-    constants = {name: int(word) for name, word in words.items() if word.lstrip("-").isdecimal()}
-    types = {name: "constexpr" if name in constants else word.rstrip("!") for name, word in words.items()}
-    even = [index for index, word in enumerate(words.values()) if word[0] == "*" or word[-1] == "!"]
-    source = ASTSource(kernel, types, constants, {(index,): [["tt.divisibility", 16]] for index in even})
-    found: Mapping[str, Any] = triton.compile(
-        source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps}
-    ).asm
+    found: Mapping[str, Any] = compile_kernel(kernel, arguments.format(dtype), num_warps=warps).asm
     return found
 
 

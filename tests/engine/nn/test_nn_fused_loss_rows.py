@@ -6,7 +6,6 @@ All of what is interpreted runs in one process, once for the file.
 from __future__ import annotations
 
 from datetime import timedelta
-from functools import cache
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -18,7 +17,7 @@ from torch.nn import Parameter
 
 from megatron_run.contracts.topology import Sizes, Topology
 from megatron_run_engine.nn import CrossEntropy, LinearCrossEntropy, cross_entropy
-from megatron_run_engine.nn.fused import availability, fuses, row_statistics, write_gradient
+from megatron_run_engine.nn.fused import fuses, row_statistics, write_gradient
 from megatron_run_engine.runtime.comm import create_groups
 from megatron_run_engine.runtime.gradients import GradientAccumulator
 from tests.support.interpreted import interpreted
@@ -36,7 +35,7 @@ TOKENS = 6
 
 
 class Case(NamedTuple):
-    """What a loss is computed from."""
+    """The numbers that a loss is computed from."""
 
     dtype: str
     kind: str
@@ -102,15 +101,15 @@ def of_a_rank(rank: int, world: int) -> list[Found]:
     for case in SHARED:
         logits, labels, grads = inputs(case)
         whole = padded(logits, case.columns * world)
-        mine = whole[:, rank * case.columns : (rank + 1) * case.columns].clone().requires_grad_()
-        assert fuses(mine)
-        loss = cross_entropy(mine, labels, case.vocab, case.smoothing, peers)
-        found.append((loss.detach(), torch.autograd.grad(loss, mine, grads)[0]))
+        share = whole[:, rank * case.columns : (rank + 1) * case.columns].clone().requires_grad_()
+        assert fuses(share)
+        loss = cross_entropy(share, labels, case.vocab, case.smoothing, peers)
+        found.append((loss.detach(), torch.autograd.grad(loss, share, grads)[0]))
     return found
 
 
 def written_over(device: str = "cpu") -> dict[str, Any]:
-    """What becomes of logits that an operation made, and of those that are a leaf."""
+    """The fate of logits that an operation made, and of those that are a leaf."""
     logits, labels, grads = (each.to(device) for each in inputs(CASES[0]))
     leaf = padded(logits, 24)[None].requires_grad_()  # [1, b, q]
     before, labels, grads = leaf.detach().clone(), labels[:, None], grads[None]
@@ -172,7 +171,7 @@ def everything() -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, Any]:
-    """What the kernels give by Triton's interpreter."""
+    """The results of the kernels by Triton's interpreter."""
     pytest.importorskip("triton")
     result: dict[str, Any] = interpreted(everything)
     return result
@@ -224,25 +223,15 @@ def test_elsewhere_and_in_float64_nothing_is_fused() -> None:
         assert not fuses(torch.empty(3, 2, device="cuda").t())
 
 
-def test_a_gpu_without_triton_keeps_the_eager_code_and_says_so_once(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(availability, "find_spec", lambda name: None)
-    runs_on = cache(availability.has_kernels.__wrapped__)  # what a process knows already stays
-    assert not any(runs_on("cuda") for _ in range(2))
-    assert [record.message for record in caplog.records] == [
-        "Triton is not installed: losses and biases take more time and memory"
-    ]
-
-
 def test_a_fake_gpu_gets_shapes_and_no_kernel() -> None:
     with FakeTensorMode(), torch.no_grad():
         logits = torch.empty(7, 24, device="cuda", dtype=torch.bfloat16)
-        column, mine = torch.zeros(7, dtype=torch.int64, device="cuda"), torch.ones(7, dtype=torch.bool, device="cuda")
+        column = torch.zeros(7, dtype=torch.int64, device="cuda")
+        holds_label = torch.ones(7, dtype=torch.bool, device="cuda")
         statistics = row_statistics(logits, column, 21, spreads=True)
         assert (statistics.shape, statistics.dtype, statistics.device.type) == ((4, 7), torch.float32, "cuda")
         rows = torch.empty(7, device="cuda")
-        write_gradient(logits, logits, (column, mine), (rows, rows, rows), (21, 1.0, 0.0))
+        write_gradient(logits, logits, (column, holds_label), (rows, rows, rows), (21, 1.0, 0.0))
 
 
 @pytest.mark.gpu

@@ -76,8 +76,11 @@ def normed(device: str = "cpu") -> list[tuple[Tensor, ...]]:
     return found
 
 
-def in_layers(device: str = "cpu") -> dict[str, list[Tensor]]:
-    """What arrives at x and in ``main_grad`` where a linear layer follows a norm, in fp32."""
+def in_layers(device: str = "cpu", totals: torch.dtype = torch.float32) -> dict[str, list[Tensor]]:
+    """The gradients that arrive at x and in ``main_grad`` where a linear layer follows a norm, in fp32.
+
+    Each ``main_grad`` has the type of the ``totals``.
+    """
     context, found = single_process_context(), {}
     for kind, made in {"layernorm": LayerNorm, "rmsnorm": RmsNorm}.items():
         norm = made(context, 12, 1e-5).to(device, torch.float32)  # the context's are float64
@@ -88,6 +91,7 @@ def in_layers(device: str = "cpu") -> dict[str, list[Tensor]]:
                 parameter.copy_(matrix((1, 12), "fp32", 6 + index)[0])
         for parameter in (*norm.parameters(), weight, bias):
             own_main_grad(parameter)
+            parameter.main_grad = main_grad(parameter).to(totals)  # type: ignore[attr-defined]
         x = matrix((10, 12), "fp32").view(5, 2, 12).to(device).requires_grad_()
         linear(norm(x), weight, bias, context.gradients).square().sum().backward()
         assert x.grad is not None
@@ -108,12 +112,12 @@ def of_autograd(kind: str) -> list[Tensor]:
 
 def everything() -> dict[str, Any]:
     """All that is interpreted."""
-    return {"sums": summed(), "norms": normed(), "layers": in_layers()}
+    return {"sums": summed(), "norms": normed(), "layers": in_layers(), "narrow": in_layers(totals=torch.bfloat16)}
 
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, Any]:
-    """What the kernels give by Triton's interpreter."""
+    """The results of the kernels by Triton's interpreter."""
     pytest.importorskip("triton")
     result: dict[str, Any] = interpreted(everything)
     return result
@@ -142,10 +146,12 @@ def check_norm(found: tuple[Tensor, ...], case: Norm) -> None:
         torch.testing.assert_close(found[2].cpu(), expected[2], rtol=1e-5, atol=1e-4)
 
 
-def check_layers(found: dict[str, list[Tensor]]) -> None:
+def check_layers(found: dict[str, list[Tensor]], totals: torch.dtype = torch.float32) -> None:
     for kind, values in found.items():
         for value, expected in zip(values, of_autograd(kind), strict=True):
-            torch.testing.assert_close(value.cpu().double(), expected, rtol=1e-4, atol=1e-4)
+            rounding = max(torch.finfo(value.dtype).eps, 1e-4)
+            torch.testing.assert_close(value.cpu().double(), expected, rtol=rounding, atol=1e-4)
+        assert {value.dtype for value in values[1:]} == {totals}
 
 
 @pytest.mark.multiproc
@@ -160,6 +166,10 @@ class TestInterpreted:
     def test_layers_leave_them_in_main_grad(self, found: dict[str, Any]) -> None:
         check_layers(found["layers"])
 
+    def test_totals_of_16_bits_get_sums_that_are_rounded_once(self, found: dict[str, Any]) -> None:
+        """As with ``optimizer.grad_dtype=param``."""
+        check_layers(found["narrow"], torch.bfloat16)
+
 
 @pytest.mark.gpu
 class TestOnGpu:
@@ -172,6 +182,7 @@ class TestOnGpu:
 
     def test_layers_leave_them_in_main_grad(self) -> None:
         check_layers(in_layers("cuda"))
+        check_layers(in_layers("cuda", torch.bfloat16), torch.bfloat16)
 
     def test_sums_of_many_rows_are_the_same_in_each_run(self) -> None:
         rows = torch.randn(16_384, 3072, device="cuda", dtype=torch.bfloat16)

@@ -1,4 +1,4 @@
-"""What the host reads of a layer of experts: nothing on one rank, one copy a layer on several, awaited late."""
+"""The counts that the host reads of a layer of experts: none on one rank, one copy a layer on several, awaited late."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_run_engine.nn.moe.placement import add_rows
+from megatron_run_engine.nn.moe.placement import sum_rows
 
 
 def rows(dtype: torch.dtype, tokens: int = 6, terms: int = 16, hidden: int = 32) -> tuple[Tensor, Tensor, Tensor]:
@@ -40,7 +40,7 @@ def within_one_rounding(sums: Tensor, made: Tensor, weights: Tensor, origin: Ten
 )
 def test_a_sum_of_rows_is_rounded_once(dtype: torch.dtype, added: torch.dtype) -> None:
     made, weights, origin = rows(dtype)
-    sums = add_rows(made, weights, origin, 6)
+    sums = sum_rows(made, weights, origin, 6)
     assert sums.dtype == dtype
     assert within_one_rounding(sums, made, weights, origin, added)
 
@@ -55,7 +55,7 @@ def test_added_in_sixteen_bits_it_would_be_rounded_more_than_once() -> None:
 def test_gradients_of_rows_and_weights_are_those_of_the_sum() -> None:
     made, weights, origin = rows(torch.float64)
     seed = torch.randn(6, 32, dtype=torch.float64)
-    found = torch.autograd.grad(add_rows(made, weights, origin, 6), (made, weights), seed)
+    found = torch.autograd.grad(sum_rows(made, weights, origin, 6), (made, weights), seed)
     expected = torch.autograd.grad(exact(made, weights, origin), (made, weights), seed)
     for mine, other in zip(found, expected, strict=True):
         assert torch.allclose(mine.double(), other.double(), rtol=1e-6)

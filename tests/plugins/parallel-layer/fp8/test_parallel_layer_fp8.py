@@ -16,12 +16,14 @@ from megatron_run.errors import RunError
 from megatron_run.planning import load_config, resolve
 from megatron_run_engine import train
 from megatron_run_engine.builtin.parallel_layer.dense import DenseLayers
+from megatron_run_engine.nn.fused import availability
 from megatron_run_engine.training.memory_estimate import model_size
-from megatron_run_parallel_layer_fp8 import Fp8Layers
+from megatron_run_parallel_layer_fp8 import Fp8Layers, check_device
 from megatron_run_parallel_layer_fp8.cast import _cast_on_gpu, cast
 from megatron_run_parallel_layer_fp8.products import Fp8Products, Options
 from megatron_run_parallel_layer_fp8.quantized import Scaling, product, quantize
 from megatron_run_testing.build_contexts import single_process_context
+from tests.support.compiled_kernels import compile_kernel
 from tests.support.interpreted import interpreted
 from tests.support.training import Seen, train_many
 
@@ -145,7 +147,7 @@ TWO: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 
 @pytest.fixture(scope="module")
 def learned() -> dict[str, Seen]:
-    """What the first rank saw of each run."""
+    """The results of each run, as its first rank saw them."""
     found: dict[str, Seen] = {}
     for ranks, runs in ((1, ALONE), (2, TWO)):
         requests = [
@@ -229,6 +231,23 @@ def test_layers_that_multiply_by_other_means_are_refused() -> None:
         layers.row_linear(32, 16, bias=True, init=Init("normal", 0.02))
 
 
+def test_a_gpu_for_which_triton_finds_no_compiler_is_refused_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    monkeypatch.setattr(availability, "find_spec", lambda _: object())
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("CC", "mycc")
+    with pytest.raises(RunError) as refused:
+        check_device("cuda:0", Options())
+    assert str(refused.value) == (
+        "parallel-layer=fp8 has no kernel that rounds to FP8: Triton needs a C compiler, and mycc, which CC names, is "
+        "not found; install gcc, or name another compiler in CC, or leave fp8 out of parallel-layer"
+    )
+    (tmp_path / "mycc").touch(0o755)
+    check_device("cuda:0", Options())
+
+
 def quotients() -> None:
     """The kernel on a CPU, writing fp32: Triton's interpreter rounds to FP8 as no GPU does (1.99 becomes 1)."""
     for rows, columns in ((1, 1), (64, 64), (65, 130), (7, 200)):
@@ -250,18 +269,11 @@ def test_the_kernel_of_a_gpu_divides_by_the_scale_of_each_row_in_any_layout() ->
 
 @pytest.mark.te
 @pytest.mark.parametrize(("kind", "instruction"), [("fp8e4nv", "e4m3x2"), ("fp8e5", "e5m2x2")])
-def test_the_kernel_compiles_and_rounds_to_nearest(kind: str, instruction: str, tmp_path: Path) -> None:
-    triton = pytest.importorskip("triton")
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
+def test_the_kernel_compiles_and_rounds_to_nearest(kind: str, instruction: str) -> None:
+    pytest.importorskip("triton")  # which the kernel's module imports
     from megatron_run_parallel_layer_fp8.kernel import cast_tile
 
-    sizes = dict.fromkeys(("rows", "columns", "row_stride", "column_stride", "scale_stride"), "i32")
-    types = {"matrix": "*bf16", "scale": "*fp32", "result": f"*{kind}", **sizes, "TILE": "constexpr"}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-        found = triton.compile(ASTSource(cast_tile, types, {"TILE": 64}), target=GPUTarget("cuda", 90, 32)).asm
+    found = compile_kernel(cast_tile, f"*bf16 *fp32 *{kind} i32 i32 i32 i32 i32 64").asm
     assert found["cubin"]
     assert f"cvt.rn.satfinite.{instruction}.f32" in found["ptx"]
 

@@ -11,13 +11,13 @@ Legend: g groups, n rows of all groups together, a and c features.
 from __future__ import annotations
 
 from functools import cache
-from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.library import Library
 
+from megatron_run_engine.nn.fused import triton_runs
 from megatron_run_engine.nn.row_groups import RowGroups, UnevenGroups
 
 if TYPE_CHECKING:
@@ -67,11 +67,16 @@ def takes_counts(device: torch.device, dtype: torch.dtype, features: Sequence[in
     return aligned and dtype == torch.bfloat16 and _reads_on_device(device.index or 0)
 
 
-@cache
 def _reads_on_device(index: int) -> bool:
-    if find_spec("triton") is None:
+    """Asked anew each time: the process that plans a run may train it afterwards, and then knows its GPU."""
+    if not triton_runs():
         return False
-    return not torch.cuda.is_initialized() or torch.cuda.get_device_capability(index)[0] in _GENERATIONS
+    return not torch.cuda.is_initialized() or _generation(index) in _GENERATIONS
+
+
+@cache
+def _generation(index: int) -> int:
+    return torch.cuda.get_device_capability(index)[0]
 
 
 def _on_host(ends: Tensor, rows: Tensor) -> RowGroups:

@@ -14,7 +14,7 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron_run_engine.nn.device_groups import DeviceGroups
 from megatron_run_engine.nn.row_groups import EqualGroups, RowGroups
@@ -26,6 +26,15 @@ if TYPE_CHECKING:
     from megatron_run_engine.runtime.gradients import GradientAccumulator
 
     Groups = EqualGroups | RowGroups | DeviceGroups
+
+
+class GroupedLayer(nn.Module):
+    """Base of layers with one matrix for each group of rows, such as those of experts.
+
+    One that ``takes_device_counts`` never reads the counts on the host, where they lie on the device.
+    """
+
+    takes_device_counts: bool = False
 
 
 def grouped_linear(

@@ -109,9 +109,9 @@ _library.impl("add_wide_product", lambda *_: None, "Meta")
 
 
 class Products:
-    """The three matrix products of a linear layer, in the types of their operands.
+    """The three matrix products of a :class:`LinearLayer`, in the types of their operands.
 
-    A layer with an attribute ``products`` takes them from there: another arithmetic derives from this class.
+    Another arithmetic derives from this class.
     """
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -128,6 +128,12 @@ class Products:
 
 
 PLAIN = Products()
+
+
+class LinearLayer(nn.Module):
+    """Base of layers that multiply by ``products``, which may be set to another arithmetic."""
+
+    products: Products = PLAIN
 
 
 def linear(

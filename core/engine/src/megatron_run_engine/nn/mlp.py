@@ -17,6 +17,7 @@ from torch.nn import functional as F
 
 from megatron_run.contracts import LinearPart
 from megatron_run_engine.nn.fused import fused_swiglu, fused_swiglu_gradient, fuses
+from megatron_run_engine.nn.grouped import GroupedLayer
 from megatron_run_engine.nn.spec import GATED
 
 if TYPE_CHECKING:
@@ -120,9 +121,10 @@ class Experts(nn.Module):
         self.output = layers.expert_row_linear(experts, ffn, spec.hidden, bias=spec.bias, init=spec.residual_init)
 
     @property
-    def take_device_counts(self) -> bool:
-        """Whether counts may stay on the device: what layers declare, and layers of other factories need not."""
-        return all(getattr(layer, "takes_device_counts", False) for layer in (self.input, self.output))
+    def takes_device_counts(self) -> bool:
+        """Whether counts may stay on the device, as both layers declare; layers of other factories need not."""
+        layers = self.input, self.output
+        return all(isinstance(layer, GroupedLayer) and layer.takes_device_counts for layer in layers)
 
     def forward(self, rows: Tensor, counts: Tensor | int) -> Tensor:
         """Rows [m, h] sorted by expert, ``counts`` per expert -> [m, h], a partial sum over tensor-parallel ranks."""

@@ -16,7 +16,8 @@ from torch.nn import functional as F
 
 from megatron_run.contracts import Init, ParameterSpec, Part
 from megatron_run.errors import InputError
-from megatron_run_engine.nn.fused import WIDEST, add_column_sums, fuses, norm_gradients
+from megatron_run_engine.nn.fused import WIDEST_NORM, fuses, norm_gradients
+from megatron_run_engine.nn.linear import add_rows
 from megatron_run_engine.nn.parameter import empty_parameter
 from megatron_run_engine.runtime.gradients import has_main_grad, main_grad
 
@@ -97,7 +98,7 @@ class _Norm(torch.autograd.Function):
 
         def compute() -> None:
             for parameter, of_programs in learnt.items():
-                add_column_sums(main_grad(parameter), of_programs)
+                add_rows(main_grad(parameter), of_programs)
 
         if learnt:
             ctx.gradients.submit(tuple(learnt), compute)
@@ -112,7 +113,7 @@ def _norm(*arguments: Any) -> Tensor:
 
 def _fuses(x: Tensor, weight: Parameter) -> bool:
     """Whether the kernel takes a norm of ``x``, and there is a place for the gradient of its ``weight``."""
-    fits = x.dtype == weight.dtype and x.dim() > 1 and x.is_contiguous() and weight.numel() <= WIDEST
+    fits = x.dtype == weight.dtype and x.dim() > 1 and x.is_contiguous() and weight.numel() <= WIDEST_NORM
     return torch.is_grad_enabled() and fuses(x) and fits and _learns(weight)
 
 

@@ -221,8 +221,8 @@ class ParallelLayers(ABC):
 
         The layer lies inside a region. ``experts`` are the indices of this rank's experts. Rows are sorted by expert,
         ``counts[i]`` of them for the i-th, integers on the CPU; an int in the place of ``counts`` is that of each, and
-        then the layer can be captured. A layer with a true attribute ``takes_device_counts`` also takes counts on the
-        device, which it does not read on the host, so that it can be captured with them.
+        then the layer can be captured. An engine's ``nn.grouped.GroupedLayer`` that ``takes_device_counts`` also takes
+        counts on the device, which it does not read on the host, so that it can be captured with them.
 
         The logical tensors of expert e are named ``e.<part>.weight`` and ``e.<part>.bias``, and
         ``ParameterSpec.replicas`` is ``expert_data``.

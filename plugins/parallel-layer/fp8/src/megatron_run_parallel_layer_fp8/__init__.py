@@ -17,6 +17,8 @@ import torch
 from megatron_run.contracts import ParallelLayers, PluginInfo, StackedLayers
 from megatron_run.errors import InputError, PluginError
 from megatron_run.hookspecs import hookimpl
+from megatron_run_engine.nn import LinearLayer
+from megatron_run_engine.nn.fused import triton_lack
 from megatron_run_parallel_layer_fp8.products import Fp8Products, Options
 from megatron_run_parallel_layer_fp8.quantized import MULTIPLE
 
@@ -62,7 +64,7 @@ class Fp8Layers(StackedLayers):
         return self._multiplying(self.base.row_linear(inputs, outputs, bias=bias, init=init))
 
     def _multiplying(self, layer: nn.Module) -> nn.Module:
-        if not hasattr(type(layer), "products"):
+        if not isinstance(layer, LinearLayer):
             raise InputError(
                 f"parallel-layer=fp8 does not stack on a layer of {type(layer).__module__.partition('.')[0]}",
                 why="that multiplies by other means",
@@ -70,7 +72,7 @@ class Fp8Layers(StackedLayers):
             )
         sides = outputs, inputs = tuple(layer.get_parameter("weight").shape)
         if not (outputs % MULTIPLE or inputs % MULTIPLE):
-            layer.products = self._products  # type: ignore[assignment]  # nn.Module's attributes are tensors or modules
+            layer.products = self._products
         elif sides not in self._plain:
             self._plain.add(sides)
             self._log.warning("matrices are not multiplied in FP8: their sides %d and %d %s", *sides, _NO_MULTIPLE)
@@ -90,13 +92,24 @@ def check_config(config: Config, options: Options) -> Iterator[str]:
 
 
 def check_device(device: str, options: Options) -> None:  # noqa: ARG001  # the signature of the contract
-    """Raise :class:`PluginError` for a GPU without FP8 products. On a CPU they are computed in fp32, slowly."""
+    """Raise :class:`PluginError` for a GPU without FP8 products, or for which Triton lacks something.
+
+    On a CPU the products are computed in fp32, slowly.
+    """
     place = torch.device(device)
-    if place.type == "cuda" and (found := torch.cuda.get_device_capability(place)) < _CAPABILITY:
+    if place.type != "cuda":
+        return
+    if (found := torch.cuda.get_device_capability(place)) < _CAPABILITY:
         raise PluginError(
             f"{torch.cuda.get_device_name(place)} has no products in FP8",
             why=f"its compute capability is {found[0]}.{found[1]}, and FP8 begins at 8.9",
             fix="leave fp8 out of parallel-layer",
+        )
+    if (lack := triton_lack()) is not None:
+        raise PluginError(
+            "parallel-layer=fp8 has no kernel that rounds to FP8",
+            why=lack.why,
+            fix=f"{lack.fix}, or leave fp8 out of parallel-layer",
         )
 
 

@@ -6,9 +6,6 @@ lies. Elsewhere PyTorch's own operations do the same in several passes.
 
 from __future__ import annotations
 
-from functools import cache
-from typing import Any
-
 import torch
 from torch import Tensor
 from torch.library import Library
@@ -31,23 +28,19 @@ def _cast(matrix: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _cast_on_gpu(matrix: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    from megatron_run_parallel_layer_fp8.kernel import cast_tile
+
     result = torch.empty(matrix.shape, dtype=dtype, device=matrix.device)
     (rows, columns), each = matrix.shape, scale.numel() > 1
-    kernel, grid = _kernel(), (-(-rows // _TILE), -(-columns // _TILE))
-    kernel[grid](matrix, scale, result, rows, columns, *matrix.stride(), int(each), TILE=_TILE)
+    with torch.cuda.device_of(matrix):
+        cast_tile[-(-rows // _TILE), -(-columns // _TILE)](
+            matrix, scale, result, rows, columns, *matrix.stride(), int(each), _TILE
+        )
     return result
 
 
 def _like(matrix: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:  # noqa: ARG001  # the operation's signature
     return torch.empty(matrix.shape, dtype=dtype, device=matrix.device)
-
-
-@cache
-def _kernel() -> Any:
-    """Compiled when it is first launched; Triton comes with torch for CUDA."""
-    from megatron_run_parallel_layer_fp8.kernel import cast_tile
-
-    return cast_tile
 
 
 _library.impl("cast", _cast, "CPU")

@@ -1,4 +1,4 @@
-"""The Triton kernel of :mod:`~megatron_run_parallel_layer_fp8.cast`. Imported on a CUDA device alone."""
+"""The kernel of :mod:`~megatron_run_parallel_layer_fp8.cast`, in Triton. Imported where it runs alone."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ import triton.language as tl
 
 
 @triton.jit
-def cast_tile(  # type: ignore[no-untyped-def]  # Triton reads annotations as types of its own
-    matrix,
-    scale,
-    result,
-    rows,
-    columns,
-    row_stride,
-    column_stride,
-    scale_stride,
-    TILE: tl.constexpr,  # noqa: N803  # a constant of the compilation
-):
+def cast_tile(
+    matrix: tl.tensor,
+    scale: tl.tensor,
+    result: tl.tensor,
+    rows: tl.tensor,
+    columns: tl.tensor,
+    row_stride: tl.tensor,
+    column_stride: tl.tensor,
+    scale_stride: tl.tensor,
+    tile: tl.constexpr,
+) -> None:
     """One tile of ``result`` [rows, columns], contiguous: ``matrix / scale``; ``scale_stride`` is 0 for one scale."""
-    row = tl.program_id(0) * TILE + tl.arange(0, TILE)
-    column = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    row = tl.program_id(0) * tile + tl.arange(0, tile)
+    column = tl.program_id(1) * tile + tl.arange(0, tile)
     inside = (row < rows)[:, None] & (column < columns)[None, :]
     # 64 bits: a matrix may have more than 2^31 values.
     wide, across = row.to(tl.int64), column.to(tl.int64)

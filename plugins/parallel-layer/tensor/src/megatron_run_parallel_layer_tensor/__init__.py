@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from megatron_run.contracts import Init, ParallelLayers, ParameterSpec, PluginInfo
 from megatron_run.hookspecs import hookimpl
-from megatron_run_engine.nn import PLAIN, CoreAttention, Products, empty_parameter, linear, make_norm
+from megatron_run_engine.nn import CoreAttention, LinearLayer, empty_parameter, linear, make_norm
 from megatron_run_engine.nn.parallel import Split, SplitLayers, column_linear, g, scatter_sequence
 
 if TYPE_CHECKING:
@@ -30,10 +30,8 @@ if TYPE_CHECKING:
     from megatron_run_engine.runtime.context import BuildContext
 
 
-class ColumnLinear(nn.Module):
+class ColumnLinear(LinearLayer):
     """Computes this rank's slice of the outputs of each of ``parts``, concatenated."""
-
-    products: Products = PLAIN
 
     def __init__(
         self,
@@ -62,10 +60,8 @@ class ColumnLinear(nn.Module):
         return column_linear(x, self.weight, self.bias, self.gradients, self.split, self.products)
 
 
-class RowLinear(nn.Module):
+class RowLinear(LinearLayer):
     """Takes this rank's slice of the inputs; partial products are summed over the ranks, then the bias is added."""
-
-    products: Products = PLAIN
 
     def __init__(
         self, context: BuildContext, split: Split, inputs: int, outputs: int, *, bias: bool, init: Init

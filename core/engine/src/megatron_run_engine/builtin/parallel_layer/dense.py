@@ -13,12 +13,11 @@ from torch import Tensor, nn
 from megatron_run.contracts import Init, ParallelLayers, ParameterSpec, Part, PluginInfo
 from megatron_run.hookspecs import hookimpl
 from megatron_run_engine.nn import (
-    PLAIN,
     CoreAttention,
     CrossEntropy,
     Dropout,
     LinearCrossEntropy,
-    Products,
+    LinearLayer,
     embed,
     empty_parameter,
     linear,
@@ -34,14 +33,12 @@ if TYPE_CHECKING:
     from megatron_run_engine.runtime.context import BuildContext
 
 
-class Linear(nn.Module):
+class Linear(LinearLayer):
     """``x @ weight.T + bias``, whose weight gradient is submitted to the accumulator.
 
     ``parts`` are the logical matrices stacked in the rows of ``weight``, in order; without parts it is one matrix.
     ``norm`` is applied to x first.
     """
-
-    products: Products = PLAIN
 
     def __init__(
         self,

@@ -20,7 +20,12 @@ _library.define("add_column_sums(Tensor(a!) total, Tensor matrix) -> ()")
 
 
 def add_column_sums(total: Tensor, matrix: Tensor) -> None:
-    """``total += matrix.sum(0)``: total [o] in fp32, contiguous, and matrix [N, o]."""
+    """``total += matrix.sum(0)``: total [o] in fp32, contiguous, and matrix [N, o].
+
+    ``linear.add_rows`` takes other totals too.
+    """
+    assert total.dtype == torch.float32
+    assert total.is_contiguous()
     torch.ops.megatron_run_engine.add_column_sums(total, matrix)
 
 

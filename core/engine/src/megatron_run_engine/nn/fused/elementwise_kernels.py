@@ -66,7 +66,8 @@ def rotate(
     """
     token = tl.program_id(0)
     place, text = (token // batch).to(tl.int64), (token % batch).to(tl.int64)
-    head = tl.program_id(1) * block_heads + tl.arange(0, block_heads)
+    # 64 bits: where heads lie outermost, those from the 65th on are 2^31 values away in long sequences.
+    head = (tl.program_id(1) * block_heads + tl.arange(0, block_heads)).to(tl.int64)
     lanes = tl.arange(0, block)
     of_angle = place * cos_sequence_stride + text * cos_batch_stride + lanes
     c = tl.load(cos + of_angle, mask=lanes < rotated, other=0.0).to(tl.float32)[None, :]

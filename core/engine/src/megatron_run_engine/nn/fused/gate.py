@@ -29,9 +29,10 @@ def fused_swiglu_gradient(grad: Tensor, x: Tensor) -> Tensor:
 def _swiglu(x: Tensor) -> Tensor:
     from megatron_run_engine.nn.fused import elementwise_kernels as kernels
 
-    rows, result = x.flatten(0, -2), _half(x)
+    result = _half(x)
     features = result.shape[-1]
     if result.numel():
+        rows = x.reshape(-1, x.shape[-1])
         with torch.cuda.device_of(x):
             kernels.swiglu[len(rows), -(-features // _BLOCK)](
                 rows, result, rows.stride(0), features, _BLOCK, num_warps=_WARPS
@@ -42,9 +43,10 @@ def _swiglu(x: Tensor) -> Tensor:
 def _gradient(grad: Tensor, x: Tensor) -> Tensor:
     from megatron_run_engine.nn.fused import elementwise_kernels as kernels
 
-    rows, slopes, result = x.flatten(0, -2), grad.flatten(0, -2).contiguous(), _whole(x)
-    features = slopes.shape[-1]
+    result = _whole(x)
+    features = grad.shape[-1]
     if result.numel():
+        rows, slopes = x.reshape(-1, x.shape[-1]), grad.reshape(-1, features).contiguous()
         with torch.cuda.device_of(x):
             kernels.swiglu_gradient[len(rows), -(-features // _BLOCK)](
                 slopes, rows, result, slopes.stride(0), rows.stride(0), features, _BLOCK, num_warps=_WARPS

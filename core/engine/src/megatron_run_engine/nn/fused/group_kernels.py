@@ -1,7 +1,8 @@
 """Weight gradients of products by groups of rows, in Triton: no number of theirs comes from the host.
 
 torch's grouped product returns 16-bit operands' sums in 16 bits, so that each microbatch would round its weight
-gradient before it is added. This kernel adds sums of fp32 to totals of any type.
+gradient before it is added. This kernel adds sums of fp32 to totals of any type. It is one of two ways of an operation
+of ``nn.device_groups``; the other is that of CPUs.
 
 Legend: g groups, n rows of all groups together, a and c features.
 """
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
 import triton
 import triton.language as tl
 
@@ -28,7 +30,8 @@ def add_grouped_products(totals: Tensor, left: Tensor, right: Tensor, ends: Tens
     """
     groups, a, c = totals.shape
     grid = (triton.cdiv(a, TILE) * triton.cdiv(c, TILE), groups)
-    add_products[grid](totals, left, right, ends, a, c, TILE, ROWS, num_warps=WARPS, num_stages=STAGES)
+    with torch.cuda.device_of(totals):
+        add_products[grid](totals, left, right, ends, a, c, TILE, ROWS, num_warps=WARPS, num_stages=STAGES)
 
 
 @triton.jit

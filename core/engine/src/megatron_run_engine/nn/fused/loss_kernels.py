@@ -68,7 +68,7 @@ def row_gradient(
     logits: tl.tensor,
     result: tl.tensor,
     column: tl.tensor,
-    mine: tl.tensor,
+    holds_label: tl.tensor,
     largest: tl.tensor,
     total: tl.tensor,
     grad: tl.tensor,
@@ -82,7 +82,8 @@ def row_gradient(
 ) -> None:
     """Write ``(softmax - likely * one_hot(column) - smooth) * grad`` for one block of a row; zeros behind the classes.
 
-    Each value is read before it is written, by the same program: ``result`` may be ``logits``.
+    ``holds_label`` is false where the label is another rank's. Each value is read before it is written, by the same
+    program: ``result`` may be ``logits``.
     """
     row = tl.program_id(0).to(tl.int64)
     lanes = tl.program_id(1) * block + tl.arange(0, block)
@@ -90,7 +91,7 @@ def row_gradient(
     x = tl.load(logits + row * row_stride + lanes, mask=held, other=0.0).to(tl.float32)
     x = tl.where(real, x, -float("inf"))
     of_loss = tl.load(grad + row).to(tl.float32)
-    at_label = (lanes == tl.load(column + row)) & (tl.load(mine + row) != 0)
+    at_label = (lanes == tl.load(column + row)) & (tl.load(holds_label + row) != 0)
     slope = tl.exp(x - tl.load(largest + row)) * (of_loss / tl.load(total + row)) - of_loss * smooth
     slope = tl.where(real, slope - tl.where(at_label, of_loss * likely, 0.0), 0.0)
     tl.store(result + row * result_stride + lanes, slope.to(result.dtype.element_ty), mask=held)

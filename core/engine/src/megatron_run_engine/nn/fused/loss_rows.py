@@ -15,11 +15,10 @@ from torch.library import Library
 
 _library = Library("megatron_run_engine", "FRAGMENT")
 _library.define("loss_row_statistics(Tensor logits, Tensor column, int classes, bool spreads) -> Tensor")
-_OF_ROWS = (
-    "Tensor column, Tensor mine, Tensor largest, Tensor total, Tensor grad, int classes, float likely, float smooth"
+_library.define(
+    "write_loss_gradient(Tensor logits, Tensor(a!) out, Tensor column, Tensor holds_label, Tensor largest,"
+    " Tensor total, Tensor grad, int classes, float likely, float smooth) -> ()"
 )
-_library.define(f"loss_gradient(Tensor logits, {_OF_ROWS}) -> Tensor")
-_library.define(f"write_loss_gradient(Tensor logits, Tensor(a!) out, {_OF_ROWS}) -> ()")
 
 
 def row_statistics(logits: Tensor, column: Tensor, classes: int, *, spreads: bool) -> Tensor:
@@ -81,27 +80,8 @@ def _write(logits: Tensor, out: Tensor, *rest: Any) -> None:
             )
 
 
-def _gradient(logits: Tensor, *rest: Any) -> Tensor:
-    result = torch.empty_like(logits)
-    _write(logits, result, *rest)
-    return result
-
-
-def _write_purely(logits: Tensor, out: Tensor, *rest: Any) -> None:
-    """What functionalization makes of a write: a new value of ``out``. By itself it refuses operators of others."""
-    given = [torch._from_functional_tensor(each) if isinstance(each, Tensor) else each for each in (logits, *rest)]
-    with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.Functionalize)):
-        made = torch.ops.megatron_run_engine.loss_gradient(*given)
-    torch._functionalize_replace(out, made)
-    torch._functionalize_commit_update(out)
-    torch._functionalize_sync(out)
-
-
 for _device in ("CPU", "CUDA"):
     _library.impl("loss_row_statistics", _statistics, _device)
-    _library.impl("loss_gradient", _gradient, _device)
     _library.impl("write_loss_gradient", _write, _device)
 _library.impl("loss_row_statistics", lambda logits, *rest: _empty(logits, rest[-1]), "Meta")
-_library.impl("loss_gradient", lambda logits, *_: torch.empty_like(logits), "Meta")
 _library.impl("write_loss_gradient", lambda *_: None, "Meta")
-_library.impl("write_loss_gradient", _write_purely, "Functionalize")

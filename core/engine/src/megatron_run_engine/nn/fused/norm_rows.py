@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.library import Library
 
 #: Features at most: beyond, a program could not keep the sums of a row in its registers.
-WIDEST = 16384
+WIDEST_NORM = 16384
 #: Values that a program reads at a time, and each of its threads; warps of a program at most.
 _TILE, _OF_A_THREAD, _WARPS = 4096, 16, 16
 #: Programs at most: four for each of the 132 multiprocessors of an H100 or H200, which run two at a time.

@@ -19,13 +19,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from megatron_run_engine.nn.device import on_gpu, stands_for_gpu
 from megatron_run_engine.nn.moe.placement import (
-    add_rows,
     combine_rows,
     copy_rows,
     copy_to_slots,
     kept_rows,
     pad_rows,
+    sum_rows,
 )
 from megatron_run_engine.nn.parallel.mappings import gather_sequence, scatter_sequence
 
@@ -193,7 +194,7 @@ class AllGather(Dispatcher):
     def collect(self, results: Tensor, weights: Tensor, *carried: Tensor) -> Tensor:
         """Weighted sums over this rank's experts, rounded to the type of ``results``, then over ranks: -> [n, h]."""
         _, origin, row_weights = carried
-        sums = add_rows(results, row_weights, origin, self.peers.size * len(weights))
+        sums = sum_rows(results, row_weights, origin, self.peers.size * len(weights))
         return scatter_sequence(sums, self.peers)
 
     def combine(self, returned: Tensor, weights: Tensor, order: Tensor, place: Tensor) -> Tensor:
@@ -243,7 +244,7 @@ class HostCopy:
 
     def __init__(self, numbers: Tensor) -> None:
         self._arrived: torch.cuda.Event | None = None
-        if not numbers.is_cuda:
+        if stands_for_gpu(numbers) or not on_gpu(numbers):
             self._numbers = numbers
             return
         # Pinned, since a copy to other memory lets the host wait.

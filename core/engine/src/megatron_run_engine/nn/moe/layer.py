@@ -114,7 +114,7 @@ class MixtureOfExperts(nn.Module):
         self.norm = norm_of(layers, spec)
         self.router = Router(context, spec, experts)
         self.experts = Experts(layers, spec, held_experts(peers, experts.count), experts.ffn)
-        self.dispatcher = make_dispatcher(experts, peers, on_device=self.experts.take_device_counts)
+        self.dispatcher = make_dispatcher(experts, peers, on_device=self.experts.takes_device_counts)
         self.shared = SharedExpert(context, layers, spec, experts) if experts.shared_ffn else None
 
     def route(self, x: Tensor) -> tuple[Tensor, ...]:

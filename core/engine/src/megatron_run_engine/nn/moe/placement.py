@@ -124,7 +124,7 @@ def combine_rows(rows: Tensor, weights: Tensor, order: Tensor, place: Tensor, *,
     return sums
 
 
-def add_rows(rows: Tensor, weights: Tensor, origin: Tensor, tokens: int) -> Tensor:
+def sum_rows(rows: Tensor, weights: Tensor, origin: Tensor, tokens: int) -> Tensor:
     """Each token's weighted sum of this rank's rows: rows [m, h], weights [m], tokens ``origin`` [m] -> [n, h].
 
     A token's terms are added in fp32, in the order of the rows, and the sum is rounded once, as in

@@ -21,7 +21,7 @@ from megatron_run_engine.nn.cross_entropy import CrossEntropy, LinearCrossEntrop
 from megatron_run_engine.nn.device_groups import takes_counts
 from megatron_run_engine.nn.dropout import Dropout
 from megatron_run_engine.nn.embedding import embed
-from megatron_run_engine.nn.grouped import grouped_linear
+from megatron_run_engine.nn.grouped import GroupedLayer, grouped_linear
 from megatron_run_engine.nn.parallel.mappings import column_linear, f, g, gather_sequence, scatter_sequence
 from megatron_run_engine.nn.parameter import empty_parameter, owned
 from megatron_run_engine.runtime.comm import ALONE
@@ -99,7 +99,7 @@ def vocabulary_spec(vocab: int, hidden: int, init: Init, peers: ParallelGroup = 
     return ParameterSpec(init, (Part("weight", (vocab, hidden), range(real), start=first),))
 
 
-class ExpertColumnLinear(nn.Module):
+class ExpertColumnLinear(GroupedLayer):
     """Column-parallel: computes this rank's share of the output features of each of ``parts``, for each expert."""
 
     def __init__(
@@ -130,7 +130,7 @@ class ExpertColumnLinear(nn.Module):
         return grouped_linear(rows, self.weight, self.bias, counts, self.gradients)
 
 
-class ExpertRowLinear(nn.Module):
+class ExpertRowLinear(GroupedLayer):
     """Row-parallel: takes this rank's share of the input features and returns one of t terms of the output.
 
     Each rank adds 1/t of the bias, so that the sum over the ranks contains it once.
