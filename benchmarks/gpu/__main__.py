@@ -19,6 +19,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from benchmarks.gpu import experts, host, kernels, models
 from benchmarks.gpu.measuring import Day, ceilings
 from benchmarks.gpu.page import page
@@ -51,6 +53,8 @@ def main(words: Sequence[str] | None = None) -> None:
     if given.list:
         print("\n".join(PIECES))
         return
+    if given.device == "cuda" and not given.page and not torch.cuda.is_available():
+        parser.error("no GPU is here; for a trial without one: --device cpu --quick")
     given.out.mkdir(parents=True, exist_ok=True)
     if not given.page:
         day = Day(given.device, given.quick, time.monotonic() + given.seconds)

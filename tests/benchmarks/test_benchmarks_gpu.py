@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from benchmarks.gpu.__main__ import PIECES, main
 from benchmarks.gpu.measuring import Day, in_turn, seconds
@@ -104,6 +105,13 @@ def test_a_side_that_takes_too_long_is_ended() -> None:
     assert next(results) == 1
     with pytest.raises(SystemExit, match="hangs: no result in 3 s"):
         next(results)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")
+def test_without_a_gpu_one_line_says_what_to_type(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["--piece", "ceilings"])
+    assert "no GPU is here; for a trial without one: --device cpu --quick" in capsys.readouterr().err
 
 
 def test_no_side_begins_when_the_time_is_over() -> None:

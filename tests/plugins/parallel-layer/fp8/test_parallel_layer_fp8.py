@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from megatron_run import load
 from megatron_run.config.request import Request
 from megatron_run.contracts import Init, LinearPart
 from megatron_run.errors import RunError
@@ -189,12 +190,15 @@ def test_weights_and_their_names_are_those_of_the_layers_below(tmp_path: Path) -
         run = load_config("preset:tiny", sets={**sets, "train.steps": steps}, plugins=[f"parallel-layer={layers}"])
         done = train(run, extend=True)
         assert done.steps == steps
+        if layers == "dense+fp8":
+            exact, rounded = (load(tmp_path, sets={"train.precision": each}) for each in ("fp32", "bf16"))
+            tokens = [[*range(16)]]
+            torch.testing.assert_close(rounded(tokens).float(), exact(tokens), rtol=0.1, atol=0.1)
 
 
 @pytest.mark.parametrize(
     ("sets", "layers", "said"),
     [
-        (("train.precision=fp32",), "dense+fp8", "does not go with train.precision=fp32.*set train.precision=bf16"),
         (("train.precision=fp16", "scaler.loss_scale=8"), "dense+fp8,scaling=rowwise", "train.precision=fp16"),
     ],
 )
@@ -206,16 +210,18 @@ def test_what_fp8_cannot_multiply_is_refused_with_the_arithmetic(sets: tuple[str
 
 
 def test_what_fp8_cannot_multiply_keeps_its_type_and_is_named(caplog: pytest.LogCaptureFixture) -> None:
-    context = single_process_context(train={"sequence_length": 12, "micro_batch_size": 1})
+    train = {"sequence_length": 12, "micro_batch_size": 1}
+    context = single_process_context(train=train, dtype=torch.bfloat16)
     layers = Fp8Layers(context, Options(), DenseLayers(context))
-    assert caplog.messages == ["weight gradients are not in FP8: 12 tokens of a microbatch are no multiples of 16"]
+    told = "parallel-layer=fp8: weight gradients are not in FP8: 12 tokens of a microbatch are no multiples of 16"
+    assert caplog.messages == [told]
     caplog.clear()
     for inputs, outputs in ((16, 32), (16, 24), (8, 16), (16, 24)):
         layer = layers.row_linear(inputs, outputs, bias=True, init=Init("normal", 0.02))
         assert isinstance(layer.products, Fp8Products) is (outputs == 32)
     assert caplog.messages == [
-        "matrices are not multiplied in FP8: their sides 24 and 16 are no multiples of 16",
-        "matrices are not multiplied in FP8: their sides 16 and 8 are no multiples of 16",
+        "parallel-layer=fp8: matrices of 24 x 16 are not multiplied in FP8: their sides are no multiples of 16",
+        "parallel-layer=fp8: matrices of 16 x 8 are not multiplied in FP8: their sides are no multiples of 16",
     ]
 
 

@@ -42,10 +42,11 @@ class Fp8Layers(StackedLayers):
     def __init__(self, context: BuildContext, options: Options, base: ParallelLayers) -> None:
         super().__init__(base)
         self._products, self._log = Fp8Products(options), context.log
-        self._plain = set[tuple[int, ...]]()  # sides that a warning has named
+        self._rounds = context.dtypes.param.itemsize == 2  # a model that is evaluated in fp32 keeps its weights' bits
+        self._named = set[object]()  # of what a warning has told
         tokens = context.train.micro_batch_size * context.train.sequence_length
         if options.scaling == "tensorwise" and tokens % MULTIPLE:  # rowwise ones, which sum over tokens, never are
-            self._log.warning("weight gradients are not in FP8: %d tokens of a microbatch %s", tokens, _NO_MULTIPLE)
+            self._warn(f"weight gradients are not in FP8: {tokens} tokens of a microbatch {_NO_MULTIPLE}")
 
     def column_linear(
         self,
@@ -63,32 +64,45 @@ class Fp8Layers(StackedLayers):
         """A row-parallel layer that multiplies in FP8."""
         return self._multiplying(self.base.row_linear(inputs, outputs, bias=bias, init=init))
 
+    def expert_column_linear(
+        self, experts: range, inputs: int, parts: tuple[LinearPart, ...], *, bias: bool, init: Init
+    ) -> nn.Module:
+        """As ``base``, in the run's precision."""
+        self._warn("experts are not multiplied in FP8")
+        return self.base.expert_column_linear(experts, inputs, parts, bias=bias, init=init)
+
     def _multiplying(self, layer: nn.Module) -> nn.Module:
         if not isinstance(layer, LinearLayer):
             raise InputError(
                 f"parallel-layer=fp8 does not stack on a layer of {type(layer).__module__.partition('.')[0]}",
                 why="that multiplies by other means",
-                fix="choose --plugin parallel-layer=dense+fp8 or tensor+fp8",
+                fix="choose --plugin parallel-layer=dense+fp8 or tensor+fp8; te has options of its own: te,fp8=current",
             )
-        sides = outputs, inputs = tuple(layer.get_parameter("weight").shape)
-        if not (outputs % MULTIPLE or inputs % MULTIPLE):
+        outputs, inputs = layer.get_parameter("weight").shape
+        if outputs % MULTIPLE or inputs % MULTIPLE:
+            self._warn(f"matrices of {outputs} x {inputs} are not multiplied in FP8: their sides {_NO_MULTIPLE}")
+        elif self._rounds:
             layer.products = self._products
-        elif sides not in self._plain:
-            self._plain.add(sides)
-            self._log.warning("matrices are not multiplied in FP8: their sides %d and %d %s", *sides, _NO_MULTIPLE)
         return layer
+
+    def _warn(self, what: str) -> None:
+        """Log ``what`` once, unless nothing is rounded anyway."""
+        if self._rounds and what not in self._named:
+            self._named.add(what)
+            self._log.warning("parallel-layer=fp8: %s", what)
 
 
 def check_config(config: Config, options: Options) -> Iterator[str]:
-    """Raise :class:`InputError` where the products' results would have another type than the run's values."""
+    """Notice if nothing is rounded. Raises InputError where rows are scaled and the results could not be bf16."""
     precision = config.train.precision
-    if precision == "fp32" or (options.scaling == "rowwise" and precision != "bf16"):
+    if options.scaling == "rowwise" and precision == "fp16":
         raise InputError(
-            f"parallel-layer=fp8 with scaling={options.scaling} does not go with train.precision={precision}",
-            why="its products return 16-bit values" + (", bf16 where rows are scaled" if precision == "fp16" else ""),
-            fix="set train.precision=bf16",
+            "parallel-layer=fp8 with scaling=rowwise does not go with train.precision=fp16",
+            why="products of scaled rows return bf16",
+            fix="set train.precision=bf16, or scaling=tensorwise",
         )
-    yield from ()
+    if precision == "fp32":
+        yield "parallel-layer=fp8 rounds nothing in train.precision=fp32: its products return 16-bit values"
 
 
 def check_device(device: str, options: Options) -> None:  # noqa: ARG001  # the signature of the contract
