@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from megatron_run_engine.nn.device import is_fake, on_gpu
 from megatron_run_engine.nn.moe.placement import (
     add_rows,
     combine_rows,
@@ -243,7 +244,7 @@ class OnItsWay:
 
     def __init__(self, numbers: Tensor) -> None:
         self._arrived: torch.cuda.Event | None = None
-        if not numbers.is_cuda:
+        if is_fake(numbers) or not on_gpu(numbers):
             self._numbers = numbers
             return
         # Pinned, since a copy to other memory lets the host wait.
