@@ -49,6 +49,7 @@ GRID = {
     "llama, half recomputed": Configuration(1, (), LLAMA | HALF),
     "llama, all recomputed": Configuration(1, (), LLAMA | FULL),
     "untied": Configuration(1, (), GPT | {"model.tie_embeddings": "false"}),
+    "dropless experts": Configuration(1, (), GPT | {"model.experts": 4, "model.top_k": 2}),
     "experts": Configuration(1, (), GPT | PADDED | {"model.experts": 4}),
     "experts of llama": Configuration(1, (), LLAMA | PADDED | {"model.experts": 8}),
     "two tensor ranks": Configuration(2, (SPLIT,), GPT | {"parallel.tensor": 2}),
