@@ -9,12 +9,15 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from megatron_run_engine.builtin.parallel_layer.dense import DenseLayers
 from megatron_run_engine.capture import BrokenRule, Rules
-from megatron_run_engine.nn import device_groups
+from megatron_run_engine.nn import TransformerSpec, device_groups
 from megatron_run_engine.nn.device_groups import DeviceGroups, takes_counts
 from megatron_run_engine.nn.grouped import grouped_linear
+from megatron_run_engine.nn.mlp import Experts
 from megatron_run_engine.nn.row_groups import RowGroups
 from megatron_run_engine.runtime.gradients import GradientAccumulator, main_grad
+from megatron_run_testing.build_contexts import single_process_context
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 #: Some without rows, one row alone, none at all.
@@ -152,3 +155,14 @@ def test_gradients_are_added_to_their_parameters() -> None:
     torch.autograd.backward(y, grad)
     expected = 1 + gradients_by_group(counts, grad, rows.detach())
     torch.testing.assert_close(main_grad(weight).view(3, OUTPUTS, INPUTS), expected)
+
+
+def test_experts_take_counts_on_the_device_where_both_layers_declare_it() -> None:
+    """A layer of another factory that merely has the attribute has promised nothing."""
+    spec = TransformerSpec(layers=1, hidden=16, heads=2, kv_heads=2, ffn=8, vocab=31, sequence_length=8, dropout=0.0)
+    context = single_process_context()
+    experts = Experts(DenseLayers(context), spec, range(2), 8)
+    assert experts.takes_device_counts
+    experts.output = torch.nn.Identity()
+    experts.output.takes_device_counts = True  # type: ignore[assignment]  # nn.Module's attributes are tensors
+    assert not experts.takes_device_counts
