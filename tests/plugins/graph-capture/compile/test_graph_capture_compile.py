@@ -22,6 +22,7 @@ from megatron_run.errors import GraphCaptureError, InputError, PluginError
 from megatron_run_engine.builtin.model.gpt import GptOptions
 from megatron_run_engine.builtin.parallel_layer.dense import DenseLayers
 from megatron_run_engine.data.user_cache import COMPILED
+from megatron_run_engine.nn.fused import availability
 from megatron_run_engine.nn.linear import linear
 from megatron_run_engine.runtime.context import BuildContext
 from megatron_run_engine.runtime.gradients import main_grad
@@ -306,5 +307,8 @@ def test_a_missing_compiler_or_backend_is_named(monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(PluginError, match=r"needs a C\+\+ compiler, and no-such-compiler is not found"):
         check_compiler(CPU, "inductor")
     check_compiler(CPU, "aot_eager")
+    monkeypatch.setattr(availability, "find_spec", lambda name: None)
+    with pytest.raises(PluginError, match="no compiler for a GPU: Triton is not installed; type: pip install triton"):
+        check_compiler(torch.device("cuda"), "inductor")
     with pytest.raises(PluginError, match=r"graph-capture\.backend=inductr is not .*; did you mean 'inductor'"):
         check_compiler(CPU, "inductr")

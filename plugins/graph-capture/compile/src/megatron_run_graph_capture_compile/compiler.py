@@ -7,7 +7,6 @@ import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from importlib.util import find_spec
 from shutil import which
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +17,7 @@ from torch._subclasses import FakeTensorMode
 
 from megatron_run.errors import PluginError, advice, did_you_mean
 from megatron_run_engine.data.user_cache import COMPILED, keep_compiled
+from megatron_run_engine.nn.fused import triton_lack
 
 if TYPE_CHECKING:
     from megatron_run_graph_capture_compile.compiled import Compiled, Compiler
@@ -41,21 +41,16 @@ def check_compiler(device: torch.device, backend: str) -> None:
         return
     _check_cache()
     if device.type == "cuda":
-        if find_spec("triton") is None:
+        if (lack := triton_lack()) is not None:
             raise PluginError(
-                "graph-capture=compile needs triton on a GPU, which is not installed",
-                fix=f"type: pip install triton, or {_INSTEAD}",
+                "graph-capture=compile has no compiler for a GPU", why=lack.why, fix=f"{lack.fix}, or {_INSTEAD}"
             )
-        _check_program(os.environ.get("CC", "gcc"), "C", "CC")
-    else:
-        _check_program(os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++"), "C++", "CXX")
-
-
-def _check_program(name: str, language: str, variable: str) -> None:
+        return
+    name = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
     if which(name) is None:
         raise PluginError(
-            f"graph-capture=compile needs a {language} compiler, and {name} is not found",
-            fix=f"install {name}, name another in {variable}, or {_INSTEAD}",
+            f"graph-capture=compile needs a C++ compiler, and {name} is not found",
+            fix=f"install {name}, name another in CXX, or {_INSTEAD}",
         )
 
 
