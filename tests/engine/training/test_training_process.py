@@ -99,6 +99,16 @@ def test_products_of_fp32_values_round_as_the_run_says_and_afterwards_as_before(
     assert torch.get_float32_matmul_precision() == before
 
 
+def test_a_program_that_uses_torchs_newer_settings_keeps_them() -> None:
+    torch.backends.fp32_precision = "tf32"
+    try:
+        with borrowed_process(load_config("preset:tiny"), World(device="cpu")):
+            assert torch.backends.fp32_precision == "tf32"
+        assert torch.backends.fp32_precision == "tf32"
+    finally:
+        torch.backends.fp32_precision = "none"
+
+
 @pytest.mark.parametrize("device", ["cpu", "cuda:0"])
 def test_what_compares_bits_gets_deterministic_kernels_and_gives_them_back(
     device: str, started: list[tuple[object, str | None]]

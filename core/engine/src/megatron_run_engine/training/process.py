@@ -174,15 +174,26 @@ def _kept_kernels() -> Iterator[None]:
     deterministic = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
     fill = kernels.fill_uninitialized_memory  # type: ignore[attr-defined]  # torch hides it behind a class
-    products = torch.get_float32_matmul_precision()
+    products = _precision_of_products()
     try:
         yield
     finally:
         torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
         kernels.fill_uninitialized_memory = fill  # type: ignore[attr-defined]
-        torch.set_float32_matmul_precision(products)
+        if products is not None:
+            torch.set_float32_matmul_precision(products)
         for name in cublas - variables:
             os.environ.pop(name, None)
+
+
+def _precision_of_products() -> str | None:
+    """How torch rounds products of fp32 values; None where a program chose that by torch's newer settings, which stay."""
+    import torch
+
+    try:
+        return torch.get_float32_matmul_precision()
+    except RuntimeError:  # torch refuses to name one where both kinds of settings were used
+        return None
 
 
 def _set_cublas(wanted: bool | None, device: str) -> None:
@@ -211,7 +222,8 @@ def start_device(run: ResolvedRun, device: str) -> None:
     import torch
 
     _set_cublas(run.config.run.deterministic, device)
-    torch.set_float32_matmul_precision(run.config.train.matmul_precision)
+    if _precision_of_products() is not None:
+        torch.set_float32_matmul_precision(run.config.train.matmul_precision)
     if device != "cpu":
         torch.cuda.set_device(torch.device(device))
 
