@@ -7,6 +7,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from typing import Literal
 
 import pytest
@@ -100,13 +101,14 @@ def test_products_of_fp32_values_round_as_the_run_says_and_afterwards_as_before(
 
 
 def test_a_program_that_uses_torchs_newer_settings_keeps_them() -> None:
-    torch.backends.fp32_precision = "tf32"
+    newer: Any = torch.backends  # without annotations
+    newer.fp32_precision = "tf32"
     try:
         with borrowed_process(load_config("preset:tiny"), World(device="cpu")):
-            assert torch.backends.fp32_precision == "tf32"
-        assert torch.backends.fp32_precision == "tf32"
+            assert newer.fp32_precision == "tf32"
+        assert newer.fp32_precision == "tf32"
     finally:
-        torch.backends.fp32_precision = "none"
+        newer.fp32_precision = "none"
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda:0"])

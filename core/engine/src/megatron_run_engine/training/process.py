@@ -187,7 +187,7 @@ def _kept_kernels() -> Iterator[None]:
 
 
 def _precision_of_products() -> str | None:
-    """How torch rounds products of fp32 values; None where a program chose that by torch's newer settings, which stay."""
+    """The rounding of fp32 products; None where a program has chosen it by torch's newer settings, which stay."""
     import torch
 
     try:
