@@ -152,7 +152,7 @@ def test_padded_experts_drop_no_token_of_a_text(capacity: float) -> None:
 @pytest.mark.parametrize(
     ("sets", "why"),
     [
-        ({"expert_pad_to_capacity": True}, "there is nothing to pad to; set expert_capacity_factor"),
+        ({"expert_pad_to_capacity": True}, "there is nothing to pad to; set model.expert_capacity_factor"),
         (
             {"expert_pad_to_capacity": True, "expert_capacity_factor": 1.0, "token_dispatcher": "allgather"},
             "allgather sends tokens",

@@ -55,10 +55,11 @@ def choose_device(setting: Setting, world: World, gpus: int, *, shared: bool = F
         return f"cuda:{world.local_rank % gpus}"
     if setting == "auto" and not joined:
         return "cpu"
+    share = "run.backend=gloo to share them, or " if gpus and not shared else ""
     raise InputError(
         f"run.device={setting} needs {world.local_size} GPU{'s' if world.local_size > 1 else ''} on {world.host}",
         why=f"{gpus} found",
-        fix="set run.device=cpu, or run.backend=gloo to share them, or start fewer local ranks",
+        fix=f"set run.device=cpu, or {share}start fewer local ranks" if gpus else "set run.device=cpu",
     )
 
 

@@ -149,7 +149,7 @@ class GptOptions(DecoderOptions):
     @classmethod
     def _pads_to_something(cls, pad: bool, info: ValidationInfo) -> bool:
         if pad and info.data.get("expert_capacity_factor") is None:
-            raise ValueError("there is nothing to pad to; set expert_capacity_factor, such as to 1.25")
+            raise ValueError("there is nothing to pad to; set model.expert_capacity_factor, such as to 1.25")
         if pad and info.data.get("token_dispatcher") == "allgather":
             raise ValueError("allgather sends tokens, and what is padded are experts' rows; leave token_dispatcher out")
         return pad
