@@ -248,7 +248,7 @@ def test_over_gloo_ranks_that_ask_for_gpus_take_turns() -> None:
     assert choose_device("cuda", replace(place("local"), local_rank=3, rank=3), 2, shared=True) == "cuda:1"
     assert choose_device("cuda", place("local"), 4, shared=True) == "cuda:1"
     assert choose_device("auto", place("local"), 1, shared=True) == "cpu"
-    with pytest.raises(InputError, match="needs 4 GPUs on here: 0 found; set run.device=cpu$"):
+    with pytest.raises(InputError, match=r"needs 4 GPUs on here: 0 found; set run\.device=cpu$"):
         choose_device("cuda", place("local"), 0, shared=True)
 
 
