@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable
 from itertools import count
 
@@ -39,6 +38,24 @@ def test_every_step_that_is_looked_at_must_show_it() -> None:
     assert not waits_for_host([Launched(0.3, 0.3), Launched(0.3, 0.3), Launched(0.1, 0.3)])
 
 
+class Clock:
+    """The host's clock, which stands still unless it is set: how busy this machine is decides nothing."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+
+CLOCK = Clock()
+
+
+@pytest.fixture(autouse=True)
+def _clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launches, "time", CLOCK)
+
+
 class Device:
     """A device that is done ``behind`` seconds after the last launch."""
 
@@ -46,7 +63,7 @@ class Device:
         self._behind, self._ends = behind, count()
 
     def mark(self) -> object:
-        return time.perf_counter() + self._behind * (next(self._ends) % 2)
+        return CLOCK.now + self._behind * (next(self._ends) % 2)
 
     def seconds(self, start: object, end: object) -> float:
         assert isinstance(start, float)
@@ -58,7 +75,7 @@ def watched(device: Device, steps: int, *, skipped: int = 2, timed: bool = False
     watch = LaunchWatch(device, skipped, "do this", logging.getLogger("test"))
     for _ in range(steps):
         with watch.launching(timed=timed):
-            time.sleep(0.02)
+            CLOCK.now += 0.02
         watch.synchronised()
     return watch
 
