@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -76,3 +78,14 @@ def test_other_paths_are_let_through(line: str) -> None:
 def test_nothing_large_is_kept() -> None:
     heavy = [file.relative_to(ROOT) for file in kept_files() if file.stat().st_size > 500_000]
     assert not heavy
+
+
+def test_plugins_of_pytest_that_others_have_installed_are_not_loaded(tmp_path: Path) -> None:
+    (tmp_path / "theirs.py").write_text("raise RuntimeError('loaded')", "utf-8")
+    (tmp_path / "theirs-1.dist-info").mkdir()
+    (tmp_path / "theirs-1.dist-info" / "METADATA").write_text("Name: theirs\nVersion: 1\n", "utf-8")
+    (tmp_path / "theirs-1.dist-info" / "entry_points.txt").write_text("[pytest11]\ntheirs = theirs\n", "utf-8")
+    command = (sys.executable, "-m", "pytest", "--collect-only", "-q", "tests/kernel/config/test_config_yaml.py")
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

@@ -6,6 +6,7 @@ Most tests compile with ``aot_eager``, which runs the traced graphs by eager ope
 from __future__ import annotations
 
 import logging
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -300,6 +301,24 @@ def test_nothing_is_compiled_into_a_folder_in_which_others_write(
     for check in (lambda: check_compiler(CPU, "inductor"), lambda: find_compiler("inductor", "default")):
         with pytest.raises(PluginError, match="no folder for compiled libraries"):
             check()
+
+
+@pytest.mark.parametrize(
+    ("message", "shown"),
+    [("TensorFloat32 tensor cores for float32", 0), ("\nOnline softmax is disabled on the fly", 0), ("a fault", 1)],
+)
+def test_warnings_of_inductor_that_tell_of_no_fault_are_not_shown(
+    message: str, shown: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def warns(*_: object) -> Any:
+        warnings.warn(message, stacklevel=1)
+        return lambda *_: ()
+
+    monkeypatch.setattr("megatron_run_graph_capture_compile.compiler._through_inductor", warns)
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        find_compiler("inductor", "default")(torch.fx.GraphModule({}, torch.fx.Graph()), [])
+    assert len(found) == shown
 
 
 def test_a_missing_compiler_or_backend_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
