@@ -2,6 +2,7 @@
 
     python -m benchmarks.gpu --list
     python -m benchmarks.gpu --piece ceilings [--out gpu] [--seconds 500] [--device cuda] [--quick]
+    python -m benchmarks.gpu --piece 124m --side "megatron-run, compiled" "nanoGPT, compiled"
     python -m benchmarks.gpu --page [--out gpu] > benchmarks/results/gpu.md
 
 A piece takes less than nine minutes. With each side that was measured it writes ``OUT/PIECE.json``, its part of the
@@ -43,6 +44,7 @@ def main(words: Sequence[str] | None = None) -> None:
     """Measure the pieces that were asked for, or all; or print the page of those that were measured."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--piece", nargs="+", choices=PIECES, default=list(PIECES), metavar="NAME")
+    parser.add_argument("--side", nargs="+", default=[], metavar="NAME", help="of models and graphs, only these sides")
     parser.add_argument("--list", action="store_true", help="print the names of the pieces")
     parser.add_argument("--page", action="store_true", help="print the page of the pieces in OUT, measure nothing")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
@@ -57,7 +59,7 @@ def main(words: Sequence[str] | None = None) -> None:
         parser.error("no GPU is here; for a trial without one: --device cpu --quick")
     given.out.mkdir(parents=True, exist_ok=True)
     if not given.page:
-        day = Day(given.device, given.quick, time.monotonic() + given.seconds)
+        day = Day(given.device, given.quick, time.monotonic() + given.seconds, tuple(given.side))
         for name in given.piece:
             print(f"{name}:", flush=True)
             start = time.perf_counter()

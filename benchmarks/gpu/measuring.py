@@ -6,7 +6,7 @@ import gc
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from itertools import pairwise
@@ -46,11 +46,16 @@ def seconds(call: Callable[[], object], device: str, samples: int, warm_up: int 
 
 @dataclass(frozen=True)
 class Day:
-    """The machine's time: the device, whether sizes are tiny, and until when (``time.monotonic``) sides may begin."""
+    """The machine's time: its device, whether sizes are tiny, until when (``time.monotonic``) sides begin, which ones."""
 
     device: str
     quick: bool = False
     until: float = math.inf
+    sides: tuple[str, ...] = ()
+
+    def wanted(self, names: Iterable[str]) -> list[str]:
+        """Those of ``names`` that were asked for: all of them where none was."""
+        return [name for name in names if not self.sides or name in self.sides]
 
 
 def alone(measurement: Callable[..., Any], day: Day, **arguments: object) -> dict[str, Any]:

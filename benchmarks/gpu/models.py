@@ -78,7 +78,8 @@ def piece(size: str) -> Callable[[Day], Iterator[dict[str, Any]]]:
 
     def measure(day: Day) -> Iterator[dict[str, Any]]:
         shape, sides = str(shape_of(size, quick=day.quick)), dict[str, Any]()
-        for name, found in in_turn(measure_side, day, {name: {"size": size, "name": name} for name in (*WAYS, *PEERS)}):
+        cases = {name: {"size": size, "name": name} for name in day.wanted((*WAYS, *PEERS))}
+        for name, found in in_turn(measure_side, day, cases):
             sides[name] = found
             yield {"shape": shape, "sides": sides}
 
@@ -167,6 +168,7 @@ def graphs(day: Day) -> Iterator[dict[str, Any]]:
     record: dict[str, Any] = {}
     for size in SCOPES:
         sides = record.setdefault(size, {"shape": str(shape_of(size, quick=day.quick)), "sides": {}})["sides"]
-        for name, found in in_turn(measure_side, day, {name: {"size": size, "name": name} for name in CAPTURES}):
+        cases = {name: {"size": size, "name": name} for name in day.wanted(CAPTURES)}
+        for name, found in in_turn(measure_side, day, cases):
             sides[name] = found
             yield record
