@@ -46,7 +46,7 @@ def seconds(call: Callable[[], object], device: str, samples: int, warm_up: int 
 
 @dataclass(frozen=True)
 class Day:
-    """The machine's time: its device, whether sizes are tiny, until when (``time.monotonic``) sides begin, which ones."""
+    """The machine's time: its device, whether sizes are tiny, until when (``time.monotonic``) sides begin."""
 
     device: str
     quick: bool = False

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from megatron_run_engine.runtime.cuda_libraries import VARIABLES, led_to_loaded, loaded_files
+from megatron_run_engine.runtime.transformer_engine import import_led
 from tests.support.cuda_copies import Copies, make_engine, make_torch
 
 pytestmark = pytest.mark.skipif(
@@ -163,3 +164,23 @@ def test_variables_are_restored_also_after_a_failure(monkeypatch: pytest.MonkeyP
         "NVRTC_HOME": None,
         "CURAND_HOME": None,
     }
+
+
+@pytest.mark.parametrize("told", [None, "all"])
+def test_a_framework_that_is_not_wanted_is_not_missed(
+    told: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the library warns where JAX is installed and its own part for JAX is not."""
+    (tmp_path / "warns.py").write_text(
+        "import os, warnings\nframework = os.environ.get('NVTE_FRAMEWORK')\n"
+        "if not framework:\n    warnings.warn('Detected a Jax installation')\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "warns", raising=False)
+    if told is None:
+        monkeypatch.delenv("NVTE_FRAMEWORK", raising=False)
+    else:
+        monkeypatch.setenv("NVTE_FRAMEWORK", told)
+    (library,) = import_led("warns")
+    assert library.framework == (told or "pytorch")
+    assert os.environ.get("NVTE_FRAMEWORK") == told

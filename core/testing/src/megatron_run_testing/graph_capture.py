@@ -21,6 +21,7 @@ from megatron_run_engine.runtime.gradients import main_grad
 from megatron_run_engine.training.process import deterministic_kernels
 from megatron_run_testing import Check, CheckFailed
 from megatron_run_testing.build_contexts import (
+    current_device,
     example_microbatch,
     logical_gradients,
     prepare,
@@ -45,18 +46,21 @@ _UPDATE = 0.05
 
 
 def graph_capture_checks(
-    factory: CaptureFactory, why_not: Callable[[], str] = str, *, device: str = "cpu"
+    factory: CaptureFactory, why_not: Callable[[], str] = str, *, device: str | None = None
 ) -> tuple[Check, ...]:
-    """The checks of a graph capture on ``device``; ``factory`` creates a new one from a context.
+    """The checks of a graph capture on ``device``, by default that of :func:`on_device`.
+
+    ``factory`` creates a new one from a context.
 
     ``why_not`` returns the reason why nothing can be captured there, empty if it can; then there is nothing to try.
     """
+    place = str(current_device()) if device is None else device
 
     def tried(check: Callable[[_Bench, _Bench], None], actions: Sequence[Action]) -> str:
         if reason := why_not():
             return reason
-        with deterministic_kernels(device):
-            eager, captured = (_Bench(factory, device, actions) for _ in range(2))
+        with deterministic_kernels(place):
+            eager, captured = (_Bench(factory, place, actions) for _ in range(2))
             if not captured.watched:
                 return "it captures no region"
             check(eager, captured)
@@ -65,7 +69,7 @@ def graph_capture_checks(
     return (
         Check(
             "regions lie within a layer and may be captured",
-            lambda: _check_regions(factory, device),
+            lambda: _check_regions(factory, place),
         ),
         Check("captured steps equal eager ones in losses and gradients", lambda: tried(_check_equal, _SEQUENTIAL)),
         Check(

@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import logging
 import warnings
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import Parameter
+from torch.nn import functional as F
 
 import megatron_run_parallel_layer_lora as lora
 from megatron_run.builtin.schedule.sequential import Sequential
@@ -319,6 +322,47 @@ def test_warnings_of_inductor_that_tell_of_no_fault_are_not_shown(
         warnings.simplefilter("always")
         find_compiler("inductor", "default")(torch.fx.GraphModule({}, torch.fx.Graph()), [])
     assert len(found) == shown
+
+
+def compiled_here(
+    function: Callable[..., Tensor], examples: Sequence[Tensor], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> tuple[Callable[..., Sequence[Tensor]], str]:
+    """What inductor makes of ``function``, from nothing that was compiled before, and its code."""
+    from torch._inductor.utils import run_and_get_code
+
+    monkeypatch.setenv(COMPILED, str(folder))
+    graph = make_fx(lambda *given: (function(*given),), tracing_mode="fake")(*examples)
+    compiled, (code,) = run_and_get_code(find_compiler("inductor", "default"), graph, examples)
+    return compiled, code
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*:DeprecationWarning")  # imports of torch's compiler
+def test_kernels_are_compiled_for_the_sizes_that_are_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sizes that are arguments cost a division for each index that is taken apart."""
+    x = torch.randn(6, 8)
+    _, code = compiled_here(lambda x: x.sin().t().contiguous(), [x], tmp_path, monkeypatch)
+    assert "def call(" in code
+    assert ".size()" not in code
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*:DeprecationWarning")  # imports of torch's compiler
+def test_dropout_draws_over_values_as_they_lie_in_eager_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where PyTorch lets inductor lay out what it is given: tokens are [b, s], and what is embedded [s, b, h]."""
+    from torch._inductor import lowering
+
+    def embedded(tokens: Tensor, word: Tensor, position: Tensor) -> Tensor:
+        return torch.native_dropout(F.embedding(tokens.t(), word) + position[:, None], 0.5, True)[0]
+
+    dropout = torch.ops.aten.native_dropout.default
+    monkeypatch.setattr(lowering, "_maybe_layout_constraints", dict(lowering._maybe_layout_constraints))
+    lowering._maybe_layout_constraints.pop(dropout, None)
+    given = torch.randint(50, (6, 8)), torch.randn(50, 16), torch.randn(8, 16)
+    compiled, _ = compiled_here(embedded, given, tmp_path, monkeypatch)
+    torch.manual_seed(1)
+    expected = embedded(*given)
+    torch.manual_seed(1)
+    (found,) = compiled(*given)
+    assert torch.equal(found, expected)
 
 
 def test_a_missing_compiler_or_backend_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,6 +25,7 @@ from tests.plugins.engine.graphed_on_device import DeviceLibrary
 from tests.plugins.engine.layers import engine_layers
 from tests.plugins.engine.philox import draw_from_gpu
 from tests.plugins.graph_bench import Pipeline, partial_capture
+from tests.plugins.optional_library import skip_without
 from tests.support.device_memory import Device
 
 DENSE = GptOptions(num_layers=2, hidden_size=16, num_heads=2, vocab_size=32, dropout=0.1)
@@ -49,7 +50,7 @@ def te(context: BuildContext, *, scope: tuple[str, ...]) -> RegionCapture:
 @pytest.mark.parametrize("plugin", ["te", "partial"])
 @pytest.mark.parametrize("scope", [("attn",), ("attn", "mlp")])
 def test_captured_steps_of_the_library_are_eager_ones_on_a_gpu(plugin: str, scope: tuple[str, ...]) -> None:
-    pytest.importorskip("transformer_engine.pytorch")
+    skip_without("transformer_engine")
 
     def capture(context: BuildContext) -> RegionCapture:
         if plugin == "te":

@@ -49,17 +49,23 @@ def led_to_loaded() -> Iterator[None]:
     files = {name: each[0] for name, each in loaded_files().items()}
     if "cudnn" in files:
         _load_parts(files["cudnn"])
-    with tempfile.TemporaryDirectory(prefix="megatron-run-") as folder:
-        before = {variable: os.environ.get(variable) for variable in VARIABLES.values()}
+    with tempfile.TemporaryDirectory(prefix="megatron-run-") as folder, variables_kept(*VARIABLES.values()):
         os.environ.update(_homes(files, Path(folder)))
-        try:
-            yield
-        finally:
-            for variable, value in before.items():
-                if value is None:
-                    os.environ.pop(variable, None)
-                else:
-                    os.environ[variable] = value
+        yield
+
+
+@contextmanager
+def variables_kept(*names: str) -> Iterator[None]:
+    """Variables of the environment are afterwards as they were before."""
+    before = {name: os.environ.get(name) for name in names}
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
 
 
 def _homes(files: Mapping[str, Path], folder: Path) -> dict[str, str]:

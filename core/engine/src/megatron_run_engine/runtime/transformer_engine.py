@@ -5,6 +5,7 @@ It is imported with the copies of CUDA's libraries that torch has loaded (:mod:`
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
@@ -14,7 +15,10 @@ from typing import Any
 from packaging.version import Version
 
 from megatron_run.errors import PluginError
-from megatron_run_engine.runtime.cuda_libraries import led_to_loaded
+from megatron_run_engine.runtime.cuda_libraries import led_to_loaded, variables_kept
+
+#: The variable by which the library is told which frameworks it serves.
+FRAMEWORK = "NVTE_FRAMEWORK"
 
 
 @dataclass(frozen=True)
@@ -56,9 +60,13 @@ def import_transformer_engine(need: Need, *modules: str) -> list[Any]:
 
 
 def import_led(*modules: str) -> list[Any]:
-    """Import ``modules`` of the library with the files of CUDA's libraries that torch uses; raises what it raises."""
+    """Import ``modules`` of the library with the files of CUDA's libraries that torch uses; raises what it raises.
+
+    Its part for JAX, which it misses with a warning where JAX is installed, is not asked for unless the user does.
+    """
     import_module("torch")  # whose libraries are meant: it loads them
-    with led_to_loaded():
+    with led_to_loaded(), variables_kept(FRAMEWORK):
+        os.environ.setdefault(FRAMEWORK, "pytorch")
         return [import_module(name) for name in modules]
 
 

@@ -123,11 +123,24 @@ def _through_inductor(graph: fx.GraphModule, examples: Sequence[Tensor], mode: s
         # Its workers share the rank's cores, as threads do: torch would start as many in each rank as there are cores.
         "compile_threads": torch.get_num_threads(),
     }
-    # Without symbols of shapes, of which there are none, inductor neither finds nor keeps graphs in its cache on disk,
-    # by which every later start takes a second where the first takes a minute.
+    # Without an environment for symbols of shapes, inductor neither finds nor keeps graphs in its cache on disk, by
+    # which every later start takes a second where the first takes a minute. None is made: kernels of known shapes are
+    # faster, and given real tensors it would take every size for unknown.
     from torch.fx.experimental.symbolic_shapes import ShapeEnv  # it imports sympy, for half a second
 
-    fake = FakeTensorMode(shape_env=ShapeEnv(assume_static_by_default=True))
+    _lay_out_draws()
+    fake = FakeTensorMode(shape_env=ShapeEnv())
+    known = [fake.from_tensor(x, static_shapes=True) for x in examples]
     with tracing(TracingContext(fake)):
-        compiled: Compiled = torch._inductor.compile(graph, list(examples), options=options)
+        compiled: Compiled = torch._inductor.compile(graph, known, options=options)
     return compiled
+
+
+def _lay_out_draws() -> None:
+    """Keep the layout of what dropout is given: it draws a mask in the order in which values lie in memory.
+
+    Inductor chooses layouts, and PyTorch 2.11 has no constraint for this operation, as later ones have.
+    """
+    from torch._inductor import lowering
+
+    lowering.add_layout_constraint(torch.ops.aten.native_dropout.default, lowering.constrain_to_fx_strides)
