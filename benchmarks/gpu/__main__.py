@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu import experts, host, kernels, models
+from benchmarks.gpu import experts, host, kernels, models, planned
 from benchmarks.gpu.measuring import Day, ceilings
 from benchmarks.gpu.page import page
 from benchmarks.support.report import environment
@@ -32,6 +32,7 @@ PIECES: Mapping[str, Callable[[Day], Iterator[Mapping[str, Any]]]] = {
     "ceilings": ceilings,
     "kernels": kernels.measure,
     **{name: models.piece(name) for name in models.GPT},
+    "planner": planned.measure,
     "experts": experts.measure,
     "graphs": models.graphs,
     "profile": host.profile,

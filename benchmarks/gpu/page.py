@@ -18,6 +18,8 @@ BF16 = tuple(name for name in WAYS if name not in FP8)
 MFU, MFU_AT, PEER, GRAPHS, EXPERTS, FP8_GAIN = 0.56, ("1.3b", "3b"), 1.02, 1.10, 0.85, 1.25
 #: At most: memory over nanoGPT's at the smallest; what a save behind the training takes from 100 steps.
 MEMORY, STALL = 1.10, 0.02
+#: How far what is planned may lie from what is measured, eagerly, at each size.
+PLANNED = {"tokens/s": 0.10, "GiB": 0.03}
 
 
 def page(found: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
@@ -37,7 +39,7 @@ def page(found: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
         if isinstance(captured, dict):
             yield f"\n## Graphs: {size}\n\n{captured['shape']}.\n"
             yield from table(("capture", "tokens/s", "over eager"), _captured(captured["sides"]))
-    for name in ("experts", "kernels", "profile", "saves", "start"):
+    for name in ("planner", "experts", "kernels", "profile", "saves", "start"):
         if name in found:
             yield f"\n## {name.capitalize()}\n"
             yield from _plain({key: value for key, value in found[name].items() if key not in ("machine", "took")})
@@ -111,6 +113,12 @@ def _goals(found: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, str, s
     saved = found.get("saves", {}).get(BEHIND, {})
     stall = _over(saved.get("lost ms"), 100 * saved.get("step ms", 0.0))
     yield _goal(f"at most {STALL:.0%} of 100 steps lost to a save", stall, STALL, least=False)
+    for size in GPT:
+        eager = found.get(size, {}).get("sides", {}).get(OURS, {})
+        for what, bound in PLANNED.items():
+            ratio = _over(found.get("planner", {}).get(size, {}).get(what), eager.get(what))
+            error = None if ratio is None else abs(ratio - 1)
+            yield _goal(f"{what} planned within {bound:.0%} at {size}", error, bound, least=False)
 
 
 def _rate(found: Mapping[str, Mapping[str, Any]], size: str, what: str, *names: str) -> float | None:
