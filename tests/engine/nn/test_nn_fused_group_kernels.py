@@ -50,7 +50,7 @@ def test_products_of_each_group_are_added_in_fp32() -> None:
 def test_it_compiles_to_products_of_the_matrix_units(totals: str) -> None:
     pytest.importorskip("triton")  # which the kernel's module imports
     kernels = import_module(KERNELS)
-    arguments = f"*{totals} *bf16 *bf16 *i32 i32! i32! {kernels.TILE} {kernels.ROWS}"
+    arguments = f"*{totals} *bf16 *bf16 *i32 i32! i32! {kernels.TILE_A} {kernels.TILE_C} {kernels.ROWS}"
     options = {"num_warps": kernels.WARPS, "num_stages": kernels.STAGES}
     compiled = compile_kernel(kernels.add_products, arguments, **options)
     assert "wgmma" in compiled.asm["ptx"]

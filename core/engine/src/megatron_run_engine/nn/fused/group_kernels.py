@@ -18,8 +18,8 @@ import triton.language as tl
 if TYPE_CHECKING:
     from torch import Tensor
 
-#: Features of a tile either way, its rows at a time, and what suits that on Hopper: 96 KiB of shared memory.
-TILE, ROWS, WARPS, STAGES = 128, 64, 8, 3
+#: Features of a tile, of left and of right, its rows at a time, and what suits that on Hopper: 144 KiB of shared memory.
+TILE_A, TILE_C, ROWS, WARPS, STAGES = 128, 256, 64, 8, 3
 
 
 def add_grouped_products(totals: Tensor, left: Tensor, right: Tensor, ends: Tensor) -> None:
@@ -29,9 +29,9 @@ def add_grouped_products(totals: Tensor, left: Tensor, right: Tensor, ends: Tens
     its total.
     """
     groups, a, c = totals.shape
-    grid = (triton.cdiv(a, TILE) * triton.cdiv(c, TILE), groups)
+    grid = (triton.cdiv(a, TILE_A) * triton.cdiv(c, TILE_C), groups)
     with torch.cuda.device_of(totals):
-        add_products[grid](totals, left, right, ends, a, c, TILE, ROWS, num_warps=WARPS, num_stages=STAGES)
+        add_products[grid](totals, left, right, ends, a, c, TILE_A, TILE_C, ROWS, num_warps=WARPS, num_stages=STAGES)
 
 
 @triton.jit
@@ -42,17 +42,18 @@ def add_products(
     ends: tl.tensor,
     a: tl.tensor,
     c: tl.tensor,
-    tile: tl.constexpr,
+    tile_a: tl.constexpr,
+    tile_c: tl.constexpr,
     rows: tl.constexpr,
 ) -> None:
     """Add one tile of one group's products: a program reads the group's rows in blocks and sums in fp32."""
     group = tl.program_id(1).to(tl.int64)
-    across = tl.cdiv(c, tile)
-    of_a = tl.program_id(0) // across * tile + tl.arange(0, tile)
-    of_c = tl.program_id(0) % across * tile + tl.arange(0, tile)
+    across = tl.cdiv(c, tile_c)
+    of_a = tl.program_id(0) // across * tile_a + tl.arange(0, tile_a)
+    of_c = tl.program_id(0) % across * tile_c + tl.arange(0, tile_c)
     start = tl.load(ends + group - 1, mask=group > 0, other=0)
     end = tl.load(ends + group)
-    sums = tl.zeros([tile, tile], tl.float32)
+    sums = tl.zeros([tile_a, tile_c], tl.float32)
     for row in range(start, end, rows):
         at = (row + tl.arange(0, rows)).to(tl.int64)[:, None]  # 64 bits: rows times features pass 2^31
         one = tl.load(left + at * a + of_a, mask=(at < end) & (of_a < a), other=0.0)
