@@ -20,7 +20,18 @@ from megatron_run_engine.builtin.parallel_layer.dense import DenseLayers
 from megatron_run_engine.nn.fused import availability
 from megatron_run_engine.training.memory_estimate import model_size
 from megatron_run_parallel_layer_fp8 import Fp8Layers, check_device
-from megatron_run_parallel_layer_fp8.cast import _cast_on_gpu, cast
+from megatron_run_parallel_layer_fp8.cast import (
+    BLOCK,
+    TILE,
+    WARPS,
+    _cast_both_on_gpu,
+    _cast_on_gpu,
+    _scale,
+    _scale_on_gpu,
+    cast,
+    cast_both,
+    scale_of,
+)
 from megatron_run_parallel_layer_fp8.products import Fp8Products, Options
 from megatron_run_parallel_layer_fp8.quantized import Scaling, product, quantize
 from megatron_run_testing.build_contexts import single_process_context
@@ -97,9 +108,14 @@ def test_the_three_products_are_those_of_the_rounded_operands(scaling: Scaling) 
         if scaling == "tensorwise"
         else grad2.t().double() @ x2.double()
     )
-    y, gx = products.forward(x, weight, bias), products.input_gradient(grad, weight)
-    products.add_weight_gradient(total, grad2, x2)
+    (y, kept), (gx, arrived) = products.forward_keeping(x, weight, bias), products.input_gradient_keeping(grad, weight)
+    products.add_weight_gradient(total, arrived, kept)
     assert (y.shape, gx.shape) == ((4, 8, 64), (4, 8, 48))
+    assert torch.equal(products.forward(x, weight, bias), y)
+    assert torch.equal(products.input_gradient(grad, weight), gx)
+    alone = (*products.keep_input(x), *products.keep_gradient(grad))
+    assert all(torch.equal(one, other) for one, other in zip((*kept, *arrived), alone, strict=True))
+    assert kept[0].itemsize == (1 if scaling == "tensorwise" else 4), "x would wait for the backward unrounded"
     for found, expected in ((y.flatten(0, 1), forward), (gx.flatten(0, 1), back), (total, late)):
         torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
     exact = x2.double() @ weight.double().t() + bias.double()
@@ -110,7 +126,11 @@ def test_tokens_that_fp8_cannot_sum_over_keep_their_type() -> None:
     """As text generation, or the last pass of an evaluation, has them."""
     products, x, grad = Fp8Products(Options()), torch.randn(5, 16), torch.randn(5, 32)
     total = torch.zeros(32, 16)
-    products.add_weight_gradient(total, grad, x)
+    (_, kept), (_, arrived) = (
+        products.forward_keeping(x, torch.randn(32, 16), None),
+        products.input_gradient_keeping(grad, torch.randn(32, 16)),
+    )
+    products.add_weight_gradient(total, arrived, kept)
     torch.testing.assert_close(total, grad.t() @ x)
 
 
@@ -256,14 +276,34 @@ def test_a_gpu_for_which_triton_finds_no_compiler_is_refused_in_one_line(
 
 def quotients() -> None:
     """The kernel on a CPU, writing fp32: Triton's interpreter rounds to FP8 as no GPU does (1.99 becomes 1)."""
-    for rows, columns in ((1, 1), (64, 64), (65, 130), (7, 200)):
+    for rows, columns in ((1, 1), (64, 64), (65, 130), (7, 200), (200, 7)):
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
             for scale in (torch.tensor([[0.37]]), torch.rand(rows, 1) + 0.1):
                 for matrix in (torch.randn(rows, columns), torch.randn(columns, rows).t()):
                     given = matrix.to(dtype)
+                    expected = given.float() * (1 / scale)
                     found = _cast_on_gpu(given, scale, torch.float32)
                     assert found.is_contiguous()
-                    assert torch.equal(found, given.float() / scale), (rows, columns, dtype)
+                    assert torch.equal(found, expected), (rows, columns, dtype)
+                    along, across = _cast_both_on_gpu(given, scale, torch.float32)
+                    assert across.is_contiguous()
+                    assert torch.equal(along, expected), (rows, columns, dtype)
+                    assert torch.equal(across, expected.t()), (rows, columns, dtype)
+
+
+def scales() -> None:
+    """The bits of the scales that the kernels find, in one program and in many, in the ways a matrix may lie."""
+    for rows, columns in ((1, 1), (64, 64), (7, 5000), (300, 130)):
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+            given = (torch.randn(rows, columns) * torch.logspace(-6, 4, rows)[:, None]).to(dtype)
+            for value in (0.5, -70.0, torch.inf, -torch.inf, torch.nan):
+                given[rows // 2, columns // 2] = value
+                for matrix in (given, given.t().contiguous().t(), torch.zeros_like(given)):
+                    for kind in (E4M3, E5M2):
+                        for each in (False, True):
+                            expected, found = _scale(matrix, kind, each), _scale_on_gpu(matrix, kind, each)
+                            torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
+                            assert found.shape == ((rows, 1) if each else (1, 1))
 
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="needs triton")
@@ -273,15 +313,38 @@ def test_the_kernel_of_a_gpu_divides_by_the_scale_of_each_row_in_any_layout() ->
     interpreted(quotients)
 
 
+@pytest.mark.skipif(find_spec("triton") is None, reason="needs triton")
+@pytest.mark.multiproc
+@pytest.mark.timeout(240)
+def test_the_kernels_of_a_gpu_find_the_scales_of_a_cpu() -> None:
+    interpreted(scales)
+
+
 @pytest.mark.te
+@pytest.mark.parametrize("both", [0, 1])
 @pytest.mark.parametrize(("kind", "instruction"), [("fp8e4nv", "e4m3x2"), ("fp8e5", "e5m2x2")])
-def test_the_kernel_compiles_and_rounds_to_nearest(kind: str, instruction: str) -> None:
+def test_the_kernel_compiles_and_rounds_to_nearest(kind: str, instruction: str, both: int) -> None:
     pytest.importorskip("triton")  # which the kernel's module imports
     from megatron_run_parallel_layer_fp8.kernel import cast_tile
 
-    found = compile_kernel(cast_tile, f"*bf16 *fp32 *{kind} i32 i32 i32 i32 i32 64").asm
-    assert found["cubin"]
-    assert f"cvt.rn.satfinite.{instruction}.f32" in found["ptx"]
+    arguments = f"*bf16 *fp32 *{kind} *{kind} i32! i32! i32! 1 0 {both} {TILE[0]} {TILE[1]}"
+    found = compile_kernel(cast_tile, arguments, num_warps=WARPS)
+    assert found.asm["cubin"]
+    assert f"cvt.rn.satfinite.{instruction}.f32" in found.asm["ptx"]
+    assert "div.rn.f32" in found.asm["ptx"], "a GPU would find other bits than a CPU"
+
+
+@pytest.mark.te
+def test_the_kernels_of_scales_compile_and_divide_as_a_cpu_does() -> None:
+    pytest.importorskip("triton")
+    from megatron_run_parallel_layer_fp8 import kernel
+
+    assert compile_kernel(kernel.largest_of_parts, f"*bf16 *i32 i32! i32! {BLOCK}", num_warps=8).asm["cubin"]
+    for compiled in (
+        compile_kernel(kernel.scale_of_parts, "*i32 *fp32 i32 fp32 fp32 1024"),
+        compile_kernel(kernel.scale_of_rows, "*bf16 *fp32 i32! i32! fp32 fp32 4096"),
+    ):
+        assert "div.rn.f32" in compiled.asm["ptx"]
 
 
 @pytest.mark.gpu
@@ -295,11 +358,23 @@ def test_a_gpu_rounds_and_multiplies_as_a_cpu_does(dtype: torch.dtype, scaling: 
     there = quantize(a.cuda(), dtype, scaling), quantize(b.cuda().t(), E4M3, scaling)
     for one, other in zip(here, there, strict=True):
         assert torch.equal(one.values.view(torch.uint8), other.values.view(torch.uint8).cpu())
-    expected, found = product(*here, torch.bfloat16, fast=False), product(*there, torch.bfloat16, fast=False)
-    torch.testing.assert_close(found.cpu(), expected, rtol=2**-7, atol=2e-2)
+        assert torch.equal(one.scale, other.scale.cpu())
+    left, right = (each.widened().double() for each in here)
+    exact, magnitudes = left @ right.t(), left.abs() @ right.abs().t()
+    # The result is rounded to bf16, 2^-9 of it. Before that a CPU sums in fp32; tensor cores shift what they add to the
+    # exponent of the largest, of which they keep about 14 bits, and here these errors have either sign.
+    for operands, lost in ((here, 2**-20), (there, 2**-13)):
+        found = product(*operands, torch.bfloat16, fast=False).cpu().double()
+        assert ((found - exact).abs() <= 2**-8 * exact.abs() + lost * magnitudes).all()
 
 
-def test_an_operation_of_its_own_is_what_graphs_contain() -> None:
+def test_operations_of_their_own_are_what_graphs_contain() -> None:
     with torch.device("meta"):
-        found = cast(torch.empty(32, 16, dtype=torch.bfloat16), torch.empty(1, 1), E4M3)
+        matrix, scale = torch.empty(32, 16, dtype=torch.bfloat16), torch.empty(1, 1)
+        found = cast(matrix, scale, E4M3)
+        along, across = cast_both(matrix, scale, E5M2)
+        scales = scale_of(matrix, E4M3, each=False), scale_of(matrix, E4M3, each=True)
     assert (found.shape, found.dtype) == ((32, 16), E4M3)
+    assert (along.shape, along.dtype) == ((32, 16), E5M2)
+    assert (across.shape, across.dtype, across.is_contiguous()) == ((16, 32), E5M2, True)
+    assert [(each.shape, each.dtype) for each in scales] == [((1, 1), torch.float32), ((32, 1), torch.float32)]

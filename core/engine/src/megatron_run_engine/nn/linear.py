@@ -108,23 +108,46 @@ _library.impl("add_wide_product", _add, "CPU")
 _library.impl("add_wide_product", lambda *_: None, "Meta")
 
 
+#: What a product keeps of one of its operands for another that takes it later.
+Operand = tuple[Tensor, ...]
+
+
 class Products:
     """The three matrix products of a :class:`LinearLayer`, in the types of their operands.
 
-    Another arithmetic derives from this class.
+    Another arithmetic derives from this class. Two products take each operand: x those of the forward and of the
+    weight's gradient, the gradient those of x and of the weight. An arithmetic that prepares operands overrides the
+    methods that keep one, so as to prepare it once for both.
     """
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """``x @ weight.T + bias``: x [*, i], weight [o, i], bias [o] -> [*, o]."""
         return multiply(x, weight, bias)
 
+    def forward_keeping(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Operand]:
+        """:meth:`forward` and :meth:`keep_input`."""
+        return self.forward(x, weight, bias), self.keep_input(x)
+
+    def keep_input(self, x: Tensor) -> Operand:
+        """What :meth:`add_weight_gradient` takes of x [*, i]; it waits for the backward."""
+        return (x,)
+
     def input_gradient(self, grad: Tensor, weight: Tensor) -> Tensor:
         """``grad @ weight``: grad [*, o], weight [o, i] -> [*, i]."""
         return multiply(grad, weight.t())
 
-    def add_weight_gradient(self, total: Tensor, grad: Tensor, x: Tensor) -> None:
-        """``total += grad.T @ x``: grad [N, o], x [N, i], total [o, i]."""
-        add_product(total, grad.t(), x)
+    def input_gradient_keeping(self, grad: Tensor, weight: Tensor) -> tuple[Tensor, Operand]:
+        """:meth:`input_gradient` and :meth:`keep_gradient`."""
+        return self.input_gradient(grad, weight), self.keep_gradient(grad)
+
+    def keep_gradient(self, grad: Tensor) -> Operand:
+        """What :meth:`add_weight_gradient` takes of ``grad`` [*, o]; a schedule may let it wait for W."""
+        return (grad,)
+
+    def add_weight_gradient(self, total: Tensor, grad: Operand, x: Operand) -> None:
+        """``total += grad.T @ x``: total [o, i], and what was kept of grad [*, o] and x [*, i]."""
+        (rows,), (inputs,) = grad, x
+        add_product(total, rows.flatten(0, -2).t(), inputs.flatten(0, -2))
 
 
 PLAIN = Products()
@@ -191,19 +214,30 @@ class _Linear(torch.autograd.Function):
         gradients: GradientAccumulator,
         products: Products,
     ) -> Tensor:
-        ctx.save_for_backward(x)
         # The parameters themselves, not saved tensors: under activation checkpointing those come back as copies
         # without main_grad.
         ctx.weight, ctx.bias, ctx.gradients, ctx.products = weight, bias, gradients, products
-        return products.forward(x, weight, bias)
+        if not weight.requires_grad:
+            return products.forward(x, weight, bias)
+        result, kept = products.forward_keeping(x, weight, bias)
+        ctx.save_for_backward(*kept)
+        return result
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, None, None, None]:
-        (x,), (grad,), products = ctx.saved_tensors, grads, ctx.products
+        (grad,), x = grads, ctx.saved_tensors
+        back, kept = input_gradient(ctx.products, grad, ctx.weight, wanted=ctx.needs_input_grad[0])
         if ctx.weight.requires_grad:
-            submit_gradients(ctx.gradients, ctx.weight, ctx.bias, x, grad, products)
+            submit_gradients(ctx.gradients, ctx.weight, ctx.bias, x, grad, kept, ctx.products)
         # None for weight and bias: autograd must not accumulate what has been submitted.
-        return (products.input_gradient(grad, ctx.weight) if ctx.needs_input_grad[0] else None), None, None, None, None
+        return back, None, None, None, None
+
+
+def input_gradient(products: Products, grad: Tensor, weight: Tensor, *, wanted: bool) -> tuple[Tensor | None, Operand]:
+    """``grad @ weight`` if it is ``wanted``, and what is kept of grad [*, o] if ``weight`` [o, i] is trained."""
+    if not weight.requires_grad:
+        return (products.input_gradient(grad, weight) if wanted else None), ()
+    return products.input_gradient_keeping(grad, weight) if wanted else (None, products.keep_gradient(grad))
 
 
 def multiply(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -217,19 +251,29 @@ def submit_gradients(
     gradients: GradientAccumulator,
     weight: Parameter,
     bias: Parameter | None,
-    x: Tensor,
+    x: Operand,
     grad: Tensor,
+    kept: Operand,
     products: Products = PLAIN,
 ) -> None:
-    """Submit the gradients of ``weight`` [o, i] and ``bias`` [o] for input x [*, i] and output gradient [*, o]."""
-    x2, grad2 = x.flatten(0, -2), grad.flatten(0, -2)  # [*, i] -> [N, i], [*, o] -> [N, o]
+    """Submit the gradients of ``weight`` [o, i] and ``bias`` [o]: x and ``kept`` are what ``products`` keeps.
 
-    def compute() -> None:
-        products.add_weight_gradient(main_grad(weight), grad2, x2)
-        if bias is not None:
-            add_rows(main_grad(bias), grad2)
+    x [*, i] is the layer's input, ``kept`` is of ``grad`` [*, o].
+    """
 
-    gradients.submit((weight,) if bias is None else (weight, bias), compute)
+    def add() -> None:
+        products.add_weight_gradient(main_grad(weight), kept, x)
+
+    if bias is None:
+        gradients.submit((weight,), add)
+        return
+    rows = grad.flatten(0, -2)  # [*, o] -> [N, o]
+
+    def add_both() -> None:
+        add()
+        add_rows(main_grad(bias), rows)
+
+    gradients.submit((weight, bias), add_both)
 
 
 def add_rows(total: Tensor, rows: Tensor) -> None:

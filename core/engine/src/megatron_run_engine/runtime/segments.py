@@ -37,6 +37,7 @@ class SegmentRunner:
     def __init__(self, rng: RandomStreams, offload: Offload | None = None) -> None:
         self._rng, self._offload = rng, offload
         self._ensure_ready: EnsureReady | None = None
+        self._preparing: dict[Parameter, Callable[[], None]] = {}
         self._capture: GraphCapture | None = None
         self._capture_name = ""
         self._regions: dict[int, Region] = {}
@@ -55,6 +56,13 @@ class SegmentRunner:
     def read_parameters_after(self, ensure_ready: EnsureReady) -> None:
         """From now on call ``ensure_ready`` with a segment's parameters before each run of it."""
         self._ensure_ready = ensure_ready
+
+    def before_reading(self, parameter: Parameter, prepare: Callable[[], None]) -> None:
+        """From now on call ``prepare`` before each run of a segment with ``parameter``, once that is ready.
+
+        It runs outside of the graphs of regions, but within that of a whole step.
+        """
+        self._preparing[parameter] = prepare
 
     def watch(self, regions: Sequence[Region]) -> None:
         """From now on record the inputs of ``regions`` when they run eagerly in training."""
@@ -154,6 +162,10 @@ class SegmentRunner:
     def _make_ready(self, segment: Segment) -> None:
         if self._ensure_ready is not None:
             self._ensure_ready(segment.params)
+        if self._preparing:
+            for parameter in segment.params:
+                if (prepare := self._preparing.get(parameter)) is not None:
+                    prepare()
 
 
 def _store(segment: Segment, result: object, environment: Environment) -> None:

@@ -117,6 +117,7 @@ class StepRunner:
         )
         examples = dict(context.segments.examples)
         context.segments.watch(())  # what is recorded is no example
+        context.gradients.start_recorded_step()
         try:
             with context.gradients.recording() as arrivals, context.rng.left_alone():
                 size = assembly.graph_capture.capture_step(

@@ -5,7 +5,7 @@ bits where it is computed, by a scale that is found there (Micikevicius et al. 2
 Experts, embeddings, the output layer, norms and attention are those of the factory below.
 
 Reading order: ``quantized`` (values and their scales, a product of them), ``products`` (the three products of a layer),
-``cast`` (the rounding in one pass on a GPU).
+``weights`` (what microbatches of a step share), ``cast`` (the passes over memory on a GPU).
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ from megatron_run.errors import InputError, PluginError
 from megatron_run.hookspecs import hookimpl
 from megatron_run_engine.nn import LinearLayer
 from megatron_run_engine.nn.fused import triton_lack
-from megatron_run_parallel_layer_fp8.products import Fp8Products, Options
+from megatron_run_parallel_layer_fp8.products import FORMATS, Fp8Products, Options
 from megatron_run_parallel_layer_fp8.quantized import MULTIPLE
+from megatron_run_parallel_layer_fp8.weights import StepWeight
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -41,7 +42,7 @@ class Fp8Layers(StackedLayers):
 
     def __init__(self, context: BuildContext, options: Options, base: ParallelLayers) -> None:
         super().__init__(base)
-        self._products, self._log = Fp8Products(options), context.log
+        self._context, self._options, self._log = context, options, context.log
         self._rounds = context.dtypes.param.itemsize == 2  # a model that is evaluated in fp32 keeps its weights' bits
         self._named = set[object]()  # of what a warning has told
         tokens = context.train.micro_batch_size * context.train.sequence_length
@@ -82,7 +83,8 @@ class Fp8Layers(StackedLayers):
         if outputs % MULTIPLE or inputs % MULTIPLE:
             self._warn(f"matrices of {outputs} x {inputs} are not multiplied in FP8: their sides {_NO_MULTIPLE}")
         elif self._rounds:
-            layer.products = self._products
+            scaling = self._options.scaling
+            layer.products = Fp8Products(self._options, StepWeight(self._context, layer, FORMATS["e4m3"], scaling))
         return layer
 
     def _warn(self, what: str) -> None:

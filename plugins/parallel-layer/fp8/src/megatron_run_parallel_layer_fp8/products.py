@@ -6,26 +6,42 @@
 | input gradient | gradient [N, o], weight.T [i, o] | outputs |
 | weight gradient | gradient.T [o, N], x.T [i, N] | tokens |
 
-Each operand is rounded twice a step, along and across, since every product wants the dimension that it sums over
-contiguous. With a scale of each row they would be scaled along that dimension too; over tokens, whose gradients differ
-most, the weight gradient then keeps the run's type.
+Every product wants the dimension that it sums over contiguous, so each operand is rounded as it lies and transposed.
+One scale of a whole matrix serves both: one pass finds it, another rounds and writes both. The forward keeps the
+transposed input in 8 bits, not the input; the gradient is rounded for both of its products at once; so are weights,
+once a step (:mod:`~megatron_run_parallel_layer_fp8.weights`).
+
+With a scale of each row they would be scaled along the other dimension too; over tokens, whose gradients differ most,
+the weight gradient then keeps the run's type.
 
 Legend: * any leading dimensions, N their product, i inputs, o outputs.
 """
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
-from megatron_run_engine.nn import Products
-from megatron_run_parallel_layer_fp8.quantized import MULTIPLE, Quantized, Scaling, product, quantize
+from megatron_run_engine.nn import Operand, Products
+from megatron_run_parallel_layer_fp8.quantized import (
+    MULTIPLE,
+    Quantized,
+    Scaling,
+    product,
+    quantize,
+    quantize_across,
+    quantize_both,
+)
+
+if TYPE_CHECKING:
+    from megatron_run_parallel_layer_fp8.weights import StepWeight
 
 #: 4 bits of exponent and 3 of fraction, to 448; 5 and 2, to 57344.
-_FORMATS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+FORMATS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+_VALUES = FORMATS["e4m3"]
 
 
 class Options(BaseModel):
@@ -38,31 +54,65 @@ class Options(BaseModel):
 
 
 class Fp8Products(Products):
-    """Products of operands that are rounded to FP8 on the way; the results have the type of the operands."""
+    """Products of operands that are rounded to FP8 on the way; the results have the type of the operands.
 
-    def __init__(self, options: Options) -> None:
-        self._scaling, self._gradients = options.scaling, _FORMATS[options.gradients]
+    ``step_weight`` holds the weight of the one layer that multiplies by this; None: it is rounded for each product.
+    """
+
+    def __init__(self, options: Options, step_weight: StepWeight | None = None) -> None:
+        self._scaling, self._gradients = options.scaling, FORMATS[options.gradients]
+        self._step_weight = step_weight
 
     def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """See :class:`Products`."""
-        left, right = self._value(x.flatten(0, -2)), self._value(weight)
-        return _shaped(product(left, right, x.dtype, bias, fast=True), x)
+        return self._multiplied(quantize(x.flatten(0, -2), _VALUES, self._scaling), x, weight, bias)
+
+    def forward_keeping(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Operand]:
+        """See :class:`Products`."""
+        if not self._sums_tokens(x):
+            return super().forward_keeping(x, weight, bias)
+        along, across = quantize_both(x.flatten(0, -2), _VALUES, self._scaling)
+        return self._multiplied(along, x, weight, bias), across
+
+    def keep_input(self, x: Tensor) -> Operand:
+        """See :class:`Products`: x transposed in FP8 [i, N] and its scale, or x."""
+        return quantize_across(x.flatten(0, -2), _VALUES) if self._sums_tokens(x) else (x,)
 
     def input_gradient(self, grad: Tensor, weight: Tensor) -> Tensor:
         """See :class:`Products`."""
-        left, right = quantize(grad.flatten(0, -2), self._gradients, self._scaling), self._value(weight.t())
-        return _shaped(product(left, right, grad.dtype, fast=False), grad)
+        return self._returned(quantize(grad.flatten(0, -2), self._gradients, self._scaling), grad, weight)
 
-    def add_weight_gradient(self, total: Tensor, grad: Tensor, x: Tensor) -> None:
+    def input_gradient_keeping(self, grad: Tensor, weight: Tensor) -> tuple[Tensor, Operand]:
+        """See :class:`Products`."""
+        if not self._sums_tokens(grad):
+            return super().input_gradient_keeping(grad, weight)
+        along, across = quantize_both(grad.flatten(0, -2), self._gradients, self._scaling)
+        return self._returned(along, grad, weight), across
+
+    def keep_gradient(self, grad: Tensor) -> Operand:
+        """See :class:`Products`: ``grad`` transposed in FP8 [o, N] and its scale, or ``grad``."""
+        return quantize_across(grad.flatten(0, -2), self._gradients) if self._sums_tokens(grad) else (grad,)
+
+    def add_weight_gradient(self, total: Tensor, grad: Operand, x: Operand) -> None:
         """See :class:`Products`. The sums are added to ``total`` in its own type, unrounded where that is fp32."""
-        if self._scaling == "rowwise" or len(x) % MULTIPLE:
+        if len(x) == 1:
             super().add_weight_gradient(total, grad, x)
-            return
-        left, right = quantize(grad.t(), self._gradients, self._scaling), self._value(x.t())
-        total.add_(product(left, right, total.dtype, fast=False))
+        else:
+            total.add_(product(Quantized(*grad), Quantized(*x), total.dtype, fast=False))
 
-    def _value(self, matrix: Tensor) -> Quantized:
-        return quantize(matrix, _FORMATS["e4m3"], self._scaling)
+    def _sums_tokens(self, rows: Tensor) -> bool:
+        """Whether weight gradients over the tokens of ``rows`` [*, k] are in FP8."""
+        return self._scaling == "tensorwise" and rows.shape[:-1].numel() % MULTIPLE == 0
+
+    def _multiplied(self, left: Quantized, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        held = self._step_weight and self._step_weight.held()
+        right = held[0] if held else quantize(weight, _VALUES, self._scaling)
+        return _shaped(product(left, right, x.dtype, bias, fast=True), x)
+
+    def _returned(self, left: Quantized, grad: Tensor, weight: Tensor) -> Tensor:
+        held = self._step_weight and self._step_weight.held()
+        right = held[1] if held else quantize(weight.t(), _VALUES, self._scaling)
+        return _shaped(product(left, right, grad.dtype, fast=False), grad)
 
 
 def _shaped(result: Tensor, like: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_run_parallel_layer_fp8.cast import cast
+from megatron_run_parallel_layer_fp8.cast import cast, cast_both, scale_of
 
 #: One scale of a matrix, or one of each row.
 Scaling = Literal["tensorwise", "rowwise"]
@@ -38,12 +38,22 @@ def quantize(matrix: Tensor, dtype: torch.dtype, scaling: Scaling) -> Quantized:
 
     A value that is not finite makes its matrix, or row, NaN, so that the step's check finds it.
     """
-    along = None if scaling == "tensorwise" else 1
-    largest = torch.linalg.vector_norm(matrix, torch.inf, dim=along, keepdim=True, dtype=torch.float32)
-    # Of values near the smallest that fp32 has, the scale would lose its bits, or be zero.
-    scale = (largest / torch.finfo(dtype).max).clamp(min=torch.finfo(torch.float32).tiny)
-    scale = torch.where(largest.isfinite(), scale, torch.nan)
+    scale = scale_of(matrix, dtype, each=scaling == "rowwise")
     return Quantized(cast(matrix, scale, dtype), scale)
+
+
+def quantize_both(matrix: Tensor, dtype: torch.dtype, scaling: Scaling) -> tuple[Quantized, Quantized]:
+    """``matrix`` [m, k] and its transpose [k, m]; one scale of all values serves both."""
+    if scaling == "rowwise":
+        return quantize(matrix, dtype, scaling), quantize(matrix.t(), dtype, scaling)
+    scale = scale_of(matrix, dtype, each=False)
+    along, across = cast_both(matrix, scale, dtype)
+    return Quantized(along, scale), Quantized(across, scale)
+
+
+def quantize_across(matrix: Tensor, dtype: torch.dtype) -> Quantized:
+    """The transpose [k, m] of ``matrix`` [m, k] with one scale: what :func:`quantize_both` returns second."""
+    return quantize(matrix.t(), dtype, "tensorwise")
 
 
 def product(a: Quantized, b: Quantized, dtype: torch.dtype, bias: Tensor | None = None, *, fast: bool) -> Tensor:

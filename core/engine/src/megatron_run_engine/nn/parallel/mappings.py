@@ -29,7 +29,7 @@ from torch import Tensor
 
 from megatron_run.contracts import Part
 from megatron_run.contracts.parallel_layer import even_part
-from megatron_run_engine.nn.linear import PLAIN, Products, linear, submit_gradients
+from megatron_run_engine.nn.linear import PLAIN, Products, input_gradient, linear, submit_gradients
 from megatron_run_engine.runtime.comm import ParallelGroup
 
 if TYPE_CHECKING:
@@ -193,22 +193,28 @@ class _ColumnLinear(torch.autograd.Function):
         split: Split,
         products: Products,
     ) -> Tensor:
-        ctx.save_for_backward(x)
         # The parameters themselves, which have main_grad: saved tensors may come back as copies (see linear.py).
         ctx.weight, ctx.bias, ctx.gradients, ctx.split, ctx.products = weight, bias, gradients, split, products
-        return products.forward(split.peers.gather(x) if split.sequence else x, weight, bias)
+        trains = weight.requires_grad
+        if split.sequence or not trains:
+            ctx.save_for_backward(*((x,) if trains else ()))
+            return products.forward(split.peers.gather(x) if split.sequence else x, weight, bias)
+        result, kept = products.forward_keeping(x, weight, bias)
+        ctx.save_for_backward(*kept)
+        return result
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, None, None, None, None]:
         """Overlap: x is gathered during the input gradient's product, that gradient is reduced during the weight's."""
-        (x,), (grad,), peers, sequence = ctx.saved_tensors, grads, ctx.split.peers, ctx.split.sequence
+        x, (grad,), peers, sequence = ctx.saved_tensors, grads, ctx.split.peers, ctx.split.sequence
         trains, summing = ctx.weight.requires_grad, None
-        gathering = peers.start_gather(x) if sequence and trains else None
+        gathering = peers.start_gather(x[0]) if sequence and trains else None
         # [s, b, i]: this rank's term of the input gradient, which the collective below sums
-        partial = ctx.products.input_gradient(grad, ctx.weight) if ctx.needs_input_grad[0] else None
-        x = gathering.wait() if gathering else x
+        partial, kept = input_gradient(ctx.products, grad, ctx.weight, wanted=ctx.needs_input_grad[0])
+        gathered = gathering.wait() if gathering else None
         if partial is not None:
             summing = peers.start_scatter_sum(partial) if sequence else peers.start_sum(partial)
         if trains:
-            submit_gradients(ctx.gradients, ctx.weight, ctx.bias, x, grad, ctx.products)
+            x = x if gathered is None else ctx.products.keep_input(gathered)
+            submit_gradients(ctx.gradients, ctx.weight, ctx.bias, x, grad, kept, ctx.products)
         return (summing.wait() if summing else None), None, None, None, None, None

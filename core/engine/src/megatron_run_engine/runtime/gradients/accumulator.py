@@ -32,7 +32,7 @@ class GradientAccumulator:
 
     The number of arrivals per microbatch is learned in the first step; a tied embedding's gradient, for example,
     arrives twice. Until then nothing is announced, and the executor's gradient-sync points send everything. ``steps``
-    counts the steps that have begun: parameters change between them only.
+    counts the steps that have begun, or were recorded whole: parameters change between them only.
     """
 
     def __init__(self) -> None:
@@ -84,6 +84,10 @@ class GradientAccumulator:
             self._per_microbatch = {p: count / self._microbatches for p, count in self._arrivals.items()}
         self._arrivals.clear()
         self._microbatches, self._on_ready = microbatches, on_ready
+        self.steps += 1
+
+    def start_recorded_step(self) -> None:
+        """Begin a step that is recorded whole: what a step makes of its parameters, it makes in each replay."""
         self.steps += 1
 
     @contextmanager
