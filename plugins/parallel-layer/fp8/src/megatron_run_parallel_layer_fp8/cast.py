@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.library import Library
 
 #: Values of a tile of the rounding kernel, rows and columns, and what suits it.
-TILE, WARPS = (128, 64), 4
+TILE, WARPS = (128, 64), 8
 #: Values that a program reads at a time to find the largest one, and programs that keep the largest devices busy.
 BLOCK, PROGRAMS = 8192, 1024
 #: The widest block of a row.
@@ -112,7 +112,7 @@ def _launch(matrix: Tensor, scale: Tensor, along: Tensor, across: Tensor | None)
             rows,
             columns,
             *matrix.stride(),
-            int(scale.numel() > 1),
+            scale.numel() > 1,
             across is not None,
             tall,
             wide,

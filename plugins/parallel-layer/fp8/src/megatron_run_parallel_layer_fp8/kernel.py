@@ -67,14 +67,14 @@ def cast_tile(
     columns: tl.tensor,
     row_stride: tl.tensor,
     column_stride: tl.tensor,
-    scale_stride: tl.tensor,
+    each: tl.constexpr,
     both: tl.constexpr,
     tile_rows: tl.constexpr,
     tile_columns: tl.constexpr,
 ) -> None:
     """One tile of ``matrix / scale``, as it lies into ``along`` [rows, columns], and with ``both`` into its transpose.
 
-    ``scale_stride`` is 0 for one scale. Both results are contiguous.
+    ``each`` row has a scale, or all have one. Both results are contiguous.
     """
     row = tl.program_id(0) * tile_rows + tl.arange(0, tile_rows)
     column = tl.program_id(1) * tile_columns + tl.arange(0, tile_columns)
@@ -82,10 +82,13 @@ def cast_tile(
     # 64 bits: a matrix may have more than 2^31 values.
     wide, over = row.to(tl.int64), column.to(tl.int64)
     value = tl.load(matrix + wide[:, None] * row_stride + over[None, :] * column_stride, mask=inside, other=0.0)
-    each = tl.load(scale + wide * scale_stride, mask=row < rows, other=1.0)
-    # One division a row: a product has the same bits everywhere, and takes a tenth of a division's instructions.
-    inverse = tl.math.div_rn(tl.full([tile_rows], 1.0, tl.float32), each)
-    rounded = (value.to(tl.float32) * inverse[:, None]).to(along.dtype.element_ty)
+    # One division a scale: a product has the same bits everywhere, and takes a tenth of a division's instructions.
+    if each:
+        divisor = tl.load(scale + wide, mask=row < rows, other=1.0)
+        inverse = tl.math.div_rn(tl.full([tile_rows], 1.0, tl.float32), divisor)[:, None]
+    else:
+        inverse = tl.math.div_rn(1.0, tl.load(scale))
+    rounded = (value.to(tl.float32) * inverse).to(along.dtype.element_ty)
     tl.store(along + wide[:, None] * columns + over[None, :], rounded, mask=inside)
     if both:
         tl.store(across + over[:, None] * rows + wide[None, :], tl.trans(rounded), mask=tl.trans(inside))

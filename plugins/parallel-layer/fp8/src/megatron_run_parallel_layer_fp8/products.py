@@ -30,6 +30,7 @@ from megatron_run_parallel_layer_fp8.quantized import (
     MULTIPLE,
     Quantized,
     Scaling,
+    add_product,
     product,
     quantize,
     quantize_across,
@@ -98,7 +99,7 @@ class Fp8Products(Products):
         if len(x) == 1:
             super().add_weight_gradient(total, grad, x)
         else:
-            total.add_(product(Quantized(*grad), Quantized(*x), total.dtype, fast=False))
+            add_product(total, Quantized(*grad), Quantized(*x))
 
     def _sums_tokens(self, rows: Tensor) -> bool:
         """Whether weight gradients over the tokens of ``rows`` [*, k] are in FP8."""

@@ -13,13 +13,18 @@ from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.library import Library
 
+from megatron_run_parallel_layer_fp8 import cublas
 from megatron_run_parallel_layer_fp8.cast import cast, cast_both, scale_of
 
 #: One scale of a matrix, or one of each row.
 Scaling = Literal["tensorwise", "rowwise"]
 #: The sides of a matrix are multiples of it: tensor cores take 16 values of 8 bits at a time.
 MULTIPLE = 16
+
+_library = Library("megatron_run_fp8", "FRAGMENT")
+_library.define("add_product(Tensor(a!) total, Tensor left, Tensor left_scale, Tensor right, Tensor right_scale) -> ()")
 
 
 class Quantized(NamedTuple):
@@ -74,6 +79,29 @@ def product(a: Quantized, b: Quantized, dtype: torch.dtype, bias: Tensor | None 
         )
     result = a.widened() @ b.widened().t()
     return (result if bias is None else result + bias.float()).to(dtype)
+
+
+def add_product(total: Tensor, a: Quantized, b: Quantized) -> None:
+    """``total += a @ b.T``, in the type of ``total``: [m, n], [m, k], [n, k]; each factor has one scale.
+
+    An operation of its own: on a GPU it calls a library besides torch.
+    """
+    torch.ops.megatron_run_fp8.add_product(total, *a, *b)
+
+
+def _add(total: Tensor, *operands: Tensor) -> None:
+    a, b = Quantized(*operands[:2]), Quantized(*operands[2:])
+    total.add_(product(a, b, total.dtype, fast=False))
+
+
+def _add_on_gpu(total: Tensor, *operands: Tensor) -> None:
+    if not cublas.add_product(total, *operands):
+        _add(total, *operands)
+
+
+_library.impl("add_product", _add, "CPU")
+_library.impl("add_product", _add_on_gpu, "CUDA")
+_library.impl("add_product", lambda *_: None, "Meta")
 
 
 def _as_taken(scale: Tensor) -> Tensor:
