@@ -53,6 +53,26 @@ def test_parameters_are_made_ready_before_each_segment_that_reads_them() -> None
     assert environment["x"].item() == 2.0
 
 
+def test_what_follows_from_a_parameter_is_made_once_it_is_ready_and_before_eager_runs_and_replays() -> None:
+    parameter, events = Parameter(torch.zeros(1)), list[str]()
+    run, capture = runner(), Fused()
+    run.read_parameters_after(lambda _: events.append("ready"))
+    run.before_reading(parameter, lambda: events.append("made"))
+
+    def read(x: Tensor) -> Tensor:
+        events.append("read")
+        return x
+
+    reading = [segment("a", read, "x", "x", params=(parameter,)), segment("b", read, "x", "x", index=1)]
+    run.run(reading, Microbatch(0, 1, 0, {}), {"x": torch.zeros(1)})
+    assert events == ["ready", "made", "read", "ready", "read"]
+    events.clear()
+    run.watch(capture.regions([reading]))
+    run.replay_with(capture)
+    run.run(reading, Microbatch(0, 1, 0, {}), {"x": torch.zeros(1)})
+    assert events == ["ready", "made", "ready"]
+
+
 def test_the_random_stream_depends_on_the_segment_and_not_on_what_ran_before() -> None:
     draws: list[Tensor] = []
 

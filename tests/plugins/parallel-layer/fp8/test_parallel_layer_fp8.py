@@ -19,7 +19,7 @@ from megatron_run_engine import train
 from megatron_run_engine.builtin.parallel_layer.dense import DenseLayers
 from megatron_run_engine.nn.fused import availability
 from megatron_run_engine.training.memory_estimate import model_size
-from megatron_run_parallel_layer_fp8 import Fp8Layers, check_device
+from megatron_run_parallel_layer_fp8 import Fp8Layers, check_device, cublas
 from megatron_run_parallel_layer_fp8.cast import (
     BLOCK,
     TILE,
@@ -33,7 +33,7 @@ from megatron_run_parallel_layer_fp8.cast import (
     scale_of,
 )
 from megatron_run_parallel_layer_fp8.products import Fp8Products, Options
-from megatron_run_parallel_layer_fp8.quantized import Scaling, product, quantize
+from megatron_run_parallel_layer_fp8.quantized import Quantized, Scaling, product, quantize
 from megatron_run_testing.build_contexts import single_process_context
 from tests.support.compiled_kernels import compile_kernel
 from tests.support.interpreted import interpreted
@@ -366,6 +366,24 @@ def test_a_gpu_rounds_and_multiplies_as_a_cpu_does(dtype: torch.dtype, scaling: 
     for operands, lost in ((here, 2**-20), (there, 2**-13)):
         found = product(*operands, torch.bfloat16, fast=False).cpu().double()
         assert ((found - exact).abs() <= 2**-8 * exact.abs() + lost * magnitudes).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("grad", [E4M3, E5M2])
+def test_a_gpu_adds_a_product_to_an_fp32_total_unrounded(grad: torch.dtype) -> None:
+    if torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("has no FP8")
+    left, right, total = torch.randn(512, 1024), torch.randn(768, 1024), torch.randn(512, 768)
+    here = quantize(left, grad, "tensorwise"), quantize(right, E4M3, "tensorwise")
+    there = [Quantized(each.values.cuda(), each.scale.cuda()) for each in here]
+    factors = [each.widened().double() for each in here]
+    exact, magnitudes = total + factors[0] @ factors[1].t(), factors[0].abs() @ factors[1].abs().t()
+    by_library, by_torch = total.cuda(), total.cuda()
+    assert cublas.add_product(by_library, *there[0], *there[1])
+    by_torch.add_(product(*there, torch.float32, fast=False))
+    for found in (by_library, by_torch):
+        assert ((found.cpu() - exact).abs() <= 2**-13 * magnitudes).all()
+    assert not cublas.add_product(total.cuda().t().contiguous().t(), *there[0], *there[1]), "it adds rows in a row"
 
 
 def test_operations_of_their_own_are_what_graphs_contain() -> None:

@@ -141,7 +141,7 @@ def _library() -> ctypes.CDLL:
 
 
 def _handle() -> ctypes.c_void_p:
-    """cuBLAS's handle of this thread and device, which is one of cuBLASLt too."""
+    """The handle of this thread and device: one of cuBLAS is one of cuBLASLt too."""
     return ctypes.c_void_p(torch.cuda.current_blas_handle())
 
 
