@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
@@ -12,7 +12,7 @@ from megatron_run.config.request import Request
 from megatron_run.contracts import Init
 from megatron_run_engine.builtin.parallel_layer.dense import DenseLayers
 from megatron_run_parallel_layer_fp8 import weights as copies
-from megatron_run_parallel_layer_fp8.quantized import Scaling, quantize, quantize_both
+from megatron_run_parallel_layer_fp8.quantized import Scaling, quantize, quantize_both, write_both
 from megatron_run_parallel_layer_fp8.weights import StepWeight
 from megatron_run_testing.build_contexts import single_process_context
 from tests.support.training import Seen, train_here
@@ -96,13 +96,17 @@ def test_microbatches_share_what_a_step_makes_of_a_weight_and_learn_the_same(
     name: str, expected: Seen, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Three microbatches a step, and an evaluation after each, which rounds the updated weights itself."""
-    count, rounded = [0], quantize_both
+    count = [0]
 
-    def counted(*given: Any) -> Any:
-        count[0] += 1
-        return rounded(*given)
+    def counted(make: Callable[..., Any]) -> Callable[..., Any]:
+        def counting(*given: Any) -> Any:
+            count[0] += 1
+            return make(*given)
 
-    monkeypatch.setattr(copies, "quantize_both", counted)
+        return counting
+
+    for make in (quantize_both, write_both):
+        monkeypatch.setattr(copies, make.__name__, counted(make))
     found = trained(name)
     assert (found.losses, found.validation) == (expected.losses, expected.validation)
     # A recorded step makes them when it is recorded, and in its replays without Python.

@@ -24,6 +24,7 @@ _library = Library("megatron_run_fp8", "DEF")
 _library.define("scale(Tensor matrix, ScalarType dtype, bool each) -> Tensor")
 _library.define("cast(Tensor matrix, Tensor scale, ScalarType dtype) -> Tensor")
 _library.define("cast_both(Tensor matrix, Tensor scale, ScalarType dtype) -> (Tensor, Tensor)")
+_library.define("cast_both_into(Tensor matrix, Tensor scale, Tensor(a!) along, Tensor(b!) across) -> ()")
 
 
 def scale_of(matrix: Tensor, dtype: torch.dtype, *, each: bool) -> Tensor:
@@ -47,6 +48,11 @@ def cast_both(matrix: Tensor, scale: Tensor, dtype: torch.dtype) -> tuple[Tensor
     return along, across
 
 
+def cast_both_into(matrix: Tensor, scale: Tensor, along: Tensor, across: Tensor) -> None:
+    """Write what :func:`cast_both` returns into ``along`` and ``across``, which are contiguous."""
+    torch.ops.megatron_run_fp8.cast_both_into(matrix, scale, along, across)
+
+
 def _scale(matrix: Tensor, dtype: torch.dtype, each: bool) -> Tensor:
     along = 1 if each else None
     largest = torch.linalg.vector_norm(matrix, torch.inf, dim=along, keepdim=True, dtype=torch.float32)
@@ -62,6 +68,11 @@ def _cast(matrix: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 def _cast_both(matrix: Tensor, scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     along = _cast(matrix, scale, dtype)
     return along, along.t().contiguous()
+
+
+def _cast_both_into(matrix: Tensor, scale: Tensor, along: Tensor, across: Tensor) -> None:
+    along.copy_(_cast(matrix, scale, along.dtype))
+    across.copy_(along.t())
 
 
 def _scale_on_gpu(matrix: Tensor, dtype: torch.dtype, each: bool) -> Tensor:
@@ -146,3 +157,6 @@ _library.impl("cast", _like, "Meta")
 _library.impl("cast_both", _cast_both, "CPU")
 _library.impl("cast_both", _cast_both_on_gpu, "CUDA")
 _library.impl("cast_both", _like_both, "Meta")
+_library.impl("cast_both_into", _cast_both_into, "CPU")
+_library.impl("cast_both_into", _launch, "CUDA")
+_library.impl("cast_both_into", lambda *_: None, "Meta")

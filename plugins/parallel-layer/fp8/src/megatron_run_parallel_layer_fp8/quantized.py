@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.library import Library
 
 from megatron_run_parallel_layer_fp8 import cublas
-from megatron_run_parallel_layer_fp8.cast import cast, cast_both, scale_of
+from megatron_run_parallel_layer_fp8.cast import cast, cast_both, cast_both_into, scale_of
 
 #: One scale of a matrix, or one of each row.
 Scaling = Literal["tensorwise", "rowwise"]
@@ -54,6 +54,18 @@ def quantize_both(matrix: Tensor, dtype: torch.dtype, scaling: Scaling) -> tuple
     scale = scale_of(matrix, dtype, each=False)
     along, across = cast_both(matrix, scale, dtype)
     return Quantized(along, scale), Quantized(across, scale)
+
+
+def write_both(copies: tuple[Quantized, Quantized], matrix: Tensor, scaling: Scaling) -> None:
+    """Overwrite ``copies``, which :func:`quantize_both` has made of such a matrix, with those of ``matrix``."""
+    along, across = copies
+    if scaling == "rowwise":
+        for copy, fresh in zip(copies, quantize_both(matrix, along.values.dtype, scaling), strict=True):
+            copy.values.copy_(fresh.values)
+            copy.scale.copy_(fresh.scale)
+        return
+    along.scale.copy_(scale_of(matrix, along.values.dtype, each=False))  # it is that of both
+    cast_both_into(matrix, along.scale, along.values, across.values)
 
 
 def quantize_across(matrix: Tensor, dtype: torch.dtype) -> Quantized:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from megatron_run_parallel_layer_fp8.quantized import Quantized, quantize_both
+from megatron_run_parallel_layer_fp8.quantized import Quantized, quantize_both, write_both
 
 if TYPE_CHECKING:
     from torch import nn
@@ -44,11 +44,9 @@ class StepWeight:
         step = self._gradients.steps
         if not self._layer.training or self._made_in == step:
             return
-        made = quantize_both(self._layer.get_parameter("weight").detach(), self._dtype, self._scaling)
+        weight = self._layer.get_parameter("weight").detach()
         if self._copies is None:
-            self._copies = made
+            self._copies = quantize_both(weight, self._dtype, self._scaling)
         else:
-            for copy, fresh in zip(self._copies, made, strict=True):
-                copy.values.copy_(fresh.values)
-                copy.scale.copy_(fresh.scale)
+            write_both(self._copies, weight, self._scaling)
         self._made_in = step
