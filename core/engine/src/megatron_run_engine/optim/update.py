@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     import torch
 
     from megatron_run.contracts import ParamInfo, ReadState
+    from megatron_run_engine.optim.gradients import Gradients
     from megatron_run_engine.optim.sharding import Piece, Shard
     from megatron_run_engine.optim.update_rules import UpdateOptions, UpdateRule
 
@@ -78,20 +79,32 @@ class Update:
         pairs = zip(self._optimizers, self._numbers, strict=True) if rule.imported else ()
         self._watches = [RuleWatch(rule.imported, optimizer, numbers, warn) for optimizer, numbers in pairs]
 
-    def step(self, lr: float, weight_decay: float) -> None:
-        """Update every stretch; ``weight_decay`` applies to those that decay."""
-        self._step(lr, weight_decay)
+    def step(self, lr: float, weight_decay: float, gradients: Gradients) -> None:
+        """Update every stretch; ``weight_decay`` applies to those that decay.
+
+        ``gradients`` are those of all stretches. What they are still to be multiplied by, fused rules multiply by.
+        """
+        if not all(map(_divides, self._optimizers)):
+            gradients.settle()
+        self._step(lr, weight_decay, gradients.factor)
+        gradients.arrived()  # fused rules write back what they have multiplied
         for watch in self._watches:
             watch.after_step()
 
-    def _step(self, lr: float, weight_decay: float) -> None:
+    def _step(self, lr: float, weight_decay: float, factor: Tensor | None = None) -> None:
         self._begun = True
+        # torch's fused rules divide by this, as its GradScaler has it.
+        divisor = None if factor is None else factor.double().reciprocal().float()
         for optimizer in self._optimizers:
+            if divisor is not None:
+                vars(optimizer)["grad_scale"] = divisor
             for group in optimizer.param_groups:
                 # torch's optimizers read both from their groups in every step.
                 group["lr"] = lr * group["megatron_run"].lr_mult
                 group["weight_decay"] = weight_decay if group["megatron_run"].decays else 0.0
             optimizer.step()
+            if divisor is not None:
+                del vars(optimizer)["grad_scale"]
 
     def allocate_state(self) -> None:
         """Make the rule allocate its state by a step with zero gradients and learning rate; reset its counts.
@@ -186,6 +199,12 @@ class Update:
                 group = self._group(info, by_rest=by_rest and self._rule.rest is not None)
                 in_bucket = range(start, start + len(part.local) * row)
                 yield Stretch.of(shard, in_bucket, group, (len(part.local), *columns))
+
+
+def _divides(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether ``optimizer`` divides gradients by its ``grad_scale``, as torch's own do where they are fused."""
+    fused = all(group.get("fused") for group in optimizer.param_groups)
+    return fused and isinstance(optimizer, torch.optim.Adam | torch.optim.SGD)
 
 
 def iter_state(update: Update) -> Iterator[StatePiece]:
