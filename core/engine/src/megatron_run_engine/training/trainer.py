@@ -240,6 +240,7 @@ class Trainer:
         scaler.update(found_inf)
         norm = optimizer.clip_(self._run.config.train.clip_norm)
         zeros = optimizer.count_zeros() if self._run.config.train.count_zeros else torch.full_like(norm, torch.nan)
+        self._load_ahead(batch)
         numbers = StepNumbers(sums, found_inf, norm, zeros, scale).to_host(context.metrics)
         self._launches.synchronised()
         skipped = self._guards.skips(self._progress, numbers)
@@ -251,6 +252,14 @@ class Trainer:
         self._activity.enter("parameter-gather")
         optimizer.start_param_sync()
         return numbers
+
+    def _load_ahead(self, batch: int) -> None:
+        """Load what the step after this one, of ``batch`` samples, begins with, while the device works on this one."""
+        progress = self._progress
+        if progress.step + 1 < self._last:
+            with self._activity.within("data", "of the next step"):
+                following = self._batches.microbatches(self._batches.at(progress.samples + batch))
+                self._loader.load_ahead(self._dataset, progress.position + batch, following)
 
     def _seed(self, microbatches: int, name: str, weight: Tensor) -> Tensor:
         """Return the gradient with which a loss starts its backward, loss scale included.
