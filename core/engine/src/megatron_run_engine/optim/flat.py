@@ -131,7 +131,6 @@ class FlatOptimizer(Optimizer):
         # A bucket that no segment has read since the last step may still be arriving, and would overwrite the update.
         self.ensure_ready(self._bucket_of)
         self._update.step(lr, weight_decay, self._gradients)
-        give_values(self._shards)
 
     def start_param_sync(self) -> None:
         """Start gathering what other ranks updated, in the order in which the next forward reads the buckets."""
