@@ -39,10 +39,7 @@ class _Table(NamedTuple):
 
 
 class OnePass:
-    """Updates ``stretches`` as ``optimizer`` of ``rule`` would, whose state it changes.
-
-    The first step is the optimizer's own: it makes the state.
-    """
+    """Updates ``stretches`` as ``optimizer`` of ``rule`` would, whose state it makes and changes."""
 
     def __init__(self, rule: UpdateRule, optimizer: torch.optim.Optimizer, stretches: Sequence[Stretch]) -> None:
         self._optimizer, self._stretches = optimizer, stretches
@@ -55,16 +52,13 @@ class OnePass:
         self._tables = None
 
     @torch.no_grad()
-    def step(self, lr: float, weight_decay: float, factor: Tensor | None) -> bool:
-        """Update every stretch with gradients times ``factor``, and round it; False, and nothing, without state."""
-        if not all(stretch.values in self._optimizer.state for stretch in self._stretches):
-            return False
+    def step(self, lr: float, weight_decay: float, factor: Tensor | None) -> None:
+        """Update every stretch with gradients times ``factor``, and round it to parameters."""
         if self._tables is None:
             self._tables = self._make_tables()
         for table in self._tables:
             table.steps.add_(1)
             self._launch(table, self._rates(table, lr, weight_decay), factor)
-        return True
 
     def _rates(self, table: _Table, lr: float, weight_decay: float) -> Tensor:
         """What differs between stretches, [n, 4]; the corrections need float64: 1 - 0.999 has four digits in fp32."""
@@ -92,9 +86,17 @@ class OnePass:
         kinds = dict.fromkeys(map(_rounded, self._stretches))
         return [self._table([each for each in self._stretches if _rounded(each) == kind], kind) for kind in kinds]
 
+    def _state(self, stretch: Stretch) -> dict[str, Any]:
+        """The optimizer's state of ``stretch``, with what its own first step would make of nothing."""
+        state: dict[str, Any] = self._optimizer.state[stretch.values]
+        if not state:
+            state["step"] = torch.zeros((), device=stretch.values.device)
+            state["exp_avg"], state["exp_avg_sq"] = (torch.zeros_like(stretch.values) for _ in range(2))
+        return state
+
     def _table(self, stretches: Sequence[Stretch], rounded: torch.dtype | None) -> _Table:
         device = stretches[0].values.device
-        states: list[dict[str, Any]] = [self._optimizer.state[stretch.values] for stretch in stretches]
+        states = [self._state(stretch) for stretch in stretches]
         rows: list[list[int]] = []
         owners: list[int] = []
         for number, (stretch, state) in enumerate(zip(stretches, states, strict=True)):

@@ -60,7 +60,9 @@ class Update:
 
         ``gradients`` are those of all stretches. What they are still to be multiplied by, fused rules multiply by.
         """
-        if self._one_pass is not None and self._one_pass.step(lr, weight_decay, gradients.factor):
+        if self._one_pass is not None:
+            self._begun = True
+            self._one_pass.step(lr, weight_decay, gradients.factor)
             return
         if not all(map(_divides, self._optimizers)):
             gradients.settle()
