@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from megatron_run.contracts import ChunkOut, Init, ParameterSpec
 from megatron_run_engine.builtin.optimizer.adamw import megatron_run_create_optimizer
-from megatron_run_engine.optim import UpdateOptions, one_pass, update
+from megatron_run_engine.optim import UpdateOptions, flat, one_pass, update
+from megatron_run_engine.optim.gradients import FactorsAtOnce, LateFactors
 from megatron_run_engine.optim.one_pass import OnePass
 from megatron_run_engine.runtime.gradients import main_grad
 from megatron_run_engine.runtime.parameter_init import describe_parameters
@@ -58,7 +59,8 @@ class Trial:
         options = UpdateOptions(rule=rule, betas=(0.9, 0.99), eps=1e-6, lr_mult=("*long:0.5",), bucket_size=6000)
         optimizer = megatron_run_create_optimizer(context, options)
         self.optimizer = cast("Any", optimizer)
-        with mock.patch.object(update, "one_pass_of", return_value=None) if torchs else nullcontext():
+        factors = mock.patch.object(flat, "gradients_of", FactorsAtOnce if torchs else LateFactors)
+        with factors, mock.patch.object(update, "one_pass_of", return_value=None) if torchs else nullcontext():
             self.optimizer.attach([self.chunk], [describe_parameters(self.chunk, 0)], 1.0)
         assert torchs or isinstance(self.optimizer._update._one_pass, OnePass)
 

@@ -101,6 +101,17 @@ def test_a_step_of_many_microbatches_loads_the_first_few_ahead(tmp_path: Path) -
     assert read == [(sample, 12 <= sample < 12 + AHEAD) for sample in range(24)]
 
 
+def test_what_was_loaded_for_other_samples_is_not_taken(tmp_path: Path) -> None:
+    bench = Bench(tmp_path, *SIX)
+    loader, dataset = cast("Any", bench.trainer._loader), bench.trainer._dataset
+    expected = [loader.training(dataset, 3, 16)(index).fields["tokens"] for index in range(2)]
+    ahead(bench)
+    for elsewhere in (8, 16):
+        loader.load_ahead(dataset, elsewhere, 2)
+        found = [loader.training(dataset, 3, 16)(index).fields["tokens"] for index in range(2)]
+        assert all(map(torch.equal, found, expected))
+
+
 def test_a_rewound_step_loads_its_own_data(tmp_path: Path) -> None:
     sets = (
         "train.micro_batch_size=4",
