@@ -13,6 +13,7 @@ import torch
 from megatron_run.contracts import MASTER, Optimizer
 from megatron_run_engine.builtin.optimizer.adamw import megatron_run_create_optimizer
 from megatron_run_engine.optim import UpdateOptions
+from megatron_run_engine.optim.sharding import give_values
 from megatron_run_engine.runtime.context import BuildContext
 from megatron_run_testing import Check
 from megatron_run_testing.optimizer import optimizer_checks
@@ -77,7 +78,7 @@ def decays_everything(optimizer: Any, step: Change, lr: float, weight_decay: flo
     step(lr, weight_decay)
     for share in optimizer._shards:
         share.masters.mul_(1 - lr * weight_decay)
-        share.give_values()
+    give_values(optimizer._shards)
 
 
 def forgets_masters(optimizer: Any, step: Change, lr: float, weight_decay: float) -> None:

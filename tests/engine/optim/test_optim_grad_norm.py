@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from megatron_run_engine.optim.flat import sum_of_squares
+from megatron_run_engine.optim.gradients import sum_of_squares
 
 
 @pytest.mark.parametrize("length", [0, 1, 255, 256, 300, 100_000])

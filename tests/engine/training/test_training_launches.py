@@ -57,7 +57,7 @@ def _clock(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Device:
-    """A device that is done ``behind`` seconds after the last launch."""
+    """A device that is done ``behind`` seconds after the last launch; it is idle at every other mark."""
 
     def __init__(self, behind: float) -> None:
         self._behind, self._ends = behind, count()
@@ -71,12 +71,14 @@ class Device:
         return end - start
 
 
-def watched(device: Device, steps: int, *, skipped: int = 2, timed: bool = False) -> LaunchWatch:
+def watched(device: Device, steps: int, *, skipped: int = 2, timed: bool = False, between: float = 0.0) -> LaunchWatch:
+    """Steps of 20 ms, with ``between`` seconds from the numbers of one to the start of the next."""
     watch = LaunchWatch(device, skipped, "do this", logging.getLogger("test"))
     for _ in range(steps):
         with watch.launching(timed=timed):
             CLOCK.now += 0.02
         watch.synchronised()
+        CLOCK.now += between
     return watch
 
 
@@ -87,6 +89,12 @@ def test_it_is_said_once_after_the_steps_that_are_looked_at(caplog: pytest.LogCa
     (record,) = caplog.records
     assert SAID in record.getMessage()
     assert record.getMessage().endswith("; do this")
+
+
+def test_what_lies_between_two_steps_is_no_part_of_either(caplog: pytest.LogCaptureFixture) -> None:
+    watched(Device(0.0), 9, between=1.0)
+    (record,) = caplog.records
+    assert "takes 20 of its 20 ms" in record.getMessage()
 
 
 def test_nothing_is_said_of_a_device_that_is_behind_or_of_steps_whose_actions_are_timed(

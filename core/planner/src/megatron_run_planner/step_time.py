@@ -264,6 +264,7 @@ def _finish(part: Model, layers: int, tables: float, copied: bool, split: Split,
         if split.zero1 and split.data > 2:  # gloo sums whole buckets there, and parameters are gathered besides
             reduction += sum_over(device, split, device.width * (dense + experts) / 2, split.data, split.tensor)
     own = dense / split.data + experts * split.expert / split.data if split.zero1 else dense + experts
-    moved = UPDATED * own + CLEARED * (dense + experts) if device.sweeps.counted else device.sweeps.update * own
+    counted = UPDATED[device.sweeps.kernels] * own + CLEARED * (dense + experts)
+    moved = counted if device.sweeps.counted else device.sweeps.update * own
     update = moved / (device.bandwidth * device.sweeps.efficiency) + device.host.step
     return update, reduction

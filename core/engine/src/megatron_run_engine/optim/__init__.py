@@ -4,11 +4,12 @@
 ``ShardingStrategy`` decides: ``optimizer=adamw`` replicates the update, ``optimizer=zero1`` shards it. The picture of a
 step's callbacks is in :mod:`megatron_run_engine.runtime.gradients`.
 
-Reading order: ``flat`` (the contract), ``sharding`` (which values lie where, and what a rank updates), ``update``,
-``update_rules`` (the arithmetic, and the state in checkpoints) and ``rule_memory`` (what else a rule keeps from step to
-step).
+Reading order: ``flat`` (the contract), ``sharding`` (which values lie where, and what a rank updates), ``gradients``
+(their norm, and what they are multiplied by), ``stretches`` (what a rule takes for parameters), ``update``,
+``update_rules`` (the arithmetic, and the state in checkpoints), ``rule_memory`` (what else a rule keeps from step to
+step) and ``one_pass`` (AdamW as one kernel).
 
-Imports: contracts, errors, registry, runtime.
+Imports: contracts, errors, nn, registry, runtime.
 """
 
 from megatron_run_engine.optim.flat import FlatOptimizer

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from megatron_run.contracts import Optimizer
 from megatron_run.contracts.topology import Replicas
-from megatron_run_engine.optim.sharding import Shard
+from megatron_run_engine.optim.gradients import gradients_of
+from megatron_run_engine.optim.sharding import Shard, give_values, take_gradients
 from megatron_run_engine.optim.update import Update, iter_state, load_state, load_weights
 from megatron_run_engine.optim.update_rules import find_rule
 from megatron_run_engine.runtime.gradients import BucketReducer, build_buckets
@@ -73,12 +74,13 @@ class FlatOptimizer(Optimizer):
         self._update = Update(self._shards, self._rule, self._options, self._device, self._warn)
         self._reducer = BucketReducer(self._buckets, self._send, early=self._options.overlap_grad_reduce)
         self._reducer.start_step()
-        self._counted = [grads for shard in self._shards for grads in shard.counted()]
+        self._gradients = gradients_of(self._shards, self._device)
 
     def zero_grad(self) -> None:
         """Clear the gradient buckets and forget what has arrived and what was sent."""
-        for bucket in self._buckets:
-            bucket.grad.zero_()
+        if self._buckets:  # one launch for many of them
+            torch._foreach_zero_([bucket.grad for bucket in self._buckets])
+        self._gradients.arrived()
         self._reducer.start_step()
 
     def grad_ready(self, parameter: Parameter) -> None:
@@ -96,33 +98,27 @@ class FlatOptimizer(Optimizer):
             axis = next(iter(shard.bucket.infos.values())).partial_over
             if axis is not None:
                 self._groups.sum_(shard.bucket.grad[shard.updated.start : shard.updated.stop], axis)
-            shard.take_gradients()
+        take_gradients(self._shards)
+        self._gradients.arrived()
 
     def unscale_(self, factor: Tensor) -> Tensor:
         """Multiply by ``factor`` and look for non-finite values, in one pass over each shard."""
-        found_inf = torch.zeros(1, device=self._device)
-        grads = [shard.grads for shard in self._shards if shard.updated]
-        if grads:
-            torch._amp_foreach_non_finite_check_and_unscale_(grads, found_inf, factor)
+        found_inf = self._gradients.unscale_(factor)
         # Over the world: a rank that skipped the update alone would train other weights from here on.
         return self._groups.max_(found_inf, "world")
 
     def clip_(self, max_norm: float) -> Tensor:
         """Clip by the global norm: each rank adds the squares of the values that it owns, in float64."""
-        squares = torch.zeros(1, dtype=torch.float64, device=self._device)
-        for grads in self._counted:
-            squares += sum_of_squares(grads)
-        norm = self._groups.sum_(squares, "world").sqrt()
+        norm = self._groups.sum_(self._gradients.sum_of_squares(), "world").sqrt()
         if max_norm > 0:
             # Multiply even by 1: a branch on the norm would make the host wait for the device.
             # 1e-6 as in torch's clip_grad_norm_, so that a norm of 0 gives no division by 0.
-            coefficient = (max_norm / (norm + 1e-6)).clamp(max=1.0).to(self._main)
-            for shard in self._shards:
-                shard.grads.mul_(coefficient)
+            self._gradients.multiply_((max_norm / (norm + 1e-6)).clamp(max=1.0))
         return norm.float()
 
     def count_zeros(self) -> Tensor:
         """Number of zeros among the gradients of all logical tensors, padding excluded, fp32 [1]."""
+        self._gradients.settle()  # what is unscaled may be too small for fp32
         zeros = torch.zeros(1, dtype=torch.int64, device=self._device)  # fp32 would stop counting at 2**24
         for shard in self._shards:
             for piece in shard.pieces(shard.owned):
@@ -134,9 +130,7 @@ class FlatOptimizer(Optimizer):
         """Update the master weights of this rank's shards and round them to parameters."""
         # A bucket that no segment has read since the last step may still be arriving, and would overwrite the update.
         self.ensure_ready(self._bucket_of)
-        self._update.step(lr, weight_decay)
-        for shard in self._shards:
-            shard.give_values()
+        self._update.step(lr, weight_decay, self._gradients)
 
     def start_param_sync(self) -> None:
         """Start gathering what other ranks updated, in the order in which the next forward reads the buckets."""
@@ -182,8 +176,7 @@ class FlatOptimizer(Optimizer):
     def _load(self, load: Callable[[], None]) -> None:
         self.ensure_ready(self._bucket_of)  # a gather still in flight would overwrite the loaded values
         load()
-        for shard in self._shards:
-            shard.give_values()
+        give_values(self._shards)
         self.start_param_sync()
         self.ensure_ready(self._bucket_of)
 
@@ -204,28 +197,3 @@ class FlatOptimizer(Optimizer):
 def _position(bucket: Bucket) -> int:
     """Position of ``bucket`` in the order in which the next forward reads them: tied parameters first, then chunks."""
     return -1 if bucket.chunk is None else bucket.chunk
-
-
-#: Values per row whose squares are summed in fp32: few enough that the rounding error is negligible in the norm.
-_ROW = 256
-#: If the sum lies between these, no square has overflowed fp32, and those that underflowed are negligible.
-_LEAST, _MOST = 1e-20, 1e30
-
-
-def sum_of_squares(flat: Tensor) -> Tensor:
-    """The sum of the squares of ``flat`` [n], float64 [].
-
-    On a CPU, PyTorch is much slower at summing fp32 values in float64 than in fp32. There each row is summed in fp32
-    and the rows' sums in float64, unless the values are so large or so small that fp32 cannot hold their squares.
-    """
-    if flat.device.type == "cpu" and flat.dtype == torch.float32:
-        rows = len(flat) // _ROW * _ROW
-        total = _square_norm(torch.linalg.vector_norm(flat[:rows].view(-1, _ROW), dim=1)) + _square_norm(flat[rows:])
-        if _LEAST < total < _MOST:
-            return total
-    return _square_norm(flat)
-
-
-def _square_norm(flat: Tensor) -> Tensor:
-    norm: Tensor = torch.linalg.vector_norm(flat, dtype=torch.float64)
-    return norm.square()

@@ -8,7 +8,7 @@ middle of a parameter, so a parameter may straddle ranks.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from math import prod
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
@@ -180,16 +180,6 @@ class Shard:
         """Whether gradients are copied to a separate buffer before the update."""
         return self.grads is not self._gradients
 
-    def take_gradients(self) -> None:
-        """Copy the reduced gradients to ``grads``, unless they share storage."""
-        if self.has_main_grads:
-            self.grads.copy_(self._gradients)
-
-    def give_values(self) -> None:
-        """Round the masters to the parameters, unless they share storage."""
-        if self.has_masters:
-            self._values.copy_(self.masters)
-
     def local(self, in_bucket: range) -> slice:
         """The range ``in_bucket`` of the bucket as a slice of ``masters`` and ``grads``."""
         return slice(in_bucket.start - self.updated.start, in_bucket.stop - self.updated.start)
@@ -212,9 +202,16 @@ class Shard:
 
     def counted(self) -> list[Tensor]:
         """The gradients that this rank adds to the global norm. They may include padding, which is zero."""
-        return [
-            self.grads[self.local(run)] for counted, run in self.runs(lambda info: info.counted, self.owned) if counted
-        ]
+        return [self.grads[self.local(run)] for counted, run in self._by_count() if counted]
+
+    def not_counted(self) -> list[Tensor]:
+        """The gradients that this rank updates and does not add to the global norm."""
+        before, after = range(self.updated.start, self.owned.start), range(self.owned.stop, self.updated.stop)
+        runs = [before, *(run for counted, run in self._by_count() if not counted), after]
+        return [self.grads[self.local(run)] for run in runs if run]
+
+    def _by_count(self) -> Iterator[tuple[bool, range]]:
+        return self.runs(lambda info: info.counted, self.owned)
 
     def pieces(self, within: range) -> Iterator[Piece]:
         """The boxes of logical tensors ``within`` a range of the bucket; padding is excluded."""
@@ -226,3 +223,18 @@ class Shard:
 
     def _cut(self, flat: Tensor) -> Tensor:
         return flat[self.updated.start : self.updated.stop]
+
+
+def take_gradients(shards: Iterable[Shard]) -> None:
+    """Copy the reduced gradients to ``grads`` where they do not share storage, by few kernels."""
+    _copy([(shard.grads, shard._gradients) for shard in shards if shard.has_main_grads])
+
+
+def give_values(shards: Iterable[Shard]) -> None:
+    """Round the masters to the parameters where they do not share storage, by few kernels."""
+    _copy([(shard._values, shard.masters) for shard in shards if shard.has_masters])
+
+
+def _copy(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+    if pairs:
+        torch._foreach_copy_([target for target, _ in pairs], [source for _, source in pairs])

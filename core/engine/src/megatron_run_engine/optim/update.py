@@ -1,19 +1,20 @@
-"""Applies an update rule to stretches: ranges of a shard whose values have equal hyperparameters.
+"""Applies an update rule to stretches of shards, and rounds what it has updated to parameters.
 
 Master weights and the rule's state are saved and loaded here too, as boxes of logical tensors.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 
 from megatron_run.contracts import MASTER, StatePiece
+from megatron_run_engine.optim.one_pass import one_pass_of
 from megatron_run_engine.optim.rule_memory import GROUP, GroupNumbers, ListsFields, RuleWatch, restored, saved_form
+from megatron_run_engine.optim.sharding import give_values
+from megatron_run_engine.optim.stretches import Group, Stretch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,36 +22,9 @@ if TYPE_CHECKING:
     import torch
 
     from megatron_run.contracts import ParamInfo, ReadState
+    from megatron_run_engine.optim.gradients import Gradients
     from megatron_run_engine.optim.sharding import Piece, Shard
     from megatron_run_engine.optim.update_rules import UpdateOptions, UpdateRule
-
-
-class Group(NamedTuple):
-    """Hyperparameters that values must share to be updated together. ``by_rest``: ``UpdateRule.rest`` updates them."""
-
-    decays: bool
-    lr_mult: float
-    by_rest: bool
-
-
-@dataclass(frozen=True, eq=False)
-class Stretch:
-    """The range ``in_bucket`` of the shard's bucket as a parameter with a gradient, as PyTorch's optimizers expect it.
-
-    It is flat, or one logical tensor in its shape if the rule needs whole tensors.
-    """
-
-    shard: Shard
-    in_bucket: range
-    group: Group
-    values: Parameter
-
-    @classmethod
-    def of(cls, shard: Shard, in_bucket: range, group: Group, shape: tuple[int, ...] = (-1,)) -> Stretch:
-        """The stretch of ``in_bucket``; its values and gradient are views of the shard's."""
-        values = Parameter(shard.masters[shard.local(in_bucket)].view(shape))
-        values.grad = shard.grads[shard.local(in_bucket)].view(shape)
-        return cls(shard, in_bucket, group, values)
 
 
 class Update:
@@ -74,24 +48,44 @@ class Update:
             for by_rest, rule in rules.items()
             if rule is not None and (groups := self._groups(by_rest=by_rest))
         ]
+        # Rules for whole tensors, and what they leave to others, begin anywhere in a bucket.
+        alone = len(self._optimizers) == 1 and not rule.whole
+        self._one_pass = one_pass_of(rule, self._optimizers[0], self.stretches, device) if alone else None
         self._numbers = [GroupNumbers(optimizer) for optimizer in self._optimizers]
         pairs = zip(self._optimizers, self._numbers, strict=True) if rule.imported else ()
         self._watches = [RuleWatch(rule.imported, optimizer, numbers, warn) for optimizer, numbers in pairs]
 
-    def step(self, lr: float, weight_decay: float) -> None:
-        """Update every stretch; ``weight_decay`` applies to those that decay."""
-        self._step(lr, weight_decay)
+    def step(self, lr: float, weight_decay: float, gradients: Gradients) -> None:
+        """Update every stretch and round it to parameters; ``weight_decay`` applies to those that decay.
+
+        ``gradients`` are those of all stretches. What they are still to be multiplied by, fused rules multiply by.
+        """
+        if self._one_pass is not None:
+            self._begun = True
+            self._one_pass.step(lr, weight_decay, gradients.factor)
+            return
+        if not all(map(_divides, self._optimizers)):
+            gradients.settle()
+        self._step(lr, weight_decay, gradients.factor)
+        gradients.arrived()  # fused rules write back what they have multiplied
+        give_values(self._shards)
         for watch in self._watches:
             watch.after_step()
 
-    def _step(self, lr: float, weight_decay: float) -> None:
+    def _step(self, lr: float, weight_decay: float, factor: Tensor | None = None) -> None:
         self._begun = True
+        # torch's fused rules divide by this, as its GradScaler has it.
+        divisor = None if factor is None else factor.double().reciprocal().float()
         for optimizer in self._optimizers:
+            if divisor is not None:
+                vars(optimizer)["grad_scale"] = divisor
             for group in optimizer.param_groups:
                 # torch's optimizers read both from their groups in every step.
                 group["lr"] = lr * group["megatron_run"].lr_mult
                 group["weight_decay"] = weight_decay if group["megatron_run"].decays else 0.0
             optimizer.step()
+            if divisor is not None:
+                del vars(optimizer)["grad_scale"]
 
     def allocate_state(self) -> None:
         """Make the rule allocate its state by a step with zero gradients and learning rate; reset its counts.
@@ -116,6 +110,8 @@ class Update:
         for optimizer, numbers in zip(self._optimizers, self._numbers, strict=True):
             optimizer.state.clear()
             numbers.reset()
+        if self._one_pass is not None:
+            self._one_pass.forget()
 
     def create_initial_state(self) -> None:
         """Create the rule's initial state before the first step, if it is known."""
@@ -186,6 +182,12 @@ class Update:
                 group = self._group(info, by_rest=by_rest and self._rule.rest is not None)
                 in_bucket = range(start, start + len(part.local) * row)
                 yield Stretch.of(shard, in_bucket, group, (len(part.local), *columns))
+
+
+def _divides(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether ``optimizer`` divides gradients by its ``grad_scale``, as torch's own do where they are fused."""
+    fused = all(group.get("fused") for group in optimizer.param_groups)
+    return fused and isinstance(optimizer, torch.optim.Adam | torch.optim.SGD)
 
 
 def iter_state(update: Update) -> Iterator[StatePiece]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from megatron_run.contracts import Microbatch
@@ -11,6 +12,8 @@ from megatron_run_engine.data.batches import SampleStream, fields
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from torch import Tensor
+
     from megatron_run.contracts import Dataset
     from megatron_run.planning import ResolvedRun
     from megatron_run_engine.training.build import Assembly
@@ -18,6 +21,9 @@ if TYPE_CHECKING:
 
 #: The field of a sample that says which of its tokens count.
 LOSS_MASK = "loss_mask"
+#: Microbatches of a step that are loaded in the one before. A GPU computes the first few longer than the host needs to
+#: load the others; a graph of the whole step needs all of them.
+AHEAD = 8
 
 
 class BatchLoader:
@@ -29,17 +35,35 @@ class BatchLoader:
         self._data_rank, self._data_size = assembly.context.topology.data_rank, run.sizes.data
         wanted = [field.name for p in assembly.positions for field in as_fields(assembly.model.fields(p, run.layout))]
         self._names = tuple(dict.fromkeys(wanted))
+        # On a CPU, the host would load later what it loads earlier.
+        self._ahead = AHEAD if self._device.type == "cuda" else 0
+        self._loaded: dict[tuple[int, int], dict[str, Tensor]] = {}  # by consumed samples and microbatch
+
+    def load_ahead(self, dataset: Dataset, consumed: int, microbatches: int) -> None:
+        """Load the first of ``microbatches`` of a step that may come, while a GPU still works on the one before.
+
+        A step after other ``consumed`` samples loads its own. So does one whose samples could not be read here: what is
+        wrong with them is said once they are needed.
+        """
+        self._loaded.clear()
+        with suppress(Exception):
+            for index in range(min(microbatches, self._ahead)):
+                self._loaded[consumed, index] = self._fields(dataset, consumed, index)
 
     def training(self, dataset: Dataset, step: int, consumed: int) -> Callable[[int], Microbatch]:
         """Return the loader of ``step``, whose batch starts after ``consumed`` samples of the shuffled stream."""
-        stream = SampleStream(dataset, self._train.seed)
 
         def microbatch(index: int) -> Microbatch:
-            sample0 = self._first_sample(index)
-            positions = range(consumed + sample0, consumed + sample0 + self._train.micro_batch_size)
-            return Microbatch(index, step, sample0, stream.fields(positions, self._names, self._device))
+            found = self._loaded.pop((consumed, index), None)
+            loaded = self._fields(dataset, consumed, index) if found is None else found
+            return Microbatch(index, step, self._first_sample(index), loaded)
 
         return microbatch
+
+    def _fields(self, dataset: Dataset, consumed: int, index: int) -> dict[str, Tensor]:
+        first = consumed + self._first_sample(index)
+        positions = range(first, first + self._train.micro_batch_size)
+        return SampleStream(dataset, self._train.seed).fields(positions, self._names, self._device)
 
     def evaluation(self, dataset: Dataset, samples: Sequence[int]) -> Callable[[int], Microbatch]:
         """Return the loader of an evaluation over ``samples``, which are indices into ``dataset``.

@@ -9,7 +9,7 @@ import math
 import resource
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -80,33 +80,41 @@ class Losses:
 class StepNumbers(NamedTuple):
     """The numbers of a step on the device.
 
-    ``sums`` [names, 2] holds (sum, weight) of each metric. ``grad_norm`` (NaN if skipped), ``zeros`` in the gradient
-    (NaN if not counted) and ``loss_scale`` are [1]. ``skipped`` is a host value: the guards have decided it already.
+    ``sums`` [names, 2] holds (sum, weight) of each metric. ``found_inf`` (above 0 if a gradient is not finite),
+    ``grad_norm``, ``zeros`` in the gradient (NaN if not counted) and ``loss_scale`` are [1].
     """
 
     sums: Tensor
+    found_inf: Tensor
     grad_norm: Tensor
     zeros: Tensor
     loss_scale: Tensor
-    skipped: bool
 
     def to_host(self, metrics: Metrics) -> HostNumbers:
-        """Copy all numbers to the host at once."""
+        """Copy all numbers to the host at once. This is where the host waits for the device, once in a step."""
         # One concatenation and one tolist(): each separate copy would wait for the device again.
-        *flat, norm, zeros, scale = torch.cat([number.flatten().double() for number in self[:-1]]).tolist()
+        *flat, found_inf, norm, zeros, scale = torch.cat([number.flatten().double() for number in self]).tolist()
         sums = [flat[index : index + 2] for index in range(0, len(flat), 2)]
-        return HostNumbers(metrics.means(sums), _known(norm), _known(zeros), scale, self.skipped)
+        return HostNumbers(metrics.means(sums), found_inf > 0, _known(norm), _known(zeros), scale)
 
 
 @dataclass(frozen=True)
 class HostNumbers:
-    """The numbers of a step on the host. ``means`` maps metric names to means; unreported metrics are absent."""
+    """The numbers of a step on the host. ``means`` maps metric names to means; unreported metrics are absent.
+
+    ``overflow``: a gradient is not finite. ``skipped``: the guards decided that the step changes no weight.
+    """
 
     means: dict[str, float]
+    overflow: bool
     grad_norm: float | None
     zeros: float | None
     loss_scale: float
-    skipped: bool
+    skipped: bool = False
+
+    def without_update(self) -> HostNumbers:
+        """The numbers of a step that is skipped: its gradients are of no use, and nothing is known of them."""
+        return replace(self, grad_norm=None, zeros=None, skipped=True)
 
 
 @dataclass

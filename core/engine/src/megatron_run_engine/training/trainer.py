@@ -28,6 +28,7 @@ from megatron_run_engine.training.numbers import (
     LANGUAGE_MODEL,
     MISMATCH,
     STOP,
+    HostNumbers,
     Losses,
     Progress,
     StepDone,
@@ -197,8 +198,7 @@ class Trainer:
         microbatches = self._batches.microbatches(batch)
         lr, weight_decay = self._learning_rate.at(progress.scheduled), self._weight_decay.at(progress.scheduled)
         times = self._accumulate(microbatches, clock).times
-        numbers = self._update(lr, weight_decay, batch).to_host(self._context.metrics)
-        self._launches.synchronised()
+        numbers = self._update(lr, weight_decay, batch)
         self._assembly.scaler.check_state(numbers.loss_scale)
         progress.count(batch, skipped=numbers.skipped)
         facts = StepFacts(batch, microbatches, lr, time.perf_counter() - start, self.peak)
@@ -224,8 +224,12 @@ class Trainer:
         optimizer.finish_grad_sync()
         return record
 
-    def _update(self, lr: float, weight_decay: float, batch: int) -> StepNumbers:
-        """Unscale, check, clip and apply the update. A step whose loss or gradient is unusable changes no weight."""
+    def _update(self, lr: float, weight_decay: float, batch: int) -> HostNumbers:
+        """Unscale, check, clip and apply the update. A step whose loss or gradient is unusable changes no weight.
+
+        The host waits for the device once in a step: here, before the update, since all numbers of the step are known
+        by then. While a GPU updates, the host reports this step and launches the next one.
+        """
         optimizer, scaler, context = self._assembly.optimizer, self._assembly.scaler, self._context
         self._activity.enter("optimizer")
         if (code := self._stop.requested) is not None:
@@ -234,18 +238,28 @@ class Trainer:
         scale = scaler.scale.clone()  # the scale of this step: update() below changes it in place
         found_inf = optimizer.unscale_(scaler.inv_scale * self._per_token(sums, batch))
         scaler.update(found_inf)
-        norm = zeros = torch.full_like(found_inf, torch.nan)  # NaN: not known
-        skipped = self._guards.skips(self._progress, sums, found_inf)
+        norm = optimizer.clip_(self._run.config.train.clip_norm)
+        zeros = optimizer.count_zeros() if self._run.config.train.count_zeros else torch.full_like(norm, torch.nan)
+        self._load_ahead(batch)
+        numbers = StepNumbers(sums, found_inf, norm, zeros, scale).to_host(context.metrics)
+        self._launches.synchronised()
+        skipped = self._guards.skips(self._progress, numbers)
         # Before the optimizer gathers parameters, which would overwrite what the model changes.
         self._assembly.model.before_update(skipped=skipped)
-        if not skipped:
-            norm = optimizer.clip_(self._run.config.train.clip_norm)
-            if self._run.config.train.count_zeros:
-                zeros = optimizer.count_zeros()
-            optimizer.step(lr, weight_decay)
-            self._activity.enter("parameter-gather")
-            optimizer.start_param_sync()
-        return StepNumbers(sums, norm, zeros, scale, skipped)
+        if skipped:
+            return numbers.without_update()
+        optimizer.step(lr, weight_decay)
+        self._activity.enter("parameter-gather")
+        optimizer.start_param_sync()
+        return numbers
+
+    def _load_ahead(self, batch: int) -> None:
+        """Load what the step after this one, of ``batch`` samples, begins with, while the device works on this one."""
+        progress = self._progress
+        if progress.step + 1 < self._last:
+            with self._activity.within("data", "of the next step"):
+                following = self._batches.microbatches(self._batches.at(progress.samples + batch))
+                self._loader.load_ahead(self._dataset, progress.position + batch, following)
 
     def _seed(self, microbatches: int, name: str, weight: Tensor) -> Tensor:
         """Return the gradient with which a loss starts its backward, loss scale included.

@@ -26,8 +26,10 @@ class Optimizer(ABC):
     1. ``zero_grad``;
     2. during the backward, ``grad_ready`` for each parameter after its last gradient of the step, and
        ``start_grad_sync`` for each chunk after its last backward;
-    3. ``finish_grad_sync``, then ``unscale_``;
-    4. if all gradients are finite, ``clip_``, ``step`` and ``start_param_sync``.
+    3. ``finish_grad_sync``, ``unscale_`` and ``clip_``, also where a gradient is not finite;
+    4. ``step`` and ``start_param_sync``, unless the step is skipped: not all gradients are finite, or a guard objects.
+
+    The host waits for the device once, between 3 and 4, for all numbers of the step: no method should wait for it.
 
     ``ensure_ready`` is called before any segment reads its parameters. After ``finish_grad_sync``, ``main_grad`` must
     be correct only where this rank updates the parameter; after ``unscale_`` only the optimizer reads it.
@@ -91,6 +93,8 @@ class Optimizer(ABC):
     @abstractmethod
     def clip_(self, max_norm: float) -> Tensor:
         """Scale the gradients down to ``max_norm`` (0: no clipping), and return the global norm before, fp32 [1].
+
+        The norm of gradients that are not all finite is not read.
 
         ``coefficient = max_norm / (norm + 1e-6)`` applies only if it is below 1. Every logical parameter counts once
         (``ParamInfo.counted``), and padding not at all.

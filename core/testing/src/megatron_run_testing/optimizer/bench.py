@@ -95,11 +95,11 @@ class Bench:
 
 
 def numbers_of(optimizer: Optimizer, one: Tensor, max_norm: float) -> Tensor:
-    """Unscale by ``one``, and clip unless there is an overflow; returns found_inf, norm and zeros, fp32 [3]."""
+    """Unscale by ``one`` and clip; returns found_inf, norm and zeros (NaN on overflow), fp32 [3]."""
     found_inf = optimizer.unscale_(one)
+    norm, zeros = optimizer.clip_(max_norm), optimizer.count_zeros()
     if found_inf.item():
         return torch.cat([found_inf, found_inf.new_full((2,), torch.nan)])
-    norm, zeros = optimizer.clip_(max_norm), optimizer.count_zeros()
     return torch.cat([number.reshape(1) for number in (found_inf, norm, zeros)])
 
 

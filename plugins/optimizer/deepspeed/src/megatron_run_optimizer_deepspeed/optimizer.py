@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from megatron_run.contracts import Optimizer
-from megatron_run_engine.optim.flat import sum_of_squares
+from megatron_run_engine.optim.gradients import sum_of_squares
 from megatron_run_engine.runtime.gradients import build_buckets, main_grad
 from megatron_run_optimizer_deepspeed.library import data_group, find_deepspeed
 from megatron_run_optimizer_deepspeed.partitions import flat_groups, iter_state, load_state

@@ -10,7 +10,7 @@ from __future__ import annotations
 import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, cast
 
@@ -41,6 +41,7 @@ class GradientAccumulator:
         self._names: dict[Parameter, str] = {}
         self._arrivals: Counter[Parameter] = Counter()
         self._per_microbatch: dict[Parameter, float] = {}
+        self._last: dict[Parameter, float] = {}  # the number of the step's last arrival, once it is known
         self._microbatches = 0
         self.steps = 0
         self._on_ready: Callable[[Parameter], None] | None = None
@@ -83,6 +84,7 @@ class GradientAccumulator:
             # Learned once, since it is a property of the model: later steps may have another number of microbatches.
             self._per_microbatch = {p: count / self._microbatches for p, count in self._arrivals.items()}
         self._arrivals.clear()
+        self._last = {p: each * microbatches for p, each in self._per_microbatch.items()}
         self._microbatches, self._on_ready = microbatches, on_ready
         self.steps += 1
 
@@ -119,7 +121,7 @@ class GradientAccumulator:
             self._finish(parameters, compute)
 
     def _finish(self, parameters: Sequence[Parameter], compute: Compute) -> None:
-        with torch.no_grad():  # W runs outside of a backward
+        with _without_history():  # W runs outside of a backward
             compute()
         for parameter in parameters:
             self._arrived(parameter)
@@ -128,7 +130,7 @@ class GradientAccumulator:
         """Add what autograd put into ``.grad`` to ``main_grad``."""
         if parameter.grad is None:
             return  # the hook also fires when a Function returned None for a parameter it submitted
-        with torch.no_grad():
+        with _without_history():
             main_grad(parameter).add_(parameter.grad)
         parameter.grad = None  # or autograd would add the next gradient to it, and it would be counted twice
         self._arrived(parameter)
@@ -137,18 +139,23 @@ class GradientAccumulator:
         if self._recorded is not None:
             self._recorded.append(parameter)
             return
-        self._arrivals[parameter] += 1
-        last = self._per_microbatch.get(parameter, 0) * self._microbatches
+        arrivals = self._arrivals[parameter] = self._arrivals[parameter] + 1
+        last = self._last.get(parameter)
         if not last or self._on_ready is None:
             return
-        if self._arrivals[parameter] == last:
+        if arrivals == last:
             self._on_ready(parameter)
-        elif self._arrivals[parameter] > last:
+        elif arrivals > last:
             raise PluginError(
                 f"a gradient of {self._names.get(parameter, 'an unknown parameter')} arrived after its bucket was sent",
-                why=f"{last:g} arrivals were learned from the first step, this is number {self._arrivals[parameter]}",
+                why=f"{last:g} arrivals were learned from the first step, this is number {arrivals}",
                 fix="a parameter must take part in every microbatch equally often",
             )
+
+
+def _without_history() -> AbstractContextManager[object]:
+    """What ``torch.no_grad`` does. Within a backward nothing is recorded anyway, and to say so takes microseconds."""
+    return torch.no_grad() if torch.is_grad_enabled() else nullcontext()
 
 
 def _move_grad(accumulator: weakref.ref[GradientAccumulator], parameter: torch.Tensor) -> None:

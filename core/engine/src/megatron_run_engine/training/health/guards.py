@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from megatron_run.planning import ResolvedRun
     from megatron_run_engine.checkpoint.collectives import Ranks
     from megatron_run_engine.training.build import Assembly
-    from megatron_run_engine.training.numbers import Losses, Progress, Reported
+    from megatron_run_engine.training.numbers import HostNumbers, Losses, Progress, Reported
     from megatron_run_engine.training.state.checkpointing import Checkpointing
 
 
@@ -146,15 +146,12 @@ class Guards:
 
         return microbatch
 
-    def skips(self, progress: Progress, sums: Tensor, found_inf: Tensor) -> bool:
-        """Decide whether to skip the update of the step after ``progress``. If not, its loss joins the window.
+    def skips(self, progress: Progress, numbers: HostNumbers) -> bool:
+        """Decide by its ``numbers`` whether to skip the update of the step after ``progress``.
 
-        ``sums`` are the metrics', ``found_inf`` the optimizer's.
+        If not, its loss joins the window.
         """
-        # One copy to the host for both: this is where the host waits for the device in every step.
-        *flat, overflow = torch.cat((sums.flatten(), found_inf.double())).tolist()
-        means = self._assembly.context.metrics.means([flat[row : row + 2] for row in range(0, len(flat), 2)])
-        self._reason = self._reason_to_skip(progress, means, overflow=overflow > 0)
+        self._reason = self._reason_to_skip(progress, numbers.means, overflow=numbers.overflow)
         return bool(self._reason)
 
     def rewind(self, progress: Progress, checkpoints: Checkpointing) -> Progress | None:

@@ -1,7 +1,8 @@
 """The notice of a run whose device waits for the host: launches bound its steps.
 
-A step begins with an idle device, since the one before ended with a copy to the host. If the device is done as soon as
-the host has launched the last kernel, it has waited for launches all along; else it still has a queue to work off.
+The device is idle when the host has read the numbers of a step, which it waits for; the clocks of both are compared
+there. If the device is done with the next backward as soon as the host has launched the last kernel, it has waited for
+launches all along; else it still has a queue to work off.
 """
 
 from __future__ import annotations
@@ -35,7 +36,10 @@ _LEFT_OF_STEP = 0.03
 
 
 class Launched(NamedTuple):
-    """Seconds from the start of a step until the ``host`` had launched its last kernel, and the ``device`` was done."""
+    """Seconds of the host from the start of a step until it had launched the last kernel, and the ``device`` was done.
+
+    The last kernel is that of the last backward.
+    """
 
     host: float
     device: float
@@ -90,28 +94,36 @@ class LaunchWatch:
 
     def __init__(self, stopwatch: Stopwatch | None, skipped: int, advice: str, log: logging.Logger) -> None:
         self._stopwatch, self._skipped, self._advice, self._log = stopwatch, skipped, advice, log
-        self._marks: tuple[object, object] | None = None
-        self._host = 0.0
+        self._idle: tuple[object, float] | None = None  # a moment by both clocks
+        self._begun = 0.0
+        self._launched: tuple[object, float] | None = None  # the moment by the host's clock
         self._seen: list[Launched] = []
 
     @contextmanager
     def launching(self, *, timed: bool = False) -> Iterator[None]:
         """The launches of a step lie within. One whose actions are ``timed`` waits for each, and shows nothing."""
         self._skipped -= 1
-        if self._stopwatch is None or self._skipped >= 0 or timed:
+        if self._stopwatch is None or self._idle is None or self._skipped >= 0 or timed:
             yield
             return
-        start, begun = self._stopwatch.mark(), time.perf_counter()
+        self._begun = time.perf_counter()
         yield
-        self._host = time.perf_counter() - begun
-        self._marks = start, self._stopwatch.mark()
+        self._launched = self._stopwatch.mark(), time.perf_counter()
 
     def synchronised(self) -> None:
-        """Judge the step, which the device has ended; after the last one that is looked at, say what was found."""
-        if self._stopwatch is None or self._marks is None:
+        """Judge the step whose numbers were just read; after the last one that is looked at, say what was found.
+
+        The device has ended the step's forwards and backwards, and its update is not launched yet.
+        """
+        if self._stopwatch is None:
             return
-        self._seen.append(Launched(self._host, self._stopwatch.seconds(*self._marks)))
-        self._marks = None
+        if self._idle is not None and self._launched is not None:
+            (idle, at), (end, launched) = self._idle, self._launched
+            device = self._stopwatch.seconds(idle, end) - (self._begun - at)
+            self._seen.append(Launched(launched - self._begun, device))
+        self._launched = None
+        if self._skipped <= 0:  # the next step is looked at
+            self._idle = self._stopwatch.mark(), time.perf_counter()
         if len(self._seen) < _STEPS:
             return
         self._stopwatch = None
