@@ -26,8 +26,8 @@ CLEARED, UPDATED = 4.0, {True: 34.0, False: 42.0}
 
 
 #: Kernels of a layer's forward and backward that move next to nothing: the profile of a step of 24 layers and four
-#: microbatches had 6,872, of which a layer's products, attention and passes are 32.
-_SMALL = (9, 28)
+#: microbatches had 6,872, of which a layer's products, attention and passes are 33.
+_SMALL = (9, 27)
 
 
 class Pass(NamedTuple):
@@ -56,10 +56,12 @@ def layer_passes(model: Model, split: Split, *, kernels: bool) -> Iterator[Pass]
         moved = 2 * _WIDTH * routed * model.hidden
         yield Pass(2 * moved, 2 * moved, 2, 2)  # rows for experts, and their weighted sums
         yield from _feed_passes(_WIDTH * tokens * model.shared_ffn / t, model, kernels=kernels)
+    joined = _WIDTH * tokens * model.qkv_width / t
+    yield Pass(0.0, 2 * joined, 0, 1)  # the gradients of queries, keys and values become one
     if model.rotary:
         turned = _WIDTH * tokens * (model.qkv_width - (model.kv_heads or model.heads) * model.head_size) / t
         ways = 1 if kernels else 3  # both halves times cosine and sine, and their sums
-        yield Pass(2 * turned * ways, 2 * turned * ways, ways, ways)
+        yield Pass(2 * turned * ways, 2 * turned * (ways + 1), ways, ways + 1)  # those of queries and keys before
     if model.biased:  # their gradients are sums over tokens
         columns = (model.qkv_width + model.ffn_width * (model.matrices - 1)) / t * _WIDTH * tokens
         yield Pass(0.0, columns + 2 * stream, 0, 4)

@@ -16,6 +16,7 @@ from megatron_run.contracts import AttentionShape, LinearPart
 from megatron_run.contracts.parallel_layer import VARIANTS
 from megatron_run.errors import InputError
 from megatron_run_engine.nn.device import on_cpu, stands_for_gpu
+from megatron_run_engine.nn.fused import split_heads
 from megatron_run_engine.nn.norm import norm_of, qk_norms
 from megatron_run_engine.nn.packed_attention import (
     attend_by_lengths,
@@ -125,18 +126,26 @@ class SelfAttention(Attention):
 
         ``decoding`` and ``documents`` as of :meth:`attend`; ``positions`` [b, s] are those of all ranks' tokens.
         """
-        fused = self.qkv(x)  # [s, b, (n + 2k) * d / t]
-        split = sum(self.features) // fused.shape[-1]  # t, read from the result: the factory decides how to split
-        heads = [features // split // self.head_size for features in self.features]
-        every = fused.unflatten(-1, (-1, self.head_size))  # [s, b, (n + 2k) / t, d]
-        query, key, value = every.split(heads, dim=2)
-        if self.qk_norm is not None:
-            query, key = self.qk_norm(query, key)
-        if self.rotary is not None:  # queries and keys together: half the kernels
-            both = every[:, :, : -heads[2]] if self.qk_norm is None else torch.cat((query, key), dim=2)
-            query, key = self.rotary(both, decoding, positions).split(heads[:2], dim=2)
+        query, key, value = self._heads(self.qkv(x), decoding, positions)
         result: Tensor = self.output(self.attend(query, key, value, decoding, documents))  # [s, b, h]
         return result
+
+    def _heads(self, fused: Tensor, decoding: Decoding | None, positions: Tensor | None) -> tuple[Tensor, ...]:
+        """The projection [s, b, (n + 2k) * d / t] -> query [s, b, n/t, d], key and value [s, b, k/t, d]."""
+        split = sum(self.features) // fused.shape[-1]  # t, read from the result: the factory decides how to split
+        queries, keys, values = ((features // split // self.head_size, self.head_size) for features in self.features)
+        if self.rotary is None or self.qk_norm is not None:
+            query, key, value = split_heads(fused, (queries, keys, values))
+            if self.qk_norm is not None:
+                query, key = self.qk_norm(query, key)
+            if self.rotary is None:
+                return query, key, value
+            both = torch.cat((query, key), dim=2)
+        else:
+            both, value = split_heads(fused, ((queries[0] + keys[0], self.head_size), values))
+        both = self.rotary(both, decoding, positions)  # queries and keys together: half the kernels
+        query, key = split_heads(both.flatten(2), (queries, keys))
+        return query, key, value
 
 
 def _check_variants(shape: AttentionShape, core: nn.Module) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +13,8 @@ from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from megatron_run.errors import GraphCaptureError
+from megatron_run_engine.capture import zeros_like
+from megatron_run_graph_capture_compile.overwritten import apart, write_over
 
 if TYPE_CHECKING:
     from torch.nn import Parameter
@@ -31,12 +33,14 @@ class Graphs:
     """The compiled forward and backward of regions that look alike.
 
     ``forward`` takes (inputs, what is read, draws) and returns (outputs, tensors to save). ``backward`` takes those
-    inputs of the forward that ``kept`` numbers, what the forward saved, and the outputs' gradients.
+    inputs of the forward that ``kept`` numbers, what the forward saved, and the outputs' gradients. It may run ``once``
+    where it writes over what the forward saved.
     """
 
     forward: Compiled
     backward: Compiled | None = None
     kept: tuple[int, ...] = ()
+    once: bool = False
 
 
 class GraphStore:
@@ -65,16 +69,22 @@ class GraphStore:
                 return Graphs(self._compiler(pure, primals))
             ahead, back, kept = _split(pure, len(primals), trace.outputs)
             forward = self._compiler(ahead, primals)
-            saved = forward(*primals)[trace.outputs :]
+            results = forward(*primals)
+            saved = results[trace.outputs :]
+            names = [node.name for node in back.graph.find_nodes(op="placeholder")][len(kept) :]
+            spare = apart(saved, [*primals, *results[: trace.outputs]])
+            written = write_over(back, {names[index] for index in spare})
             backward = self._compiler(back, [*(primals[index] for index in kept), *saved, *trace.gradients])
-        return Graphs(forward, backward, kept)
+        return Graphs(forward, backward, kept, once=bool(written))
 
 
 class CompiledRegion:
     """One region: the graphs that it shares, and the tensors that it alone reads."""
 
     def __init__(self, trace: Trace, graphs: Graphs, gradients: GradientAccumulator) -> None:
-        self.trace, self.graphs, self._gradients = trace, graphs, gradients
+        self.graphs, self._gradients, self._device = graphs, gradients, trace.device
+        # Their layouts remain: the values, zeros, would be two tensors of the stream's size for each layer.
+        self.trace = replace(trace, inputs=_layouts(trace.inputs), gradients=_layouts(trace.gradients))
         self._parameters: tuple[Parameter, ...] = tuple(each for each in trace.wanted if not isinstance(each, int))
         # The result must have a backward too where no input has one, as under a frozen embedding.
         self.submitted = tuple(dict.fromkeys(trace.submitted))
@@ -105,7 +115,7 @@ class CompiledRegion:
         ]
         chosen = [gradients[root] for root in trace.roots]
         given = [
-            torch.zeros_like(like) if gradient is None else _laid_out(gradient, like)
+            zeros_like(like, self._device) if gradient is None else _laid_out(gradient, like)
             for gradient, like in zip(chosen, trace.gradients, strict=True)
         ]
         results = graphs.backward(*kept, *remaining, *given)
@@ -121,7 +131,7 @@ class _Run(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, region: CompiledRegion, *inputs: Tensor) -> tuple[Tensor, ...]:
         outputs, saved = region.forward(inputs[: len(region.trace.inputs)])
-        ctx.region = region
+        ctx.region, ctx.spent = region, False
         ctx.save_for_backward(*saved)
         ctx.mark_non_differentiable(*(x for index, x in enumerate(outputs) if index not in region.trace.roots))
         ctx.set_materialize_grads(False)
@@ -130,6 +140,9 @@ class _Run(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         trace = ctx.region.trace
+        if ctx.spent:
+            raise RuntimeError("a compiled backward ran twice: the first one wrote over what its forward had saved")
+        ctx.spent = ctx.region.graphs.once
         found = dict(zip(trace.wanted, ctx.region.backward(ctx.saved_tensors, grads), strict=True))
         parameters = (gradient for source, gradient in found.items() if not isinstance(source, int))
         nothing = (None,) * len(ctx.region.submitted)  # the accumulator has got them
@@ -155,6 +168,11 @@ def _functional(graph: fx.GraphModule, who: str) -> Callable[..., Any]:
         return results
 
     return dispatch_functionalize(checked, FunctionalTensorMode())
+
+
+def _layouts(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Tensors without values that have the strides of ``tensors``."""
+    return tuple(torch.empty_strided(x.size(), x.stride(), dtype=x.dtype, device="meta") for x in tensors)
 
 
 def _laid_out(x: Tensor, like: Tensor) -> Tensor:

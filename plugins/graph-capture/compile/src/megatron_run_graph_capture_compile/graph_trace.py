@@ -78,6 +78,7 @@ class Trace:
     late: fx.GraphModule | None
     late_read: tuple[Tensor, ...]
     submitted: tuple[Parameter, ...]
+    device: torch.device
 
 
 def trace(region: Region, examples: Sequence[Tensor], context: BuildContext) -> Trace:
@@ -131,6 +132,7 @@ def _trace(region: Region, examples: Sequence[Tensor], context: BuildContext) ->
         late=late.finish([]) if submitted else None,
         late_read=tuple(late.taken["read"]),
         submitted=tuple(submitted),
+        device=context.device,
     )
 
 

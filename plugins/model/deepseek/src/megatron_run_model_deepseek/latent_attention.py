@@ -18,6 +18,7 @@ from torch.nn import functional as F
 
 from megatron_run.contracts import AttentionShape, LinearPart
 from megatron_run_engine.nn import Attention, ReplicatedLinear
+from megatron_run_engine.nn.fused import split_heads
 
 if TYPE_CHECKING:
     from megatron_run.contracts import Decoding, ParallelLayers
@@ -97,13 +98,13 @@ class LatentAttention(Attention):
         assert self.rotary is not None, "the options say position=rope"
         shape, y = self.shape, self.norm(x)
         query = self.query(y if self.query_down is None else self.query_down(y)).unflatten(-1, (-1, shape.head))
-        latent, turned = self.latent(y).split((shape.kv_rank, shape.rope), dim=-1)
-        turned = self.rotary(self._enter(turned)[:, :, None], decoding, positions)  # [s, b, 1, r]
-        both = self.key_value(latent)  # [s, b, n/t * (p + v)]
+        latent, turned = split_heads(self.latent(y), ((1, shape.kv_rank), (1, shape.rope)))  # [s, b, 1, *]
+        turned = self.rotary(self._enter(turned[:, :, 0])[:, :, None], decoding, positions)  # [s, b, 1, r]
+        both = self.key_value(latent[:, :, 0])  # [s, b, n/t * (p + v)]
         heads = both.shape[-1] // (shape.nope + shape.value)
-        key, value = both.split((heads * shape.nope, heads * shape.value), dim=-1)
-        key = torch.cat((turned.expand(-1, -1, heads, -1), key.unflatten(-1, (heads, -1))), dim=-1)
-        value = F.pad(value.unflatten(-1, (heads, -1)), (0, shape.head - shape.value))
+        key, value = split_heads(both, ((heads, shape.nope), (heads, shape.value)))
+        key = torch.cat((turned.expand(-1, -1, heads, -1), key), dim=-1)
+        value = F.pad(value, (0, shape.head - shape.value))
         query = self.rotary(query, decoding, positions)
         attended = self.attend(query, key, value, decoding, documents)  # [s, b, n/t * (r + p)]
         result: Tensor = self.output(attended.unflatten(-1, (heads, -1))[..., : shape.value].flatten(2))

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from megatron_run.contracts import Init, LinearPart, Segment
 from megatron_run_engine.nn import Mlp, parameters_of
 from megatron_run_engine.nn.block import drops
+from megatron_run_engine.nn.fused import split_heads
 from megatron_run_engine.nn.norm import norm_of
 
 if TYPE_CHECKING:
@@ -31,9 +32,13 @@ class BiasedAttention(nn.Module):
         self.dropout, self.head_size, self.width = spec.dropout, spec.head_size, spec.heads * spec.head_size
         self.output = layers.row_linear(self.width, spec.hidden, bias=False, init=spec.residual_init)
 
+    def split(self, x: Tensor, parts: int) -> tuple[Tensor, ...]:
+        """``parts`` projections by one matrix, [s, b, parts * n/t * d] -> [s, b, n/t, d] each."""
+        return split_heads(x, [(x.shape[-1] // parts // self.head_size, self.head_size)] * parts)
+
     def attend(self, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> Tensor:
-        """Query [s, b, n/t * d], key and value [c, b, n/t * d], bias [*, *, s, c] -> [s, b, h]."""
-        query, key, value = (x.unflatten(-1, (-1, self.head_size)).permute(1, 2, 0, 3) for x in (query, key, value))
+        """Query [s, b, n/t, d], key and value [c, b, n/t, d], bias [*, *, s, c] -> [s, b, h]."""
+        query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))
         dropout = self.dropout if self.training else 0.0
         # Without 1/sqrt(d): initial values make up for it.
         x = F.scaled_dot_product_attention(query, key, value, attn_mask=bias, dropout_p=dropout, scale=1.0)
@@ -56,7 +61,7 @@ class SelfAttention(BiasedAttention):
 
     def forward(self, x: Tensor, bias: Tensor) -> Tensor:
         """[s, b, h] -> [s, b, h]."""
-        query, key, value = self.qkv(x).chunk(3, dim=-1)
+        query, key, value = self.split(self.qkv(x), 3)
         return self.attend(query, key, value, bias)
 
 
@@ -72,8 +77,9 @@ class CrossAttention(BiasedAttention):
 
     def forward(self, x: Tensor, encoder: Tensor, bias: Tensor | None) -> Tensor:
         """[s, b, h], encoder [c, b, h] -> [s, b, h]."""
-        key, value = self.key_value(encoder).chunk(2, dim=-1)
-        return self.attend(self.query(x), key, value, bias)
+        key, value = self.split(self.key_value(encoder), 2)
+        query = self.query(x).unflatten(-1, (-1, self.head_size))
+        return self.attend(query, key, value, bias)
 
 
 class EncoderBlock(nn.Module):

@@ -9,6 +9,7 @@ and keep their own code for everything else: CPUs, float64, a machine that lacks
 - :mod:`column_sums` : the sum of a matrix's rows, added to an fp32 total
 - :mod:`norm_rows` : the backward of layer norm and root-mean-square norm
 - :mod:`gate`, :mod:`rotation` : SwiGLU, and rotary positions
+- :mod:`joined_heads` : the gradients of queries, keys and values, joined
 - :mod:`group_kernels` : weight gradients of experts, on CUDA; the operation is ``nn.device_groups``'
 
 The kernels themselves, in the modules whose names end in ``_kernels``, import Triton, and are imported when the first
@@ -19,6 +20,7 @@ on CPU tensors too, slowly.
 from megatron_run_engine.nn.fused.availability import fuses, has_kernels, triton_lack, triton_runs
 from megatron_run_engine.nn.fused.column_sums import add_column_sums
 from megatron_run_engine.nn.fused.gate import fused_swiglu, fused_swiglu_gradient
+from megatron_run_engine.nn.fused.joined_heads import join_heads, split_heads
 from megatron_run_engine.nn.fused.loss_rows import row_statistics, write_gradient
 from megatron_run_engine.nn.fused.norm_rows import WIDEST_NORM, norm_gradients
 from megatron_run_engine.nn.fused.rotation import rotated
@@ -30,9 +32,11 @@ __all__ = [
     "fused_swiglu_gradient",
     "fuses",
     "has_kernels",
+    "join_heads",
     "norm_gradients",
     "rotated",
     "row_statistics",
+    "split_heads",
     "triton_lack",
     "triton_runs",
     "write_gradient",
