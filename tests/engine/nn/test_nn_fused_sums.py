@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from itertools import product
 from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from megatron_run_engine.nn.fused import add_column_sums, fuses, norm_gradients
+from megatron_run_engine.nn.fused import add_column_sums, column_sums, fuses, norm_gradients
 from megatron_run_engine.nn.linear import linear
 from megatron_run_engine.nn.norm import LayerNorm, RmsNorm
 from megatron_run_engine.runtime.gradients import main_grad, own_main_grad
@@ -21,8 +22,9 @@ from megatron_run_testing.build_contexts import single_process_context
 from tests.support.interpreted import interpreted
 
 TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-#: Rows and columns: one part, several of which the last is not full, more columns than a program has, and no rows.
-SHAPES = ((3, 5), (300, 130), (1000, 16), (0, 7))
+#: Rows and columns: few rows, for one kernel, in blocks of which the last is not full; many, in parts of which the last
+#: is not full, and more columns than a program has; and no rows.
+SHAPES = ((3, 5), (300, 130), (1000, 16), (1009, 130), (0, 7))
 #: Rows and features of norms: some rows of one program, and rows of several programs.
 NORMS = ((5, 11), (70, 96), (3, 5000))
 KINDS = ("layernorm", "rmsnorm")
@@ -55,6 +57,12 @@ def summed(device: str = "cpu") -> list[Tensor]:
         add_column_sums(total, rows)
         found.append(total)
     return found
+
+
+def summed_by_few(device: str = "cpu") -> list[Tensor]:
+    """The same by so few programs that each has several blocks of rows."""
+    with mock.patch.object(column_sums, "PROGRAMS", 4):
+        return summed(device)
 
 
 def statistics(x: Tensor, kind: str) -> tuple[Tensor | None, Tensor]:
@@ -112,7 +120,13 @@ def of_autograd(kind: str) -> list[Tensor]:
 
 def everything() -> dict[str, Any]:
     """All that is interpreted."""
-    return {"sums": summed(), "norms": normed(), "layers": in_layers(), "narrow": in_layers(totals=torch.bfloat16)}
+    return {
+        "sums": summed(),
+        "sums by few": summed_by_few(),
+        "norms": normed(),
+        "layers": in_layers(),
+        "narrow": in_layers(totals=torch.bfloat16),
+    }
 
 
 @pytest.fixture(scope="module")
@@ -158,6 +172,7 @@ def check_layers(found: dict[str, list[Tensor]], totals: torch.dtype = torch.flo
 class TestInterpreted:
     def test_columns_are_summed_in_fp32(self, found: dict[str, Any]) -> None:
         check_sums(found["sums"])
+        check_sums(found["sums by few"])
 
     @pytest.mark.parametrize("case", CASES, ids=str)
     def test_gradients_of_a_norm_are_those_of_float64(self, found: dict[str, Any], case: Norm) -> None:
@@ -175,6 +190,7 @@ class TestInterpreted:
 class TestOnGpu:
     def test_columns_are_summed_in_fp32(self) -> None:
         check_sums(summed("cuda"))
+        check_sums(summed_by_few("cuda"))
 
     def test_gradients_of_norms_are_those_of_float64(self) -> None:
         for case, result in zip(CASES, normed("cuda"), strict=True):

@@ -14,10 +14,10 @@ from torch.library import Library
 
 #: Features at most: beyond, a program could not keep the sums of a row in its registers.
 WIDEST_NORM = 16384
-#: Values that a program reads at a time, and each of its threads; warps of a program at most.
-_TILE, _OF_A_THREAD, _WARPS = 4096, 16, 16
-#: Programs at most: four for each of the 132 multiprocessors of an H100 or H200, which run two at a time.
-_PROGRAMS = 528
+#: Values that a program reads at a time, and each of its threads; warps of a program at most; tiles on their way.
+TILE, OF_A_THREAD, WARPS, STAGES = 4096, 16, 16, 3
+#: Programs at most: two for each of the 132 multiprocessors of an H100 or H200, which run two at a time.
+PROGRAMS = 264
 
 _library = Library("megatron_run_engine", "FRAGMENT")
 _library.define(
@@ -42,8 +42,8 @@ def _gradients(grad: Tensor, x: Tensor, weight: Tensor, mean: Tensor | None, sca
 
     found = _empty(x, mean)
     (rows, columns), block = x.shape, _block(x)
-    block_rows = max(1, _TILE // block)
-    warps = min(_WARPS, max(1, block * block_rows // (32 * _OF_A_THREAD)))
+    block_rows = max(1, TILE // block)
+    warps = min(WARPS, max(1, block * block_rows // (32 * OF_A_THREAD)))
     with torch.cuda.device_of(x):
         kernels.norm_gradient[(len(found[1]),)](
             x,
@@ -57,6 +57,7 @@ def _gradients(grad: Tensor, x: Tensor, weight: Tensor, mean: Tensor | None, sca
             mean is not None,
             block_rows,
             block,
+            STAGES,
             num_warps=warps,
         )
     return found
@@ -64,7 +65,7 @@ def _gradients(grad: Tensor, x: Tensor, weight: Tensor, mean: Tensor | None, sca
 
 def _empty(x: Tensor, mean: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     rows, columns = x.shape
-    programs = min(_PROGRAMS, max(1, -(-rows // max(1, _TILE // _block(x)))))
+    programs = min(PROGRAMS, max(1, -(-rows // max(1, TILE // _block(x)))))
     sums = [torch.empty((count, columns), dtype=torch.float32, device=x.device) for count in (programs, 0)]
     return torch.empty_like(x), sums[0], torch.empty_like(sums[0]) if mean is not None else sums[1]
 
