@@ -19,6 +19,10 @@ KERNELS = {
     "loss_kernels.row_gradient": ("*{0} *{0} *i64 *i1 *fp32 *fp32 *fp32 i64! i64! i32! i32 fp32 fp32 4096", 8),
     "sum_kernels.partial_sums": ("*{0} *fp32 i64! i32 i32! i32 32 128 3", 4),
     "sum_kernels.add_sums": ("*fp32 *fp32 i64! i32 i32! 128 32", 8),
+    "gelu_kernels.gelu": ("*{0} *{0} i32! 0 2048", 4),
+    "gelu_kernels.gelu by tanh": ("*{0} *{0} i32! 1 2048", 4),
+    "gelu_kernels.gelu_gradient": ("*{0} *{0} *{0} *fp32 i32 i32! i32 0 16 128 2", 4),
+    "gelu_kernels.gelu_gradient by tanh": ("*{0} *{0} *{0} *fp32 i32 i32! i32 1 16 128 2", 4),
     "norm_kernels.norm_gradient": ("*{0} *{0} *{0} *fp32 *fp32 *{0} *fp32 *fp32 i32 i32! 1 4 1024 3", 8),
     "norm_kernels.norm_gradient uncentred": ("*{0} *{0} *{0} *fp32 *fp32 *{0} *fp32 *fp32 i32 i32! 0 1 4096 3", 8),
     "elementwise_kernels.swiglu": ("*{0} *{0} i64! i32! 1024", 4),
@@ -26,7 +30,7 @@ KERNELS = {
     "elementwise_kernels.rotate": ("*{0} *{0} *{0} *{0} i64! i64! i32! i32! i32! i32 i32 i32! i32! -1 16 64", 4),
 }
 #: Those that write a tensor as large as what they read.
-WRITERS = ("row_gradient", "norm_gradient", "swiglu", "swiglu_gradient", "rotate")
+WRITERS = ("row_gradient", "norm_gradient", "gelu", "gelu_gradient", "swiglu", "swiglu_gradient", "rotate")
 
 
 def compiled(name: str, dtype: str) -> Mapping[str, Any]:

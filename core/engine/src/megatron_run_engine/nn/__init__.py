@@ -20,7 +20,15 @@ from megatron_run_engine.nn.chunk import DecoderChunk, ForwardPass
 from megatron_run_engine.nn.cross_entropy import CrossEntropy, LinearCrossEntropy, cross_entropy
 from megatron_run_engine.nn.dropout import Dropout
 from megatron_run_engine.nn.embedding import WORD, Embedding, Positions, embed, embedding_fields, tie_to_word
-from megatron_run_engine.nn.linear import PLAIN, LinearLayer, Products, ReplicatedLinear, linear, submit_gradients
+from megatron_run_engine.nn.linear import (
+    PLAIN,
+    Activation,
+    LinearLayer,
+    Products,
+    ReplicatedLinear,
+    linear,
+    submit_gradients,
+)
 from megatron_run_engine.nn.mlp import Mlp
 from megatron_run_engine.nn.moe.layer import RouterReports
 from megatron_run_engine.nn.norm import LayerNorm, RmsNorm, make_norm
@@ -31,6 +39,7 @@ from megatron_run_engine.nn.spec import ExpertSpec, TransformerSpec
 __all__ = [
     "PLAIN",
     "WORD",
+    "Activation",
     "Attention",
     "CoreAttention",
     "CrossEntropy",
