@@ -31,16 +31,18 @@ KINDS = ("layernorm", "rmsnorm")
 
 
 class Norm(NamedTuple):
-    """A norm's case."""
+    """A norm's case; with ``beside`` x gets a gradient from elsewhere too."""
 
     dtype: str
     kind: str
     shape: tuple[int, int]
+    beside: bool = False
 
 
 CASES = [Norm(*each) for each in product(TYPES, KINDS, NORMS)]
 #: More rows than programs, which take them in turns.
 CASES.append(Norm("bf16", "rmsnorm", (540, 2100)))
+CASES += [Norm(*each, (70, 96), beside=True) for each in product(TYPES, KINDS)]
 
 
 def matrix(shape: tuple[int, int], dtype: str, seed: int = 1) -> Tensor:
@@ -75,11 +77,12 @@ def statistics(x: Tensor, kind: str) -> tuple[Tensor | None, Tensor]:
 def normed(device: str = "cpu") -> list[tuple[Tensor, ...]]:
     """The gradients of x, weight and bias of each case, by the kernels."""
     found = []
-    for dtype, kind, shape in CASES:
+    for dtype, kind, shape, beside in CASES:
         x, grad = (matrix(shape, dtype, seed).to(device) for seed in (1, 2))
         weight = matrix((1, shape[1]), dtype, 3)[0].to(device)
         mean, scale = statistics(x.double(), kind)
-        result = norm_gradients(grad, x, weight, None if mean is None else mean.float(), scale.float())
+        other = matrix(shape, dtype, 4).to(device) if beside else None
+        result = norm_gradients(grad, x, weight, None if mean is None else mean.float(), scale.float(), other)
         found.append((result[0], *(each.double().sum(0) for each in result[1:])))
     return found
 
@@ -152,9 +155,10 @@ def check_norm(found: tuple[Tensor, ...], case: Norm) -> None:
     else:
         result = F.rms_norm(x, weight.shape, weight, 1e-5) + bias
     expected = torch.autograd.grad(result, learnt, grad)
+    of_x = expected[0] + matrix(case.shape, case.dtype, 4).double() if case.beside else expected[0]
     rounding = max(torch.finfo(TYPES[case.dtype]).eps, 1e-5)
     assert found[0].dtype == TYPES[case.dtype]
-    torch.testing.assert_close(found[0].cpu().double(), expected[0], rtol=rounding, atol=rounding)
+    torch.testing.assert_close(found[0].cpu().double(), of_x, rtol=rounding, atol=rounding)
     torch.testing.assert_close(found[1].cpu(), expected[1], rtol=1e-5, atol=1e-4)
     if case.kind == "layernorm":
         torch.testing.assert_close(found[2].cpu(), expected[2], rtol=1e-5, atol=1e-4)

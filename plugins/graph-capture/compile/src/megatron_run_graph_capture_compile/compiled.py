@@ -13,6 +13,7 @@ from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from megatron_run.errors import GraphCaptureError
+from megatron_run_graph_capture_compile.residuals import join_residuals
 
 if TYPE_CHECKING:
     from torch.nn import Parameter
@@ -63,6 +64,7 @@ class GraphStore:
             pure = make_fx(_functional(trace.joint, who), tracing_mode="fake")(*primals, *trace.gradients)
             if not trace.gradients:
                 return Graphs(self._compiler(pure, primals))
+            join_residuals(pure)
             ahead, back, kept = _split(pure, len(primals), trace.outputs)
             forward = self._compiler(ahead, primals)
             saved = forward(*primals)[trace.outputs :]

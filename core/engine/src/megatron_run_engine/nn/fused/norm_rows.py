@@ -21,23 +21,28 @@ PROGRAMS = 264
 
 _library = Library("megatron_run_engine", "FRAGMENT")
 _library.define(
-    "norm_gradients(Tensor grad, Tensor x, Tensor weight, Tensor? mean, Tensor scale) -> (Tensor, Tensor, Tensor)"
+    "norm_gradients(Tensor grad, Tensor x, Tensor weight, Tensor? mean, Tensor scale, Tensor? beside=None)"
+    " -> (Tensor, Tensor, Tensor)"
 )
 
 
 def norm_gradients(
-    grad: Tensor, x: Tensor, weight: Tensor, mean: Tensor | None, scale: Tensor
+    grad: Tensor, x: Tensor, weight: Tensor, mean: Tensor | None, scale: Tensor, beside: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradient of x [N, h], and sums [u, h] in fp32 whose sums are the gradients of weight and of bias.
 
     ``grad`` [N, h] is that of the result, ``mean`` and ``scale`` (1/deviation) [N] are the forward's, in fp32. Without
-    a mean it is a root-mean-square norm, whose last result has no rows. x and grad are contiguous.
+    a mean it is a root-mean-square norm, whose last result has no rows. ``beside`` [N, h], the gradient that x gets
+    from elsewhere, as from a residual connection, is added to that of x. All of [N, h] are contiguous.
     """
-    found: tuple[Tensor, Tensor, Tensor] = torch.ops.megatron_run_engine.norm_gradients(grad, x, weight, mean, scale)
+    norm = torch.ops.megatron_run_engine.norm_gradients
+    found: tuple[Tensor, Tensor, Tensor] = norm(grad, x, weight, mean, scale, beside)
     return found
 
 
-def _gradients(grad: Tensor, x: Tensor, weight: Tensor, mean: Tensor | None, scale: Tensor) -> tuple[Tensor, ...]:
+def _gradients(
+    grad: Tensor, x: Tensor, weight: Tensor, mean: Tensor | None, scale: Tensor, beside: Tensor | None = None
+) -> tuple[Tensor, ...]:
     from megatron_run_engine.nn.fused import norm_kernels as kernels
 
     found = _empty(x, mean)
@@ -51,10 +56,12 @@ def _gradients(grad: Tensor, x: Tensor, weight: Tensor, mean: Tensor | None, sca
             weight,
             scale if mean is None else mean,
             scale,
+            x if beside is None else beside,
             *found,
             rows,
             columns,
             mean is not None,
+            beside is not None,
             block_rows,
             block,
             STAGES,
@@ -77,4 +84,4 @@ def _block(x: Tensor) -> int:
 
 for _device in ("CPU", "CUDA"):
     _library.impl("norm_gradients", _gradients, _device)
-_library.impl("norm_gradients", lambda _grad, x, _weight, mean, _scale: _empty(x, mean), "Meta")
+_library.impl("norm_gradients", lambda _grad, x, _weight, mean, *_: _empty(x, mean), "Meta")
