@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from megatron_run_engine.nn.fused import WIDEST_NORM, norm_rows
 from tests.support.compiled_kernels import compile_kernel
 
 TYPES = ("bf16", "fp16", "fp32")
@@ -61,6 +62,22 @@ def test_a_kernel_compiles_and_reads_16_bytes_at_a_time(name: str, dtype: str) -
     # What is fetched ahead comes by copies of 16 bytes into shared memory.
     assert "v4.b32" in accesses(stages, "ld") or "cp.async.cg.shared.global" in stages["ptx"]
     assert not re.search(r"\.local\.", stages["ptx"]), "registers do not suffice"
+
+
+@pytest.mark.te
+@pytest.mark.parametrize(("features", "bytes_of_one"), [(2048, 2), (4096, 4), (WIDEST_NORM, 2), (WIDEST_NORM, 4)])
+def test_what_a_norm_fetches_ahead_fits_into_shared_memory(features: int, bytes_of_one: int) -> None:
+    pytest.importorskip("triton")
+    from megatron_run_engine.nn.fused.norm_kernels import norm_gradient
+
+    dtype, rows = {2: "bf16", 4: "fp32"}[bytes_of_one], max(1, norm_rows.TILE // features)
+    stages = norm_rows.stages_of(3 * features * rows * bytes_of_one)
+    given = (
+        f"*{dtype} *{dtype} *{dtype} *fp32 *fp32 *{dtype} *{dtype} *fp32 *fp32 i32 i32! 1 1 {rows} {features} {stages}"
+    )
+    warps = min(norm_rows.WARPS, features * rows // (32 * norm_rows.OF_A_THREAD))
+    shared = compile_kernel(norm_gradient, given, num_warps=warps).metadata.shared
+    assert shared <= norm_rows.AHEAD + 2**15  # and what the warps of a program exchange
 
 
 @pytest.mark.te

@@ -14,8 +14,10 @@ from torch.library import Library
 
 #: Features at most: beyond, a program could not keep the sums of a row in its registers.
 WIDEST_NORM = 16384
-#: Values that a program reads at a time, and each of its threads; warps of a program at most; tiles on their way.
-TILE, OF_A_THREAD, WARPS, STAGES = 4096, 16, 16, 3
+#: Values that a program reads at a time, and each of its threads; warps of a program at most.
+TILE, OF_A_THREAD, WARPS = 4096, 16, 16
+#: Tiles that a program works on or has on their way, at most; bytes of shared memory at most for those on their way.
+STAGES, AHEAD = 3, 2**16
 #: Programs at most: two for each of the 132 multiprocessors of an H100 or H200, which run two at a time.
 PROGRAMS = 264
 
@@ -64,10 +66,15 @@ def _gradients(
             beside is not None,
             block_rows,
             block,
-            STAGES,
+            stages_of(block * block_rows * x.itemsize * (2 if beside is None else 3)),
             num_warps=warps,
         )
     return found
+
+
+def stages_of(tile: int) -> int:
+    """Tiles of that many bytes that a program works on or has on their way: one alone takes no shared memory."""
+    return min(STAGES, 1 + AHEAD // tile)
 
 
 def _empty(x: Tensor, mean: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
