@@ -83,7 +83,7 @@ def _works(device: str, tokens: int, hidden: int, vocab: int, columns: int) -> d
     """Forward and backward of loss, norms, GeLU, SwiGLU and rotary positions, and the gradient of a bias."""
     from megatron_run_engine.builtin.model.gpt import GptOptions
     from megatron_run_engine.nn import cross_entropy
-    from megatron_run_engine.nn.gelu import Gelu
+    from megatron_run_engine.nn.gelu import Gelu, activated, shared_terms
     from megatron_run_engine.nn.linear import add_rows
     from megatron_run_engine.nn.mlp import swiglu
     from megatron_run_engine.nn.norm import LayerNorm, RmsNorm
@@ -108,12 +108,9 @@ def _works(device: str, tokens: int, hidden: int, vocab: int, columns: int) -> d
 
     def of_gelu() -> None:
         """With the gradient of the bias before it."""
-        if end.ends(inner, bias):
-            end.forward(inner)
-            terms = end.gradient(outer, inner)[1]
-        else:
-            (terms,) = torch.autograd.grad(end(inner), inner, outer)
-        add_rows(total, terms)
+        terms = shared_terms(end, inner, bias)
+        (slopes,) = torch.autograd.grad(activated(inner, end, terms), inner, outer)
+        add_rows(total, slopes if terms is None else terms.take())
 
     context, size, length = single_process_context(), min(64, hidden // 2), max(1, tokens // 16)
     labels = torch.randint(vocab, (tokens,), device=device)

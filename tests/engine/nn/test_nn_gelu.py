@@ -1,4 +1,4 @@
-"""The kernels of GeLU against float64, and a linear layer that ends in it: by Triton's interpreter, and on a GPU.
+"""The kernels of GeLU against float64, and a linear layer before it: by Triton's interpreter, and on a GPU.
 
 All of what is interpreted runs in one process, once for the file.
 """
@@ -135,9 +135,7 @@ def check_activated(found: Activated, dtype: str, form: str, shape: tuple[int, i
         assert each.dtype == TYPES[dtype]
         torch.testing.assert_close(each.cpu().double(), exact, rtol=rounding, atol=1e-6)
     assert found.terms.dtype == torch.float32
-    torch.testing.assert_close(
-        found.terms.sum(0).cpu().double(), found.of_x.cpu().double().sum(0), rtol=1e-5, atol=1e-5
-    )
+    torch.testing.assert_close(found.terms.sum(0).cpu().double(), of_x.sum(0), rtol=1e-5, atol=1e-4)
 
 
 def check_tails(found: dict[str, Tensor]) -> None:

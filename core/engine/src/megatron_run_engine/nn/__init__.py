@@ -20,9 +20,9 @@ from megatron_run_engine.nn.chunk import DecoderChunk, ForwardPass
 from megatron_run_engine.nn.cross_entropy import CrossEntropy, LinearCrossEntropy, cross_entropy
 from megatron_run_engine.nn.dropout import Dropout
 from megatron_run_engine.nn.embedding import WORD, Embedding, Positions, embed, embedding_fields, tie_to_word
+from megatron_run_engine.nn.gelu import Activation
 from megatron_run_engine.nn.linear import (
     PLAIN,
-    Activation,
     LinearLayer,
     Products,
     ReplicatedLinear,

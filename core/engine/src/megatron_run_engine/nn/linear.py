@@ -12,7 +12,7 @@ graph contains it. With AMX it takes 0.6 times as long as the rounded product an
 A CPU that multiplies bf16 matrices slower than fp32 ones widens the operands instead, which is as exact, and does so in
 the layer's other products too. Others keep the rounded product.
 
-A layer may end in GeLU, whose backward then brings the terms of the bias's gradient (``gelu``).
+Where an activation follows whose backward brings the bias's gradient, that is not summed again (``gelu``).
 
 Legend: * any leading dimensions, N their product, i inputs, o outputs, u terms of a bias's gradient; of a wide product
 m, n rows and columns of the total, k terms of each sum.
@@ -36,18 +36,16 @@ from torch.nn import functional as F
 from megatron_run.contracts import Init, ParameterSpec
 from megatron_run_engine.nn.device import device_type, on_cpu, stands_for_gpu, widens_by_hardware
 from megatron_run_engine.nn.fused import add_column_sums, fuses
-from megatron_run_engine.nn.gelu import Gelu
+from megatron_run_engine.nn.gelu import activated, shared_terms
 from megatron_run_engine.nn.parameter import empty_parameter
 from megatron_run_engine.runtime.gradients import main_grad
 
 if TYPE_CHECKING:
     from torch.nn import Parameter
 
+    from megatron_run_engine.nn.gelu import Activation, Terms
     from megatron_run_engine.runtime.context import BuildContext
     from megatron_run_engine.runtime.gradients import GradientAccumulator
-
-#: A function of a layer's result: [*, o] -> [*, o], or fewer features if it has a gate.
-Activation = Callable[[Tensor], Tensor]
 
 _ROWS, _PLAIN, _TRANSPOSED = 101, 111, 112  # CBLAS's numbers for these words
 #: m, n, k and leading dimensions are 32-bit integers.
@@ -158,17 +156,12 @@ def linear(
 
     Gradients of weight and bias go to ``gradients``.
     """
-    gelu = ending(activation, x, bias)
+    terms = shared_terms(activation, x, bias)
     if torch.is_grad_enabled():
-        result: Tensor = _Linear.apply(x, weight, bias, gradients, products, gelu)  # type: ignore[no-untyped-call]  # torch's
+        y: Tensor = _Linear.apply(x, weight, bias, gradients, products, terms)  # type: ignore[no-untyped-call]  # torch's
     else:  # an autograd function costs more than a small product
-        result = products.forward(x, weight, bias)
-    return result if activation is None or gelu is not None else activation(result)
-
-
-def ending(activation: Activation | None, x: Tensor, bias: Parameter | None) -> Gelu | None:
-    """``activation``, if it is GeLU and computed with the layer, whose input is x: see :meth:`.Gelu.ends`."""
-    return activation if isinstance(activation, Gelu) and activation.ends(x, bias) else None
+        y = products.forward(x, weight, bias)
+    return activated(y, activation, terms)
 
 
 class ReplicatedLinear(nn.Module):
@@ -211,21 +204,19 @@ class _Linear(torch.autograd.Function):
         bias: Parameter | None,
         gradients: GradientAccumulator,
         products: Products,
-        gelu: Gelu | None,
+        terms: Terms | None,
     ) -> Tensor:
+        ctx.save_for_backward(x)
         # The parameters themselves, not saved tensors: under activation checkpointing those come back as copies
         # without main_grad.
-        ctx.weight, ctx.bias, ctx.gradients, ctx.products, ctx.gelu = weight, bias, gradients, products, gelu
-        y = products.forward(x, weight, bias)
-        ctx.save_for_backward(x, None if gelu is None else y)
-        return y if gelu is None else gelu.forward(y)
+        ctx.weight, ctx.bias, ctx.gradients, ctx.products, ctx.terms = weight, bias, gradients, products, terms
+        return products.forward(x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, None, None, None, None]:
-        (x, y), products = ctx.saved_tensors, ctx.products
-        grad, of_bias = (grads[0], None) if y is None else ctx.gelu.gradient(grads[0], y)
+        (x,), (grad,), products = ctx.saved_tensors, grads, ctx.products
         if ctx.weight.requires_grad:
-            submit_gradients(ctx.gradients, ctx.weight, ctx.bias, x, grad, products, of_bias)
+            submit_gradients(ctx.gradients, ctx.weight, ctx.bias, x, grad, products, ctx.terms)
         of_x = products.input_gradient(grad, ctx.weight) if ctx.needs_input_grad[0] else None
         # None for weight and bias: autograd must not accumulate what has been submitted.
         return of_x, None, None, None, None, None
@@ -245,18 +236,19 @@ def submit_gradients(
     x: Tensor,
     grad: Tensor,
     products: Products = PLAIN,
-    of_bias: Tensor | None = None,
+    terms: Terms | None = None,
 ) -> None:
     """Submit the gradients of ``weight`` [o, i] and ``bias`` [o] for input x [*, i] and output gradient [*, o].
 
-    ``of_bias`` [u, o] are terms of the bias's gradient that are known already; by default the rows of ``grad``.
+    The bias's is the sum of the ``terms`` [u, o] that have been left, by default of the rows of ``grad``.
     """
     x2, grad2 = x.flatten(0, -2), grad.flatten(0, -2)  # [*, i] -> [N, i], [*, o] -> [N, o]
+    of_bias = grad2 if terms is None else terms.take()
 
     def compute() -> None:
         products.add_weight_gradient(main_grad(weight), grad2, x2)
         if bias is not None:
-            add_rows(main_grad(bias), grad2 if of_bias is None else of_bias)
+            add_rows(main_grad(bias), of_bias)
 
     gradients.submit((weight,) if bias is None else (weight, bias), compute)
 

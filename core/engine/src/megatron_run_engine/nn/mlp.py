@@ -24,7 +24,7 @@ from megatron_run_engine.nn.spec import GATED
 
 if TYPE_CHECKING:
     from megatron_run.contracts import ParallelLayers
-    from megatron_run_engine.nn.linear import Activation as Function
+    from megatron_run_engine.nn.gelu import Activation as Function
     from megatron_run_engine.nn.spec import Activation, TransformerSpec
 
 

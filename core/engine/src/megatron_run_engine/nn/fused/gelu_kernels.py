@@ -56,8 +56,7 @@ def gelu_gradient(
 ) -> None:
     """Write the gradient of some columns of x over ``of_a_part`` rows, and add them up into a row of ``sums``.
 
-    ``grad``, x and ``result`` are [rows, columns], contiguous; ``sums`` [parts, columns] in fp32 are those of the
-    rounded gradient, as another pass over it would find them.
+    ``grad``, x and ``result`` are [rows, columns], contiguous; ``sums`` [parts, columns] are of the gradient in fp32.
     """
     part = tl.program_id(1)
     lanes = tl.program_id(0) * block + tl.arange(0, block)
@@ -69,7 +68,7 @@ def gelu_gradient(
         place, mask = row[:, None].to(tl.int64) * columns + lanes[None, :], (row < last)[:, None] & held[None, :]
         value = tl.load(x + place, mask=mask, other=0.0).to(tl.float32)
         change = tl.load(grad + place, mask=mask, other=0.0).to(tl.float32)
-        change = (change * _slope_and_share(value, tanh)[0]).to(result.dtype.element_ty)
-        tl.store(result + place, change, mask=mask)
-        total += change.to(tl.float32)
+        change *= _slope_and_share(value, tanh)[0]
+        tl.store(result + place, change.to(result.dtype.element_ty), mask=mask)
+        total += change
     tl.store(sums + part.to(tl.int64) * columns + lanes, tl.sum(total, axis=0), mask=held)

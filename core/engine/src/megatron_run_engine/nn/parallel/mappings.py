@@ -29,7 +29,8 @@ from torch import Tensor
 
 from megatron_run.contracts import Part
 from megatron_run.contracts.parallel_layer import even_part
-from megatron_run_engine.nn.linear import PLAIN, Products, ending, linear, submit_gradients
+from megatron_run_engine.nn.gelu import activated, shared_terms
+from megatron_run_engine.nn.linear import PLAIN, Products, linear, submit_gradients
 from megatron_run_engine.runtime.comm import ParallelGroup
 
 if TYPE_CHECKING:
@@ -37,8 +38,7 @@ if TYPE_CHECKING:
 
     from megatron_run.contracts import LinearPart, ParameterSpec
     from megatron_run.contracts.topology import Axis
-    from megatron_run_engine.nn.gelu import Gelu
-    from megatron_run_engine.nn.linear import Activation
+    from megatron_run_engine.nn.gelu import Activation, Terms
     from megatron_run_engine.runtime.gradients import GradientAccumulator
 
 
@@ -177,9 +177,9 @@ def column_linear(
     if not (split.overlap and torch.is_grad_enabled()):
         enter = gather_sequence if split.sequence else f
         return linear(enter(x, split.peers), weight, bias, gradients, products, activation)
-    gelu = ending(activation, x, bias)
-    result: Tensor = _ColumnLinear.apply(x, weight, bias, gradients, split, products, gelu)  # type: ignore[no-untyped-call]  # torch's
-    return result if activation is None or gelu is not None else activation(result)
+    terms = shared_terms(activation, x, bias)
+    y: Tensor = _ColumnLinear.apply(x, weight, bias, gradients, split, products, terms)  # type: ignore[no-untyped-call]  # torch's
+    return activated(y, activation, terms)
 
 
 class _ColumnLinear(torch.autograd.Function):
@@ -199,27 +199,25 @@ class _ColumnLinear(torch.autograd.Function):
         gradients: GradientAccumulator,
         split: Split,
         products: Products,
-        gelu: Gelu | None,
+        terms: Terms | None,
     ) -> Tensor:
+        ctx.save_for_backward(x)
         # The parameters themselves, which have main_grad: saved tensors may come back as copies (see linear.py).
         ctx.weight, ctx.bias, ctx.gradients, ctx.split, ctx.products = weight, bias, gradients, split, products
-        ctx.gelu = gelu
-        y = products.forward(split.peers.gather(x) if split.sequence else x, weight, bias)
-        ctx.save_for_backward(x, None if gelu is None else y)
-        return y if gelu is None else gelu.forward(y)
+        ctx.terms = terms
+        return products.forward(split.peers.gather(x) if split.sequence else x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, *tuple[None, ...]]:
         """Overlap: x is gathered during the input gradient's product, that gradient is reduced during the weight's."""
-        (x, y), peers, sequence = ctx.saved_tensors, ctx.split.peers, ctx.split.sequence
+        (x,), (grad,), peers, sequence = ctx.saved_tensors, grads, ctx.split.peers, ctx.split.sequence
         trains, summing = ctx.weight.requires_grad, None
         gathering = peers.start_gather(x) if sequence and trains else None
-        grad, of_bias = (grads[0], None) if y is None else ctx.gelu.gradient(grads[0], y)
         # [s, b, i]: this rank's term of the input gradient, which the collective below sums
         partial = ctx.products.input_gradient(grad, ctx.weight) if ctx.needs_input_grad[0] else None
         x = gathering.wait() if gathering else x
         if partial is not None:
             summing = peers.start_scatter_sum(partial) if sequence else peers.start_sum(partial)
         if trains:
-            submit_gradients(ctx.gradients, ctx.weight, ctx.bias, x, grad, ctx.products, of_bias)
+            submit_gradients(ctx.gradients, ctx.weight, ctx.bias, x, grad, ctx.products, ctx.terms)
         return (summing.wait() if summing else None), *(None,) * 6
