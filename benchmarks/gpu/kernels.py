@@ -1,5 +1,8 @@
 """Each kernel of ``megatron_run_engine.nn.fused`` beside the layer's own code, and beside a copy of as many bytes.
 
+Of each side there are two times: that of the device alone, and that of a call, which the host may take longer to launch
+than the device to run. A step whose kernels are captured in a graph, or wait in the device's queue, takes the first.
+
 On a CPU, Triton's interpreter runs the kernels, on tiny tensors: that shows that the piece works, and nothing else.
 """
 
@@ -15,7 +18,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from benchmarks.gpu.measuring import Day, alone, seconds
+from benchmarks.gpu.measuring import Day, alone, device_seconds, seconds
 
 #: Tokens, features and classes of GPT-2's smallest model, of which 16 sequences are a microbatch.
 TOKENS, HIDDEN, VOCAB, COLUMNS = 16_384, 768, 50_257, 50_304
@@ -31,7 +34,10 @@ class Work(NamedTuple):
 
 
 def measure(day: Day) -> Iterator[dict[str, Any]]:
-    """The piece: of each kernel milliseconds, GB/s and GiB beside its tensors, in bf16, and those of the eager code."""
+    """The piece: of each kernel milliseconds, GB/s and GiB beside its tensors, in bf16, and those of the eager code.
+
+    The rate is the device's.
+    """
     yield alone(measure_kernels, day)
 
 
@@ -43,36 +49,41 @@ def measure_kernels(device: str, *, quick: bool) -> dict[str, Any]:
         raise RuntimeError("Triton is not installed: both sides would be the eager code")
     samples, found = 3 if quick else 30, dict[str, Any]()
     source = torch.randn(2**14 if quick else 2**28, device=device)
-    copied = 2 * source.nbytes / statistics.median(seconds(source.clone, device, samples))
+    copied = 2 * source.nbytes / statistics.median(device_seconds(source.clone, device, samples))
     del source
     found["copy GB/s"] = copied / 1e9
     for name, work in _works(device, *(_TINY if quick else (TOKENS, HIDDEN, VOCAB, COLUMNS))).items():
-        taken, memory = _measured(work, device, samples)
+        ours = _measured(work, device, samples)
         with mock.patch(f"megatron_run_engine.nn.{work.module}.fuses", return_value=False):
-            eager, more = _measured(work, device, samples)
-        rate = work.bytes / taken
+            eager = _measured(work, device, samples)
+        rate = work.bytes / (ours["device ms"] / 1e3)
         found[name] = {
-            "ms": 1e3 * taken, "eager ms": 1e3 * eager, "GB/s": rate / 1e9, "of a copy's rate": rate / copied,
-            "GiB": memory, "eager GiB": more,
+            **ours, **{f"eager {key}": value for key, value in eager.items()},
+            "GB/s": rate / 1e9, "of a copy's rate": rate / copied,
         }  # fmt: skip
     return found
 
 
-def _measured(work: Work, device: str, samples: int) -> tuple[float, float | None]:
-    """Seconds, and GiB at the peak beside what was there before; None on a CPU."""
-    taken = statistics.median(seconds(work.call, device, samples))
-    if device == "cpu":
-        return taken, None
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    work.call()
-    return taken, (torch.cuda.max_memory_allocated() - before) / 2**30
+def _measured(work: Work, device: str, samples: int) -> dict[str, Any]:
+    """Milliseconds of the device, and of a call; GiB at the peak beside what was there before, None on a CPU."""
+    found: dict[str, Any] = {
+        "device ms": 1e3 * statistics.median(device_seconds(work.call, device, samples)),
+        "ms": 1e3 * statistics.median(seconds(work.call, device, samples)),
+        "GiB": None,
+    }
+    if device != "cpu":
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        work.call()
+        found["GiB"] = (torch.cuda.max_memory_allocated() - before) / 2**30
+    return found
 
 
 def _works(device: str, tokens: int, hidden: int, vocab: int, columns: int) -> dict[str, Work]:
-    """Forward and backward of loss, norms, SwiGLU and rotary positions, and the gradient of a bias."""
+    """Forward and backward of loss, norms, GeLU, SwiGLU and rotary positions, and the gradient of a bias."""
     from megatron_run_engine.builtin.model.gpt import GptOptions
     from megatron_run_engine.nn import cross_entropy
+    from megatron_run_engine.nn.gelu import Gelu, activated, shared_terms
     from megatron_run_engine.nn.linear import add_rows
     from megatron_run_engine.nn.mlp import swiglu
     from megatron_run_engine.nn.norm import LayerNorm, RmsNorm
@@ -95,14 +106,23 @@ def _works(device: str, tokens: int, hidden: int, vocab: int, columns: int) -> d
             own_main_grad(parameter)  # where the kernels leave the gradients that eager code returns
         return Work("norm", 5 * x.nbytes, lambda: torch.autograd.grad(norm(x), learnt, slope, allow_unused=True))
 
+    def of_gelu() -> None:
+        """With the gradient of the bias before it."""
+        terms = shared_terms(end, inner, bias)
+        (slopes,) = torch.autograd.grad(activated(inner, end, terms), inner, outer)
+        add_rows(total, slopes if terms is None else terms.take())
+
     context, size, length = single_process_context(), min(64, hidden // 2), max(1, tokens // 16)
     labels = torch.randint(vocab, (tokens,), device=device)
     total, rows = torch.zeros(4 * hidden, device=device), values(tokens, 4 * hidden, learnt=False)
+    inner, outer, end = values(tokens, 4 * hidden), values(tokens, 4 * hidden, learnt=False), Gelu()
+    bias = torch.nn.Parameter(values(4 * hidden, learnt=False))
     options = GptOptions(num_layers=1, hidden_size=hidden, num_heads=hidden // size, vocab_size=5, position="rope")
     rotary = Rotary(context, options.spec(length)).to(device, torch.bfloat16)
     return {
         "cross entropy": of("cross_entropy", 3, lambda x: cross_entropy(x, labels, vocab), values(tokens, columns)),
         "bias gradient": Work("linear", rows.nbytes, lambda: add_rows(total, rows)),
+        "bias and GeLU": Work("gelu", 5 * inner.nbytes, of_gelu),
         "layer norm": of_norm(LayerNorm),
         "rms norm": of_norm(RmsNorm),
         "SwiGLU": of("mlp", 4, swiglu, values(tokens, 8 * hidden)),

@@ -19,6 +19,8 @@ from megatron_run_engine.training.peak import known_peak
 
 #: Seconds that a side may take, and those without which none begins.
 PATIENCE, LEAST = 150.0, 5.0
+#: Calls of a graph, so many that starting it takes no noticeable part of its time.
+_CALLS = 10
 
 
 def seconds(call: Callable[[], object], device: str, samples: int, warm_up: int = 3) -> list[float]:
@@ -42,6 +44,26 @@ def seconds(call: Callable[[], object], device: str, samples: int, warm_up: int 
         event.record()
     torch.cuda.synchronize()
     return [before.elapsed_time(after) / 1e3 for before, after in pairwise(events)]
+
+
+def device_seconds(call: Callable[[], object], device: str, samples: int) -> list[float]:
+    """Seconds that the device takes for ``call``: without the host, as often as ``samples`` says.
+
+    A replayed graph of several calls is what is timed: between them the device waits for nobody. On a CPU, whose host
+    it is, it is :func:`seconds`.
+    """
+    if device == "cpu":
+        return seconds(call, device, samples)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):  # what a first call makes, such as workspaces and compiled kernels, stays
+        call()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(_CALLS):
+            call()
+    return [taken / _CALLS for taken in seconds(graph.replay, device, samples)]
 
 
 @dataclass(frozen=True)

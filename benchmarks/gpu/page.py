@@ -39,7 +39,10 @@ def page(found: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
         if isinstance(captured, dict):
             yield f"\n## Graphs: {size}\n\n{captured['shape']}.\n"
             yield from table(("capture", "tokens/s", "over eager"), _captured(captured["sides"]))
-    for name in ("planner", "experts", "kernels", "profile", "saves", "start"):
+    if "kernels" in found:
+        yield "\n## Kernels\n"
+        yield from _kernels(found["kernels"])
+    for name in ("planner", "experts", "profile", "saves", "start"):
         if name in found:
             yield f"\n## {name.capitalize()}\n"
             yield from _plain({key: value for key, value in found[name].items() if key not in ("machine", "took")})
@@ -74,6 +77,21 @@ def _captured(sides: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
             yield name, sides[name]["failed"], ""
         else:
             yield name, f"{rate:.0f}", f"{rate / eager:.2f}" if eager else "unknown"
+
+
+def _kernels(found: Mapping[str, Any]) -> Iterator[str]:
+    """A row a kernel, with a column a number; whatever else the piece holds follows."""
+    rows = {name: numbers for name, numbers in found.items() if isinstance(numbers, dict)}
+    columns = tuple(dict.fromkeys(column for numbers in rows.values() for column in numbers))
+    if rows:
+        shown = (
+            (name, *(f"{numbers[each]:.3g}" if numbers[each] is not None else "" for each in columns))
+            for name, numbers in rows.items()
+        )
+        yield from table(("kernel", *columns), shown)
+        yield ""
+    rest = {key: value for key, value in found.items() if key not in rows and key not in ("machine", "took")}
+    yield from _plain(rest)
 
 
 def _plain(found: Mapping[str, Any]) -> Iterator[str]:

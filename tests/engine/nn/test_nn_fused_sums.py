@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from itertools import product
 from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from megatron_run_engine.nn.fused import add_column_sums, fuses, norm_gradients
+from megatron_run_engine.nn.fused import add_column_sums, column_sums, fuses, norm_gradients
 from megatron_run_engine.nn.linear import linear
 from megatron_run_engine.nn.norm import LayerNorm, RmsNorm
 from megatron_run_engine.runtime.gradients import main_grad, own_main_grad
@@ -21,24 +22,27 @@ from megatron_run_testing.build_contexts import single_process_context
 from tests.support.interpreted import interpreted
 
 TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-#: Rows and columns: one part, several of which the last is not full, more columns than a program has, and no rows.
-SHAPES = ((3, 5), (300, 130), (1000, 16), (0, 7))
+#: Rows and columns: few rows, for one kernel, in blocks of which the last is not full; many, in parts of which the last
+#: is not full, and more columns than a program has; and no rows.
+SHAPES = ((3, 5), (300, 130), (1000, 16), (1009, 130), (0, 7))
 #: Rows and features of norms: some rows of one program, and rows of several programs.
 NORMS = ((5, 11), (70, 96), (3, 5000))
 KINDS = ("layernorm", "rmsnorm")
 
 
 class Norm(NamedTuple):
-    """A norm's case."""
+    """A norm's case; with ``beside`` x gets a gradient from elsewhere too."""
 
     dtype: str
     kind: str
     shape: tuple[int, int]
+    beside: bool = False
 
 
 CASES = [Norm(*each) for each in product(TYPES, KINDS, NORMS)]
 #: More rows than programs, which take them in turns.
 CASES.append(Norm("bf16", "rmsnorm", (540, 2100)))
+CASES += [Norm(*each, (70, 96), beside=True) for each in product(TYPES, KINDS)]
 
 
 def matrix(shape: tuple[int, int], dtype: str, seed: int = 1) -> Tensor:
@@ -57,6 +61,12 @@ def summed(device: str = "cpu") -> list[Tensor]:
     return found
 
 
+def summed_by_few(device: str = "cpu") -> list[Tensor]:
+    """The same by so few programs that each has several blocks of rows."""
+    with mock.patch.object(column_sums, "PROGRAMS", 4):
+        return summed(device)
+
+
 def statistics(x: Tensor, kind: str) -> tuple[Tensor | None, Tensor]:
     """Mean, where there is one, and 1/deviation of the rows of ``x``, in its type."""
     mean = x.mean(1) if kind == "layernorm" else None
@@ -67,11 +77,12 @@ def statistics(x: Tensor, kind: str) -> tuple[Tensor | None, Tensor]:
 def normed(device: str = "cpu") -> list[tuple[Tensor, ...]]:
     """The gradients of x, weight and bias of each case, by the kernels."""
     found = []
-    for dtype, kind, shape in CASES:
+    for dtype, kind, shape, beside in CASES:
         x, grad = (matrix(shape, dtype, seed).to(device) for seed in (1, 2))
         weight = matrix((1, shape[1]), dtype, 3)[0].to(device)
         mean, scale = statistics(x.double(), kind)
-        result = norm_gradients(grad, x, weight, None if mean is None else mean.float(), scale.float())
+        other = matrix(shape, dtype, 4).to(device) if beside else None
+        result = norm_gradients(grad, x, weight, None if mean is None else mean.float(), scale.float(), other)
         found.append((result[0], *(each.double().sum(0) for each in result[1:])))
     return found
 
@@ -112,7 +123,13 @@ def of_autograd(kind: str) -> list[Tensor]:
 
 def everything() -> dict[str, Any]:
     """All that is interpreted."""
-    return {"sums": summed(), "norms": normed(), "layers": in_layers(), "narrow": in_layers(totals=torch.bfloat16)}
+    return {
+        "sums": summed(),
+        "sums by few": summed_by_few(),
+        "norms": normed(),
+        "layers": in_layers(),
+        "narrow": in_layers(totals=torch.bfloat16),
+    }
 
 
 @pytest.fixture(scope="module")
@@ -138,9 +155,10 @@ def check_norm(found: tuple[Tensor, ...], case: Norm) -> None:
     else:
         result = F.rms_norm(x, weight.shape, weight, 1e-5) + bias
     expected = torch.autograd.grad(result, learnt, grad)
+    of_x = expected[0] + matrix(case.shape, case.dtype, 4).double() if case.beside else expected[0]
     rounding = max(torch.finfo(TYPES[case.dtype]).eps, 1e-5)
     assert found[0].dtype == TYPES[case.dtype]
-    torch.testing.assert_close(found[0].cpu().double(), expected[0], rtol=rounding, atol=rounding)
+    torch.testing.assert_close(found[0].cpu().double(), of_x, rtol=rounding, atol=rounding)
     torch.testing.assert_close(found[1].cpu(), expected[1], rtol=1e-5, atol=1e-4)
     if case.kind == "layernorm":
         torch.testing.assert_close(found[2].cpu(), expected[2], rtol=1e-5, atol=1e-4)
@@ -158,6 +176,7 @@ def check_layers(found: dict[str, list[Tensor]], totals: torch.dtype = torch.flo
 class TestInterpreted:
     def test_columns_are_summed_in_fp32(self, found: dict[str, Any]) -> None:
         check_sums(found["sums"])
+        check_sums(found["sums by few"])
 
     @pytest.mark.parametrize("case", CASES, ids=str)
     def test_gradients_of_a_norm_are_those_of_float64(self, found: dict[str, Any], case: Norm) -> None:
@@ -175,6 +194,7 @@ class TestInterpreted:
 class TestOnGpu:
     def test_columns_are_summed_in_fp32(self) -> None:
         check_sums(summed("cuda"))
+        check_sums(summed_by_few("cuda"))
 
     def test_gradients_of_norms_are_those_of_float64(self) -> None:
         for case, result in zip(CASES, normed("cuda"), strict=True):

@@ -62,9 +62,10 @@ def layer_passes(model: Model, split: Split, *, kernels: bool) -> Iterator[Pass]
         turned = _WIDTH * tokens * (model.qkv_width - (model.kv_heads or model.heads) * model.head_size) / t
         ways = 1 if kernels else 3  # both halves times cosine and sine, and their sums
         yield Pass(2 * turned * ways, 2 * turned * (ways + 1), ways, ways + 1)  # those of queries and keys before
-    if model.biased:  # their gradients are sums over tokens
-        columns = (model.qkv_width + model.ffn_width * (model.matrices - 1)) / t * _WIDTH * tokens
-        yield Pass(0.0, columns + 2 * stream, 0, 4)
+    if model.biased:  # their gradients are sums over tokens; the kernel of GeLU's backward sums what it writes
+        summed = kernels and not model.gated and not model.experts
+        features = model.qkv_width + (0 if summed else model.ffn_width * (model.matrices - 1))
+        yield Pass(0.0, features / t * _WIDTH * tokens + 2 * stream, 0, 3 if summed else 4)
     yield Pass(0.0, 0.0, *_SMALL)
 
 

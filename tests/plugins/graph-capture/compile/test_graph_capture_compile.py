@@ -10,10 +10,11 @@ import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import Parameter
 from torch.nn import functional as F
@@ -32,6 +33,7 @@ from megatron_run_engine.runtime.context import BuildContext
 from megatron_run_engine.runtime.gradients import main_grad
 from megatron_run_graph_capture_compile.capture import CompileCapture, CompileOptions
 from megatron_run_graph_capture_compile.compiler import check_compiler, find_compiler
+from megatron_run_graph_capture_compile.residuals import join_residuals
 from megatron_run_parallel_layer_lora import LoraLayers
 from megatron_run_schedule_1f1b import OneForwardOneBackward
 from megatron_run_schedule_zero_bubble.h1 import ZeroBubbleH1
@@ -72,18 +74,26 @@ def test_it_conforms(check: Check) -> None:
     check.run()
 
 
-def capture_kernels() -> None:
-    """That captured steps equal eager ones, of all layers."""
-    scope = ("embedding", "attn", "mlp", "head", "loss")
+def capture_kernels() -> list[int]:
+    """That captured steps equal eager ones, of all layers; of how many norms each graph adds a residual's gradient."""
+    scope, joined = ("embedding", "attn", "mlp", "head", "loss"), list[int]()
+
+    def counted(graph: fx.GraphModule) -> None:
+        join_residuals(graph)
+        norms = graph.graph.find_nodes(op="call_function", target=torch.ops.megatron_run_engine.norm_gradients.default)
+        joined.append(sum(len(norm.args) > 5 for norm in norms))
+
     checks = {each.name: each for each in graph_capture_checks(lambda context: ExactCapture(context, scope=scope))}
-    checks["captured steps equal eager ones in losses and gradients"].run()
+    with mock.patch("megatron_run_graph_capture_compile.compiled.join_residuals", counted):
+        checks["captured steps equal eager ones in losses and gradients"].run()
+    return joined
 
 
 @pytest.mark.multiproc
 def test_kernels_of_a_gpu_are_operations_of_the_graphs() -> None:
     """They write over their arguments, which functionalization refuses of operators that it does not know."""
     pytest.importorskip("triton")
-    interpreted(capture_kernels)
+    assert 1 in interpreted(capture_kernels)
 
 
 THROUGH_INDUCTOR = graph_capture_checks(lambda context: compile_capture(context, backend="inductor"))

@@ -20,6 +20,7 @@ from megatron_run_engine.nn.chunk import DecoderChunk, ForwardPass
 from megatron_run_engine.nn.cross_entropy import CrossEntropy, LinearCrossEntropy, cross_entropy
 from megatron_run_engine.nn.dropout import Dropout
 from megatron_run_engine.nn.embedding import WORD, Embedding, Positions, embed, embedding_fields, tie_to_word
+from megatron_run_engine.nn.gelu import Activation
 from megatron_run_engine.nn.linear import (
     PLAIN,
     LinearLayer,
@@ -39,6 +40,7 @@ from megatron_run_engine.nn.spec import ExpertSpec, TransformerSpec
 __all__ = [
     "PLAIN",
     "WORD",
+    "Activation",
     "Attention",
     "CoreAttention",
     "CrossEntropy",

@@ -12,8 +12,10 @@ graph contains it. With AMX it takes 0.6 times as long as the rounded product an
 A CPU that multiplies bf16 matrices slower than fp32 ones widens the operands instead, which is as exact, and does so in
 the layer's other products too. Others keep the rounded product.
 
-Legend: * any leading dimensions, N their product, i inputs, o outputs; of a wide product m, n rows and columns of the
-total, k terms of each sum.
+Where an activation follows whose backward brings the bias's gradient, that is not summed again (``gelu``).
+
+Legend: * any leading dimensions, N their product, i inputs, o outputs, u terms of a bias's gradient; of a wide product
+m, n rows and columns of the total, k terms of each sum.
 """
 
 from __future__ import annotations
@@ -34,12 +36,14 @@ from torch.nn import functional as F
 from megatron_run.contracts import Init, ParameterSpec
 from megatron_run_engine.nn.device import device_type, on_cpu, stands_for_gpu, widens_by_hardware
 from megatron_run_engine.nn.fused import add_column_sums, fuses
+from megatron_run_engine.nn.gelu import activated, shared_terms
 from megatron_run_engine.nn.parameter import empty_parameter
 from megatron_run_engine.runtime.gradients import main_grad
 
 if TYPE_CHECKING:
     from torch.nn import Parameter
 
+    from megatron_run_engine.nn.gelu import Activation, Terms
     from megatron_run_engine.runtime.context import BuildContext
     from megatron_run_engine.runtime.gradients import GradientAccumulator
 
@@ -154,9 +158,13 @@ PLAIN = Products()
 
 
 class LinearLayer(nn.Module):
-    """Base of layers that multiply by ``products``, which may be set to another arithmetic."""
+    """Base of layers that multiply by ``products``, which may be set to another arithmetic.
+
+    One that ``activates`` takes a function of its result as the second argument of ``forward``, which it may fuse.
+    """
 
     products: Products = PLAIN
+    activates = False
 
 
 def linear(
@@ -165,12 +173,18 @@ def linear(
     bias: Parameter | None,
     gradients: GradientAccumulator,
     products: Products = PLAIN,
+    activation: Activation | None = None,
 ) -> Tensor:
-    """``x @ weight.T + bias``: x [*, i], weight [o, i], bias [o] -> [*, o]; weight gradients go to ``gradients``."""
-    if not torch.is_grad_enabled():  # an autograd function costs more than a small product
-        return products.forward(x, weight, bias)
-    result: Tensor = _Linear.apply(x, weight, bias, gradients, products)  # type: ignore[no-untyped-call]  # torch's
-    return result
+    """``activation(x @ weight.T + bias)``: x [*, i], weight [o, i], bias [o] -> [*, o].
+
+    Gradients of weight and bias go to ``gradients``.
+    """
+    terms = shared_terms(activation, x, bias)
+    if torch.is_grad_enabled():
+        y: Tensor = _Linear.apply(x, weight, bias, gradients, products, terms)  # type: ignore[no-untyped-call]  # torch's
+    else:  # an autograd function costs more than a small product
+        y = products.forward(x, weight, bias)
+    return activated(y, activation, terms)
 
 
 class ReplicatedLinear(nn.Module):
@@ -213,10 +227,11 @@ class _Linear(torch.autograd.Function):
         bias: Parameter | None,
         gradients: GradientAccumulator,
         products: Products,
+        terms: Terms | None,
     ) -> Tensor:
         # The parameters themselves, not saved tensors: under activation checkpointing those come back as copies
         # without main_grad.
-        ctx.weight, ctx.bias, ctx.gradients, ctx.products = weight, bias, gradients, products
+        ctx.weight, ctx.bias, ctx.gradients, ctx.products, ctx.terms = weight, bias, gradients, products, terms
         if not weight.requires_grad:
             return products.forward(x, weight, bias)
         result, kept = products.forward_keeping(x, weight, bias)
@@ -224,13 +239,13 @@ class _Linear(torch.autograd.Function):
         return result
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, None, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, None, None, None, None]:
         (grad,), x = grads, ctx.saved_tensors
-        back, kept = input_gradient(ctx.products, grad, ctx.weight, wanted=ctx.needs_input_grad[0])
+        of_x, kept = input_gradient(ctx.products, grad, ctx.weight, wanted=ctx.needs_input_grad[0])
         if ctx.weight.requires_grad:
-            submit_gradients(ctx.gradients, ctx.weight, ctx.bias, x, grad, kept, ctx.products)
+            submit_gradients(ctx.gradients, ctx.weight, ctx.bias, x, grad, kept, ctx.products, ctx.terms)
         # None for weight and bias: autograd must not accumulate what has been submitted.
-        return back, None, None, None, None
+        return of_x, None, None, None, None, None
 
 
 def input_gradient(products: Products, grad: Tensor, weight: Tensor, *, wanted: bool) -> tuple[Tensor | None, Operand]:
@@ -255,11 +270,14 @@ def submit_gradients(
     grad: Tensor,
     kept: Operand,
     products: Products = PLAIN,
+    terms: Terms | None = None,
 ) -> None:
     """Submit the gradients of ``weight`` [o, i] and ``bias`` [o]: x and ``kept`` are what ``products`` keeps.
 
-    x [*, i] is the layer's input, ``kept`` is of ``grad`` [*, o].
+    x [*, i] is the layer's input, ``kept`` is of ``grad`` [*, o]. The bias's is the sum of the ``terms`` [u, o] that
+    have been left, by default of the rows of ``grad``.
     """
+    of_bias = grad.flatten(0, -2) if terms is None else terms.take()  # [*, o] -> [N, o]
 
     def add() -> None:
         products.add_weight_gradient(main_grad(weight), kept, x)
@@ -267,11 +285,10 @@ def submit_gradients(
     if bias is None:
         gradients.submit((weight,), add)
         return
-    rows = grad.flatten(0, -2)  # [*, o] -> [N, o]
 
     def add_both() -> None:
         add()
-        add_rows(main_grad(bias), rows)
+        add_rows(main_grad(bias), of_bias)
 
     gradients.submit((weight, bias), add_both)
 

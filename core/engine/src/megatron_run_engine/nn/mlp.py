@@ -1,6 +1,6 @@
 """The feed-forward half of a block.
 
-Its activation is GeLU (Hendrycks and Gimpel 2016), squared ReLU (So et al. 2021), or a gated linear unit with SiLU or
+Its activation is GeLU (:mod:`.gelu`), squared ReLU (So et al. 2021), or a gated linear unit with SiLU or
 GeLU on its gate (Shazeer 2020).
 
 Legend: s sequence, b micro batch, h hidden, f feed-forward size, t tensor-parallel size.
@@ -17,13 +17,14 @@ from torch.nn import functional as F
 
 from megatron_run.contracts import LinearPart
 from megatron_run_engine.nn.fused import fused_swiglu, fused_swiglu_gradient, fuses
+from megatron_run_engine.nn.gelu import Gelu
 from megatron_run_engine.nn.grouped import GroupedLayer
+from megatron_run_engine.nn.linear import LinearLayer
 from megatron_run_engine.nn.spec import GATED
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from megatron_run.contracts import ParallelLayers
+    from megatron_run_engine.nn.gelu import Activation as Function
     from megatron_run_engine.nn.spec import Activation, TransformerSpec
 
 
@@ -46,8 +47,14 @@ class Mlp(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[s, b, h] -> [s, b, h]."""
-        result: Tensor = self.output(self.activation(self.input(x)))  # inside: [s, b, f/t]
+        inner = self.input(x, self.activation) if self.activates else self.activation(self.input(x))  # [s, b, f/t]
+        result: Tensor = self.output(inner)
         return result
+
+    @property
+    def activates(self) -> bool:
+        """Whether the input layer takes the activation, as it declares; layers of other factories need not."""
+        return isinstance(self.input, LinearLayer) and self.input.activates
 
 
 def input_parts(name: Activation, ffn: int, key: str) -> tuple[LinearPart, ...]:
@@ -56,7 +63,7 @@ def input_parts(name: Activation, ffn: int, key: str) -> tuple[LinearPart, ...]:
     return tuple(LinearPart(part, ffn, key) for part in names)
 
 
-def activation(name: Activation) -> Callable[[Tensor], Tensor]:
+def activation(name: Activation) -> Function:
     """The function between the two layers; a gated one halves the number of features."""
     if name == "swiglu":
         return swiglu
@@ -65,7 +72,7 @@ def activation(name: Activation) -> Callable[[Tensor], Tensor]:
     approximate = "tanh" if name.endswith("_tanh") else "none"
     if name in GATED:
         return partial(geglu, approximate=approximate)
-    return F.gelu if approximate == "none" else partial(F.gelu, approximate=approximate)
+    return Gelu(tanh=approximate == "tanh")
 
 
 def geglu(x: Tensor, approximate: str = "none") -> Tensor:

@@ -15,6 +15,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from megatron_run.errors import GraphCaptureError
 from megatron_run_engine.capture import zeros_like
 from megatron_run_graph_capture_compile.overwritten import apart, write_over
+from megatron_run_graph_capture_compile.residuals import join_residuals
 
 if TYPE_CHECKING:
     from torch.nn import Parameter
@@ -67,6 +68,7 @@ class GraphStore:
             pure = make_fx(_functional(trace.joint, who), tracing_mode="fake")(*primals, *trace.gradients)
             if not trace.gradients:
                 return Graphs(self._compiler(pure, primals))
+            join_residuals(pure)
             ahead, back, kept = _split(pure, len(primals), trace.outputs)
             forward = self._compiler(ahead, primals)
             results = forward(*primals)

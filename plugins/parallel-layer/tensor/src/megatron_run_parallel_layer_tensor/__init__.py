@@ -27,11 +27,14 @@ from megatron_run_engine.nn.parallel import Split, SplitLayers, column_linear, g
 
 if TYPE_CHECKING:
     from megatron_run.contracts import AttentionShape, LinearPart, NormKind
+    from megatron_run_engine.nn import Activation
     from megatron_run_engine.runtime.context import BuildContext
 
 
 class ColumnLinear(LinearLayer):
     """Computes this rank's slice of the outputs of each of ``parts``, concatenated."""
+
+    activates = True
 
     def __init__(
         self,
@@ -54,10 +57,10 @@ class ColumnLinear(LinearLayer):
             "bias": ParameterSpec(Init("zeros"), split.rows_of("bias", parts)),
         }
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, activation: Activation | None = None) -> Tensor:
         """[s, b, i] or [s/t, b, i] -> [s, b, o/t]."""
         x = x if self.norm is None else self.norm(x)
-        return column_linear(x, self.weight, self.bias, self.gradients, self.split, self.products)
+        return column_linear(x, self.weight, self.bias, self.gradients, self.split, self.products, activation)
 
 
 class RowLinear(LinearLayer):

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from torch.nn import Parameter
 
     from megatron_run.contracts import AttentionShape, LinearPart, NormKind
+    from megatron_run_engine.nn import Activation
     from megatron_run_engine.runtime.context import BuildContext
 
 
@@ -39,6 +40,8 @@ class Linear(LinearLayer):
     ``parts`` are the logical matrices stacked in the rows of ``weight``, in order; without parts it is one matrix.
     ``norm`` is applied to x first.
     """
+
+    activates = True
 
     def __init__(
         self,
@@ -61,10 +64,10 @@ class Linear(LinearLayer):
             "bias": ParameterSpec(Init("zeros"), _stacked("bias", parts, ())),
         }
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, activation: Activation | None = None) -> Tensor:
         """[s, b, inputs] -> [s, b, outputs]."""
         x = x if self.norm is None else self.norm(x)
-        return linear(x, self.weight, self.bias, self.gradients, self.products)
+        return linear(x, self.weight, self.bias, self.gradients, self.products, activation)
 
 
 class VocabEmbedding(nn.Module):

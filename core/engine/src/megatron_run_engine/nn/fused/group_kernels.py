@@ -18,7 +18,7 @@ import triton.language as tl
 if TYPE_CHECKING:
     from torch import Tensor
 
-#: Features of a tile, of left and of right, its rows at a time, and what suits that on Hopper: 144 KiB of shared memory.
+#: Features of a tile, of left and of right; its rows at a time; what suits that on Hopper: 144 KiB of shared memory.
 TILE_A, TILE_C, ROWS, WARPS, STAGES = 128, 256, 64, 8, 3
 
 

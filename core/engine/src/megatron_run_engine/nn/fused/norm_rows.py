@@ -15,35 +15,42 @@ from torch.library import Library
 #: Features at most: beyond, a program could not keep the sums of a row in its registers.
 WIDEST_NORM = 16384
 #: Values that a program reads at a time, and each of its threads; warps of a program at most.
-_TILE, _OF_A_THREAD, _WARPS = 4096, 16, 16
-#: Programs at most: four for each of the 132 multiprocessors of an H100 or H200, which run two at a time.
-_PROGRAMS = 528
+TILE, OF_A_THREAD, WARPS = 4096, 16, 16
+#: Tiles that a program works on or has on their way, at most; bytes of shared memory at most for those on their way.
+STAGES, AHEAD = 3, 2**16
+#: Programs at most: two for each of the 132 multiprocessors of an H100 or H200, which run two at a time.
+PROGRAMS = 264
 
 _library = Library("megatron_run_engine", "FRAGMENT")
 _library.define(
-    "norm_gradients(Tensor grad, Tensor x, Tensor weight, Tensor? mean, Tensor scale) -> (Tensor, Tensor, Tensor)"
+    "norm_gradients(Tensor grad, Tensor x, Tensor weight, Tensor? mean, Tensor scale, Tensor? beside=None)"
+    " -> (Tensor, Tensor, Tensor)"
 )
 
 
 def norm_gradients(
-    grad: Tensor, x: Tensor, weight: Tensor, mean: Tensor | None, scale: Tensor
+    grad: Tensor, x: Tensor, weight: Tensor, mean: Tensor | None, scale: Tensor, beside: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradient of x [N, h], and sums [u, h] in fp32 whose sums are the gradients of weight and of bias.
 
     ``grad`` [N, h] is that of the result, ``mean`` and ``scale`` (1/deviation) [N] are the forward's, in fp32. Without
-    a mean it is a root-mean-square norm, whose last result has no rows. x and grad are contiguous.
+    a mean it is a root-mean-square norm, whose last result has no rows. ``beside`` [N, h], the gradient that x gets
+    from elsewhere, as from a residual connection, is added to that of x. All of [N, h] are contiguous.
     """
-    found: tuple[Tensor, Tensor, Tensor] = torch.ops.megatron_run_engine.norm_gradients(grad, x, weight, mean, scale)
+    norm = torch.ops.megatron_run_engine.norm_gradients
+    found: tuple[Tensor, Tensor, Tensor] = norm(grad, x, weight, mean, scale, beside)
     return found
 
 
-def _gradients(grad: Tensor, x: Tensor, weight: Tensor, mean: Tensor | None, scale: Tensor) -> tuple[Tensor, ...]:
+def _gradients(
+    grad: Tensor, x: Tensor, weight: Tensor, mean: Tensor | None, scale: Tensor, beside: Tensor | None = None
+) -> tuple[Tensor, ...]:
     from megatron_run_engine.nn.fused import norm_kernels as kernels
 
     found = _empty(x, mean)
     (rows, columns), block = x.shape, _block(x)
-    block_rows = max(1, _TILE // block)
-    warps = min(_WARPS, max(1, block * block_rows // (32 * _OF_A_THREAD)))
+    block_rows = max(1, TILE // block)
+    warps = min(WARPS, max(1, block * block_rows // (32 * OF_A_THREAD)))
     with torch.cuda.device_of(x):
         kernels.norm_gradient[(len(found[1]),)](
             x,
@@ -51,20 +58,28 @@ def _gradients(grad: Tensor, x: Tensor, weight: Tensor, mean: Tensor | None, sca
             weight,
             scale if mean is None else mean,
             scale,
+            x if beside is None else beside,
             *found,
             rows,
             columns,
             mean is not None,
+            beside is not None,
             block_rows,
             block,
+            stages_of(block * block_rows * x.itemsize * (2 if beside is None else 3)),
             num_warps=warps,
         )
     return found
 
 
+def stages_of(tile: int) -> int:
+    """Tiles of that many bytes that a program works on or has on their way: one alone takes no shared memory."""
+    return min(STAGES, 1 + AHEAD // tile)
+
+
 def _empty(x: Tensor, mean: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     rows, columns = x.shape
-    programs = min(_PROGRAMS, max(1, -(-rows // max(1, _TILE // _block(x)))))
+    programs = min(PROGRAMS, max(1, -(-rows // max(1, TILE // _block(x)))))
     sums = [torch.empty((count, columns), dtype=torch.float32, device=x.device) for count in (programs, 0)]
     return torch.empty_like(x), sums[0], torch.empty_like(sums[0]) if mean is not None else sums[1]
 
@@ -76,4 +91,4 @@ def _block(x: Tensor) -> int:
 
 for _device in ("CPU", "CUDA"):
     _library.impl("norm_gradients", _gradients, _device)
-_library.impl("norm_gradients", lambda _grad, x, _weight, mean, _scale: _empty(x, mean), "Meta")
+_library.impl("norm_gradients", lambda _grad, x, _weight, mean, *_: _empty(x, mean), "Meta")

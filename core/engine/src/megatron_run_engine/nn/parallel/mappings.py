@@ -29,6 +29,7 @@ from torch import Tensor
 
 from megatron_run.contracts import Part
 from megatron_run.contracts.parallel_layer import even_part
+from megatron_run_engine.nn.gelu import activated, shared_terms
 from megatron_run_engine.nn.linear import PLAIN, Products, input_gradient, linear, submit_gradients
 from megatron_run_engine.runtime.comm import ParallelGroup
 
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 
     from megatron_run.contracts import LinearPart, ParameterSpec
     from megatron_run.contracts.topology import Axis
+    from megatron_run_engine.nn.gelu import Activation, Terms
     from megatron_run_engine.runtime.gradients import GradientAccumulator
 
 
@@ -166,13 +168,18 @@ def column_linear(
     gradients: GradientAccumulator,
     split: Split,
     products: Products = PLAIN,
+    activation: Activation | None = None,
 ) -> Tensor:
-    """Enter the region and multiply: x [s, b, i] or [s/t, b, i], weight [o/t, i], bias [o/t] -> [s, b, o/t]."""
+    """Enter the region and multiply: x [s, b, i] or [s/t, b, i], weight [o/t, i], bias [o/t] -> [s, b, o/t].
+
+    An ``activation`` follows, as in :func:`.linear`.
+    """
     if not (split.overlap and torch.is_grad_enabled()):
         enter = gather_sequence if split.sequence else f
-        return linear(enter(x, split.peers), weight, bias, gradients, products)
-    result: Tensor = _ColumnLinear.apply(x, weight, bias, gradients, split, products)  # type: ignore[no-untyped-call]  # torch's
-    return result
+        return linear(enter(x, split.peers), weight, bias, gradients, products, activation)
+    terms = shared_terms(activation, x, bias)
+    y: Tensor = _ColumnLinear.apply(x, weight, bias, gradients, split, products, terms)  # type: ignore[no-untyped-call]  # torch's
+    return activated(y, activation, terms)
 
 
 class _ColumnLinear(torch.autograd.Function):
@@ -192,10 +199,11 @@ class _ColumnLinear(torch.autograd.Function):
         gradients: GradientAccumulator,
         split: Split,
         products: Products,
+        terms: Terms | None,
     ) -> Tensor:
         # The parameters themselves, which have main_grad: saved tensors may come back as copies (see linear.py).
         ctx.weight, ctx.bias, ctx.gradients, ctx.split, ctx.products = weight, bias, gradients, split, products
-        trains = weight.requires_grad
+        ctx.terms, trains = terms, weight.requires_grad
         if split.sequence or not trains:
             ctx.save_for_backward(*((x,) if trains else ()))
             return products.forward(split.peers.gather(x) if split.sequence else x, weight, bias)
@@ -204,7 +212,7 @@ class _ColumnLinear(torch.autograd.Function):
         return result
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, None, None, None, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, *tuple[None, ...]]:
         """Overlap: x is gathered during the input gradient's product, that gradient is reduced during the weight's."""
         x, (grad,), peers, sequence = ctx.saved_tensors, grads, ctx.split.peers, ctx.split.sequence
         trains, summing = ctx.weight.requires_grad, None
@@ -216,5 +224,5 @@ class _ColumnLinear(torch.autograd.Function):
             summing = peers.start_scatter_sum(partial) if sequence else peers.start_sum(partial)
         if trains:
             x = x if gathered is None else ctx.products.keep_input(gathered)
-            submit_gradients(ctx.gradients, ctx.weight, ctx.bias, x, grad, kept, ctx.products)
-        return (summing.wait() if summing else None), None, None, None, None, None
+            submit_gradients(ctx.gradients, ctx.weight, ctx.bias, x, grad, kept, ctx.products, ctx.terms)
+        return (summing.wait() if summing else None), *(None,) * 6
