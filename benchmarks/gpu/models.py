@@ -32,6 +32,8 @@ SETTINGS: Mapping[str, Mapping[str, Any]] = {
     "experts": EXPERTS,
     "padded experts": {**EXPERTS, "model.expert_capacity_factor": 1.25, "model.expert_pad_to_capacity": True},
 }
+#: Steps whose median is the rate.
+SAMPLES = 10
 OURS, NANOGPT = "megatron-run", "nanoGPT, compiled"
 
 #: Our side with plugins and settings: name -> plugins, settings, the library that it needs.
@@ -105,7 +107,7 @@ def measure_side(device: str, size: str, name: str, *, quick: bool) -> dict[str,
         )
     ]
     found: list[float] = []
-    taken = seconds(lambda: found.append(side.step(batch)), device, 3 if quick else 20, warm_up=4)
+    taken = seconds(lambda: found.append(side.step(batch)), device, 3 if quick else SAMPLES, warm_up=4)
     side.close()
     rate = shape.microbatches * shape.micro_batch * shape.sequence / statistics.median(taken)
     peak = torch.cuda.max_memory_allocated() / 2**30 if device == "cuda" else None
