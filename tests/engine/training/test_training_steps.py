@@ -20,9 +20,9 @@ from megatron_run.planning.batch_size import BatchSizes
 from megatron_run.planning.learning_rate import LearningRate
 from megatron_run_engine.runtime.metrics import Metrics
 from megatron_run_engine.training.build import with_vocabulary
-from megatron_run_engine.training.evaluate import Evaluator
-from megatron_run_engine.training.loader import BatchLoader
+from megatron_run_engine.training.evaluate import Evaluator, network_of
 from megatron_run_engine.training.numbers import Losses
+from megatron_run_engine.training.sample_losses import _microbatch
 from megatron_run_testing.build_contexts import logical_gradients, logical_values
 from tests.support import plain_gpt
 from tests.support.training_bench import Bench
@@ -132,15 +132,14 @@ def test_a_split_smaller_than_a_batch_is_scored_whole_by_every_layout(tmp_path: 
 
 def test_a_rank_beyond_the_last_sample_gets_samples_that_do_not_count(tmp_path: Path) -> None:
     bench = Bench(tmp_path, "data.samples=5")
-    assembly = bench.assembly
-    dataset = assembly.data.dataset("validation", 32, 0)
+    network = network_of(bench.run, bench.assembly)
+    dataset = bench.assembly.data.dataset("validation", 32, 0)
     counted = 0.0
     for rank in range(2):
-        topology = replace(assembly.context.topology, sizes=Sizes(data=2), rank=rank)
-        context = replace(assembly.context, topology=topology)
-        loader = BatchLoader(replace(bench.run, sizes=topology.sizes), replace(assembly, context=context))
+        topology = replace(network.context.topology, sizes=Sizes(data=2), rank=rank)
+        here = replace(network, context=replace(network.context, topology=topology))
         for index in range(2):
-            counted += loader.evaluation(dataset, range(5))(index).fields["loss_mask"].sum().item()
+            counted += _microbatch(here, dataset, range(5), 2, index).fields["loss_mask"].sum().item()
     assert counted == 5 * 32
 
 
@@ -219,9 +218,7 @@ def test_evaluation_reads_the_same_samples_for_every_layout(tmp_path: Path) -> N
     dataset = bench.assembly.data.dataset("validation", 32, 1234)
     for ranks in (2, 4):
         run = load_config("preset:tiny", sets=sets, nproc=ranks)
-        assert (
-            Evaluator(run, bench.assembly, bench.trainer._loader, dataset).samples == bench.trainer.validation_samples
-        )
+        assert Evaluator(run, bench.assembly, dataset).samples == bench.trainer.validation_samples
     assert len(bench.trainer.validation_samples) == 12
 
 

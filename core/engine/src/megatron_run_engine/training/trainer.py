@@ -109,7 +109,7 @@ class Trainer:
         self._dataset = opened("train", train.sequence_length, train.seed, total_samples(train))
         held_out = run.config.eval.batches * train.global_batch_size
         validation = opened("validation", train.sequence_length, train.seed, held_out)
-        self._evaluator = Evaluator(run, assembly, self._loader, validation)
+        self._evaluator = Evaluator(run, assembly, validation)
         self._checkpoints = Checkpointing(run, assembly, folder, self._dataset)
         if run.sizes.world > 1:
             records = {"train": self._checkpoints.data, "validation": fingerprint(validation)}

@@ -34,6 +34,12 @@ class Window:
         """The window that scores ``tokens[first:]``, each given all before it; ``first`` is at least 1."""
         return cls(tokens[:-1], [IGNORED] * (first - 1) + list(tokens[first:]))
 
+    @classmethod
+    def ending(cls, tokens: Sequence[int], targets: int, longest: int) -> Window:
+        """The window of at most ``longest`` inputs that scores the last ``targets`` of ``tokens``, as many as fit."""
+        kept = tokens[-(longest + 1) :]
+        return cls.of(kept, max(1, len(kept) - targets))
+
 
 class Score(NamedTuple):
     """The score of a window: the log-probability of its targets, in nats, and how many of them were the likeliest."""

@@ -10,7 +10,7 @@ Legend: b rows, s columns of a pass, v vocabulary, p padded vocabulary, t tensor
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import inf
@@ -107,14 +107,16 @@ def _nucleus(scores: Tensor, top_p: float) -> Tensor:
 class Network:
     """A model on the ranks that share it, as far as a forward needs it.
 
-    ``program`` runs one microbatch forwards on this rank's stage, and ``last`` is the stage that has the head.
+    ``forwards`` makes the program that runs so many microbatches forwards on this rank's stage, ``reads`` are the
+    fields of samples that the stage needs, and ``last`` is the stage that has the head.
     """
 
     context: BuildContext
     model: Model
     chunks: Sequence[Chunk]
     executor: Executor
-    program: Sequence[Instruction]
+    forwards: Callable[[int], Sequence[Instruction]]
+    reads: Sequence[str]
     last: int
 
     @property
@@ -138,7 +140,7 @@ class Network:
         microbatch = Microbatch(0, 0, 0, {"tokens": tokens}, train=False, decoding=decoding)
         rows, columns = tokens.shape
         boundary = partial(self.model.boundary, micro_batch_size=rows, sequence_length=columns)
-        record = self.executor.run(self.program, StepInputs(lambda _: microbatch, boundary))
+        record = self.executor.run(self.forwards(1), StepInputs(lambda _: microbatch, boundary))
         if not record.logits:
             return None
         context, here = self.context, record.logits[0]  # [s, b, p/t]
