@@ -32,8 +32,9 @@ class BatchLoader:
         self._device = assembly.context.device
         self._data_rank, self._data_size = assembly.context.topology.data_rank, run.sizes.data
         self._names = read_fields(run, assembly.model, assembly.positions)
-        # On a CPU, the host would load later what it loads earlier.
-        self._ahead = AHEAD if self._device.type == "cuda" else 0
+        # On a CPU, the host would load later what it loads earlier. A mean over tokens needs all masks at first.
+        ahead = AHEAD if self._train.loss_mean == "microbatch" else self._train.global_batch_size
+        self._ahead = ahead if self._device.type == "cuda" else 0
         self._loaded: dict[tuple[int, int], dict[str, Tensor]] = {}  # by consumed samples and microbatch
 
     def load_ahead(self, dataset: Dataset, consumed: int, microbatches: int) -> None:
