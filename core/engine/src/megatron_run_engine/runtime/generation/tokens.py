@@ -2,7 +2,8 @@
 
 The texts of a batch end in one column of a table, short ones padded on the left. A *frame* is a first pass over all
 columns, which fills the caches, and passes over one column each that follow. A new frame begins when a text has
-outgrown the model's positions: it then goes on from the newer half of what the model could see. The next token is
+outgrown the model's positions: it then goes on from the newer half of what the model could see. So it does when a text
+has become so long that its positions are encoded in another way. The next token is
 chosen greedily, or by a number that depends on seed, sample and position alone.
 
 Legend: b rows, s columns of a pass, v vocabulary, p padded vocabulary, t tensor-parallel size.
@@ -132,6 +133,11 @@ class Network:
         """
         return self.context.sequence_shards == 1 and all(getattr(chunk, "caches", False) for chunk in self.chunks)
 
+    @property
+    def angle_switch(self) -> int | None:
+        """The longest text that is read with other angles than longer ones; None where all have the same."""
+        return next((switch for chunk in self.chunks if (switch := getattr(chunk, "angle_switch", None))), None)
+
     def logits(self, tokens: Tensor, decoding: Decoding | None = None) -> Tensor | None:
         """Logits of ``tokens`` [b, s], int64: fp32 [s, b, v] on every rank of the last stage, None on the others.
 
@@ -217,7 +223,9 @@ class Generation:
         """Logits of each text's last token, [b, v], by one pass over what is new."""
         network, starts = self._network, [text.start for text in live]
         windows = [text.window(network.positions) for text in live]
-        if self._frame is None or starts != [text.start for text in live]:
+        # A text that has just become long turns all its keys anew: the caches hold those of a short one.
+        switched = any(len(window) - 1 == network.angle_switch for window in windows)
+        if self._frame is None or switched or starts != [text.start for text in live]:
             self._frame = _Frame(live, windows, network.positions, network.context.device)
         rows = self._frame.keep(live)
         logits = network.logits(*self._frame.next_pass())
