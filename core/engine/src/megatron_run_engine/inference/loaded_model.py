@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,7 @@ from megatron_run_engine.inference.stepping import Stepper
 from megatron_run_engine.inference.text_stream import Completion, TextStream
 from megatron_run_engine.runtime.generation import Generation, Sampling, TextTokens
 from megatron_run_engine.runtime.world import World
+from megatron_run_engine.training.checked_plugins import open_split
 from megatron_run_engine.training.environments import find_world
 from megatron_run_engine.training.process import join_world
 from megatron_run_engine.training.tasks import Reader, TaskResult, make_work, run_task
@@ -186,8 +188,10 @@ class LoadedModel:
         are read at once; ``progress`` is told after each pass. Raises :class:`InputError` for an unknown task,
         :class:`DataError` for what it cannot read.
         """
-        seed, samples = self.run.config.train.seed, self.source.has_samples
-        reader = Reader(self.data, self.positions, seed, self.vocab_size, has_samples=samples)
+        opens = None
+        if self.data is not None and self.source.has_samples:
+            opens = partial(open_split, self.run.one("data"), self.data)
+        reader = Reader(self.data, self.positions, self.run.config.train.seed, self.vocab_size, opens)
         works = [make_work(task, reader, stride) for task in tasks]  # all mistakes come before the first takes its time
         return [run_task(*work, self.network, batch, progress) for work in works]
 

@@ -20,7 +20,14 @@ from megatron_run_engine.runtime.execute import Executor
 from megatron_run_engine.runtime.generation import Network
 from megatron_run_engine.runtime.messages import Messenger
 from megatron_run_engine.runtime.parameter_init import describe_parameters, fill
-from megatron_run_engine.training.build import Programs, build_chunks, make_context, make_layers, with_vocabulary
+from megatron_run_engine.training.build import (
+    Programs,
+    build_chunks,
+    make_context,
+    make_layers,
+    read_fields,
+    with_vocabulary,
+)
 
 if TYPE_CHECKING:
     from torch.nn import Parameter
@@ -106,8 +113,10 @@ def build_network(
     options = run.one("model").options
     assert options is not None  # planning has validated them
     device = torch.device(world.device)
-    context = make_context(run, topology, groups, device, options if data is None else with_vocabulary(run, data))
-    model, _, chunks = build_chunks(run, context, make_layers(run, context))
+    # A model of the data's fields: what packs documents is read as in training when its samples are scored.
+    given = (options,) if data is None else (with_vocabulary(run, data), data.fields)
+    context = make_context(run, topology, groups, device, *given)
+    model, positions, chunks = build_chunks(run, context, make_layers(run, context))
     if not model.predicts_next:
         raise InputError(
             f"{run.one('model')} does not predict the next token",
@@ -128,8 +137,9 @@ def build_network(
         activity=activity,
     )
     executor = Executor(chunks, context.gradients, messenger, world.rank, activity)
-    program = Programs(run, topology.stage, world.backend).forward_only(1)
-    return Network(context, model, chunks, executor, program, run.layout[-1].stage), data
+    forwards = Programs(run, topology.stage, world.backend).forward_only
+    reads = read_fields(run, model, positions)
+    return Network(context, model, chunks, executor, forwards, reads, run.layout[-1].stage), data
 
 
 def _check(infos: dict[Parameter, ParamInfo], source: Source) -> None:

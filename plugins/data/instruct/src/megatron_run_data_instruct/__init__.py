@@ -201,8 +201,13 @@ def check_config(config: Config, options: InstructOptions) -> Iterator[str]:  # 
 
 @hookimpl
 def megatron_run_plugin_info() -> PluginInfo:
-    """Plugin instruct of kind data."""
-    return PluginInfo("data", "instruct", options=InstructOptions, check_config=check_config)
+    """Plugin instruct of kind data.
+
+    Responses are of unequal length: a mean of microbatch means would weigh a token by its microbatch's other ones, and
+    so make the update a matter of ``train.micro_batch_size``.
+    """
+    suggests = {"train.loss_mean": "token"}
+    return PluginInfo("data", "instruct", options=InstructOptions, suggests=suggests, check_config=check_config)
 
 
 @hookimpl
