@@ -166,7 +166,7 @@ def test_traces_of_tokenisation_are_removed(raw: str, text: str) -> None:
         ("lambada={}", "word\n", "line 1 of {} has no word to guess: it needs at least two words"),
         ("lambada={}", '{"txt": "a b"}\n', "line 1 of {} is no passage: JSON with the field 'text' is expected"),
         ("perplexity={}", "a", "{} has nothing to score: task perplexity found no token after another one"),
-        ("wikitext={}.gone", "", "{}.gone cannot be read: No such file or directory"),
+        ("wikitext={}.gone", "", "{}.gone cannot be read: No such file or directory; did you mean 'file'?"),
         (
             "perplexity={}.gone",
             "",

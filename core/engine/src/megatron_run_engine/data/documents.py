@@ -22,6 +22,7 @@ import numpy as np
 
 from megatron_run.errors import DataError, near_path
 from megatron_run_engine.data.option_types import SPLITS
+from megatron_run_engine.data.user_files import foreign, read_bytes, start_of, unreadable
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -31,22 +32,17 @@ if TYPE_CHECKING:
 
 
 _LOG = logging.getLogger("megatron_run")
-#: Bytes of a file that are searched for NUL. A NUL marks a binary file, as it does for grep and git.
-_PROBE = 8192
 
 
 @dataclass(frozen=True)
 class Document:
-    """One file of text."""
+    """One file of text, which is not compressed."""
 
     path: Path
 
     def read(self) -> bytes:
-        """Return its bytes. Raises :class:`DataError` if it cannot be read."""
-        try:
-            return self.path.read_bytes()
-        except OSError as cause:
-            raise unreadable(self.path, cause) from cause
+        """Return its bytes without a mark. Raises :class:`DataError` if it cannot be read."""
+        return read_bytes(self.path, "data.paths")
 
 
 def find_documents(names: Sequence[str]) -> tuple[Document, ...]:
@@ -69,9 +65,9 @@ def _files(name: str) -> Sequence[Path]:
     if path.is_file():
         if not path.stat().st_size:
             raise DataError(f"data file {path} is empty", origin="data.paths")
-        if not _holds_text(path):
-            why = f"a NUL is among its first {_PROBE} bytes"
-            raise DataError(f"data file {path} is not text", why=why, origin="data.paths", fix="name text files")
+        if what := foreign(_start(path)):
+            fix = "name text files; megatron-run data prepare reads .gz, .zst and .parquet too"
+            raise DataError(f"data file {path} is not text", why=what.why, origin="data.paths", fix=fix)
         return [path]
     if has_magic(name):
         matches = sorted(Path(match) for match in glob(str(path), recursive=True))  # noqa: PTH207  # absolute too
@@ -117,7 +113,7 @@ def _walk(folder: Path, without: frozenset[str]) -> Iterator[Path]:
     without |= {"__pycache__"}
 
     def fail(cause: OSError) -> None:
-        raise unreadable(Path(cause.filename), cause) from cause
+        raise unreadable(Path(cause.filename), cause, "data.paths") from cause
 
     seen: set[Path] = set()  # a link may lead to a folder around it, or to one that is walked anyway
     for parent, folders, files in os.walk(folder, onerror=fail, followlinks=True):
@@ -134,20 +130,19 @@ def _walk(folder: Path, without: frozenset[str]) -> Iterator[Path]:
 
 
 def _holds_text(path: Path) -> bool:
-    """Whether ``path`` is a file that is not empty and has no NUL byte near its start."""
+    """Whether ``path`` is a file that is not empty and begins as text does."""
     if not path.is_file():
         return False
+    start = _start(path)
+    return bool(start) and foreign(start) is None
+
+
+def _start(path: Path) -> bytes:
     try:
-        with path.open("rb") as file:
-            start = file.read(_PROBE)
-    except OSError as cause:
-        raise unreadable(path, cause) from cause
-    return bool(start) and b"\0" not in start
-
-
-def unreadable(path: Path, cause: OSError) -> DataError:
-    """The error of a file of text that cannot be read."""
-    return DataError(f"{path} cannot be read", why=cause.strerror or str(cause), origin="data.paths")
+        return start_of(path)
+    except DataError as error:
+        error.origin = "data.paths"
+        raise
 
 
 #: Skipped folders: installed packages, tests, applications, generated tables, and modules that newer Pythons dropped.

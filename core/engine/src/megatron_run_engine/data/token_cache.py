@@ -32,9 +32,10 @@ import numpy as np
 import xxhash
 
 from megatron_run.errors import DataError, plural
-from megatron_run_engine.data.documents import Document, Shares, split_streams, token_type, unreadable
+from megatron_run_engine.data.documents import Document, Shares, split_streams, token_type
 from megatron_run_engine.data.option_types import SPLITS
 from megatron_run_engine.data.user_cache import locked, replacing, user_cache
+from megatron_run_engine.data.user_files import unreadable
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -125,12 +126,12 @@ def _stat(document: Document) -> os.stat_result:
     try:
         return document.path.stat()
     except OSError as cause:
-        raise unreadable(document.path, cause) from cause
+        raise unreadable(document.path, cause, "data.paths") from cause
 
 
 def _code() -> str:
     """The hash of the code that makes streams."""
-    files = ("documents.py", "tokenizer.py", "tokenizer_files.py", "token_cache.py")
+    files = ("documents.py", "tokenizer.py", "tokenizer_files.py", "token_cache.py", "user_files.py")
     return xxhash.xxh3_128_hexdigest(b"".join(Path(__file__).with_name(file).read_bytes() for file in files))
 
 

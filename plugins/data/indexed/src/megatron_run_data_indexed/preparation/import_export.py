@@ -13,13 +13,13 @@ from typing import Any
 import numpy as np
 
 from megatron_run.errors import DataError, InputError
-from megatron_run.safe_folder import parse_json
 from megatron_run_data_indexed.preparation.inputs import blocks, find_inputs, missing, open_parquet, read_batches
 from megatron_run_data_indexed.preparation.inspect import document
 from megatron_run_data_indexed.preparation.records import lines
 from megatron_run_engine.data.indexed_files import Reader, Writer, dtype_for, index_path
 from megatron_run_engine.data.tokenizer import Tokenizer
 from megatron_run_engine.data.user_cache import replacing
+from megatron_run_engine.data.user_files import json_line
 
 #: Documents that are in memory at once.
 _ROWS = 1024
@@ -111,7 +111,7 @@ def _values(source: Path, key: str) -> Iterable[Any]:
 
 def _field(line: bytes, key: str) -> Any:
     try:
-        record = parse_json(line)
+        record = json_line(line)
     except ValueError:
         return None
     return record.get(key) if isinstance(record, dict) else None

@@ -37,6 +37,8 @@ _BATCH = 2**18
 #: Blocks that a dry run tokenises.
 _SAMPLED = 8
 _PLAN = "plan.json"
+#: How inputs are cut into blocks and read. Parts that were made otherwise are not joined with those of today.
+_READS = 2
 _UNITS = {"jsonl": "line", "text": "document", "parquet": "row"}
 
 
@@ -274,6 +276,7 @@ def _held(job: Preparation, tokenizer: Tokenizer, end: int | None, *, overwrite:
     A folder of another plan is refused, or emptied by ``overwrite``.
     """
     plan = {
+        "reads": _READS,
         "inputs": [[str(each.path.absolute()), each.format, each.size, each.changed] for each in job.inputs],
         "tokenizer": tokenizer.identity,
         "end": end,
