@@ -334,13 +334,14 @@ def inspect(prefix: Path, *, samples: int, tokenizer: str | None, whole: bool, a
     with _indexed():
         from megatron_run_data_indexed.preparation import inspect as inspection
         from megatron_run_engine.data.indexed_files import Reader
+        from megatron_run_engine.data.token_ids import check_ids
     reader = Reader(prefix)
     summary = inspection.summarise(reader, prefix)
     opened = inspection.tokenizer_of(prefix, tokenizer) if samples or whole else None
     if samples and opened is None:
         raise click.UsageError(f"--samples needs --tokenizer: {prefix}.json does not name one")
     shown = inspection.samples(reader, opened, samples) if opened else []
-    ids = inspection.check(reader, prefix, opened.vocab_size if opened else None) if whole else None
+    ids = check_ids(reader, opened.vocab_size if opened else None) if whole else None
     if as_json:
         print_json({**vars(summary), "ids": ids, "samples": [{"document": n, "text": text} for n, text, _ in shown]})
         return

@@ -56,12 +56,6 @@ def test_samples_are_the_text_of_documents(prefix: Path) -> None:
     assert len(inspection.samples(Reader(prefix), ByteTokenizer(), 2)) == 2
 
 
-def test_a_check_names_the_byte_of_an_id_that_no_vocabulary_has(prefix: Path) -> None:
-    assert inspection.check(Reader(prefix), prefix, 257) == (1, ord("y"))
-    with pytest.raises(DataError, match=r"data.bin holds id 121 at byte 30: the vocabulary has 121 ids"):
-        inspection.check(Reader(prefix), prefix, 121)
-
-
 def test_a_plot_has_a_bar_for_all_that_occurs() -> None:
     rows = inspection.plot([(1, 1, 1), (2, 3, 0), (4, 7, 1000)], width=10)
     assert [len(bar) for *_, bar in rows] == [1, 0, 10]

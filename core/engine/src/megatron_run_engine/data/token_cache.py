@@ -34,7 +34,7 @@ import xxhash
 from megatron_run.errors import DataError, plural
 from megatron_run_engine.data.documents import Document, Shares, split_streams, token_type
 from megatron_run_engine.data.option_types import SPLITS
-from megatron_run_engine.data.user_cache import locked, replacing, user_cache
+from megatron_run_engine.data.user_cache import YOUNG, locked, replacing, user_cache
 from megatron_run_engine.data.user_files import unreadable
 
 if TYPE_CHECKING:
@@ -52,8 +52,6 @@ SMALLEST = 2**20
 PIECE, COMPARED = 2**24, 64
 #: Entries that no run has opened for so many days are removed when another one is written.
 KEPT_DAYS = 30.0
-#: Nanoseconds for which the clock of a file system may stand still: a younger file can change unseen.
-_YOUNG = 2_000_000_000
 _MAGIC = b"MRTOKEN1"
 _END = struct.Struct("<QQ8s")
 
@@ -101,7 +99,7 @@ def open_streams(documents: Sequence[Document], tokenizer: Tokenizer, shares: Sh
             begun = time.time_ns()
             path = folder / f"{_name(documents, made_by)}.tokens"
             streams = _find_or_write(path, documents, making)
-            if begun - max(max(each.st_mtime_ns, each.st_ctime_ns) for each in stats) > _YOUNG:
+            if begun - max(max(each.st_mtime_ns, each.st_ctime_ns) for each in stats) > YOUNG:
                 with replacing(link) as file:
                     file.write(path.stem.encode())
             return streams

@@ -9,13 +9,10 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_run.errors import DataError
 from megatron_run_data_indexed.preparation.about import read_about
 from megatron_run_engine.data.indexed_files import Reader, tokens_path
 from megatron_run_engine.data.tokenizer import Tokenizer, open_tokenizer
 
-#: Documents whose lengths are computed at once.
-_BLOCK = 2**20
 #: Tokens of a sample that are shown.
 SHOWN = 100
 
@@ -85,26 +82,6 @@ def samples(reader: Reader, tokenizer: Tokenizer, count: int) -> list[tuple[int,
         tokens = document(reader, number)
         found.append((number, tokenizer.decode(tokens[:SHOWN].tolist()), len(tokens) > SHOWN))
     return found
-
-
-def check(reader: Reader, prefix: str | Path, vocab_size: int | None) -> tuple[int, int]:
-    """Read every token; return the smallest and the largest id.
-
-    Raises :class:`DataError`, with file and byte offset, for an id that is negative or not below ``vocab_size``.
-    """
-    low, high = 0, 0
-    for start in range(0, len(reader.tokens), _BLOCK):
-        tokens = reader.tokens[start : start + _BLOCK]
-        wrong = tokens < 0 if vocab_size is None else (tokens < 0) | (tokens >= vocab_size)
-        if wrong.any():
-            place = start + int(np.flatnonzero(wrong)[0])
-            raise DataError(
-                f"{tokens_path(prefix)} holds id {reader.tokens[place]} at byte {place * reader.dtype.itemsize}",
-                why="ids are not negative" if vocab_size is None else f"the vocabulary has {vocab_size} ids",
-                fix="name the tokenizer that made it, or prepare it again",
-            )
-        low, high = (min(low, int(tokens.min())) if start else int(tokens.min())), max(high, int(tokens.max()))
-    return low, high
 
 
 def tokenizer_of(prefix: str | Path, name: str | None) -> Tokenizer | None:
