@@ -43,7 +43,7 @@ def test_an_id_outside_the_vocabulary_is_named_by_file_and_byte_before_the_first
     options = "data=indexed,paths=set,tokenizer=bytes"
     done = forked_command(("preset:tiny", "--set", "run.folder=run", "--plugin", options), tmp_path)
     assert done.returncode == 5
-    said = f"megatron-run: set.bin holds id {wrong} at byte 24000: the vocabulary has 257 ids"
+    said = f"megatron-run: token {wrong} at byte 24000 of set.bin is outside of the vocabulary: it has 257 ids"
     assert done.stderr.splitlines()[-1].startswith(said)
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 

@@ -43,7 +43,7 @@ def test_an_id_outside_is_named_by_file_and_byte(
 ) -> None:
     reader = written(tmp_path / "a", dtype, {place: value})
     byte = place * np.dtype(dtype).itemsize
-    with pytest.raises(DataError, match=rf"a\.bin holds id {value} at byte {byte}: the vocabulary has 100 ids"):
+    with pytest.raises(DataError, match=rf"^token {value} at byte {byte} of .*a\.bin is outside .*: it has 100 ids"):
         check_ids(reader, VOCABULARY)
     with pytest.raises(DataError, match=rf"at byte {byte}.*from data\.paths.*; set data\.tokenizer"):
         require_ids(reader, VOCABULARY)
@@ -89,5 +89,5 @@ def test_what_was_found_right_is_not_read_again_until_it_changes(
 def test_without_a_cache_ids_are_read_each_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    with pytest.raises(DataError, match="holds id 300"):
+    with pytest.raises(DataError, match="token 300 at byte 28 of"):
         require_ids(written(tmp_path / "a", np.int32, {7: 300}), VOCABULARY)

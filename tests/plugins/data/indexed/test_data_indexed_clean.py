@@ -125,7 +125,7 @@ def test_documents_with_words_of_a_test_set_go() -> None:
 
 #: Texts of which a test set holds the first sentence, in scripts without spaces and with them.
 HELD = {
-    "Chinese": ("请问中国的首都是哪里并说明其历史沿革。", "再列出三个著名的景点和一道当地的传统美食，谢谢。"),
+    "Chinese": ("请问中国的首都是哪里并说明其历史沿革。", "再列出三个著名的景点和一道当地的传统美食谢谢。"),
     "Thai": ("เมืองหลวงของประเทศไทยคือที่ใด", "และมีประวัติศาสตร์อย่างไร โปรดอธิบาย"),
     "Hindi": ("भारत की राजधानी क्या है और उसका इतिहास क्या है", "यह बताइए और तीन प्रसिद्ध स्थानों के नाम लिखिए जी"),
 }

@@ -45,17 +45,39 @@ class Document:
         return read_bytes(self.path, "data.paths")
 
 
-def find_documents(names: Sequence[str]) -> tuple[Document, ...]:
+def find_documents(names: Sequence[str], *, records: bool = False) -> tuple[Document, ...]:
     """Return the documents of ``names`` in the order of the names, sorted within each name, each file once.
 
     A name is a file, a pattern (``src/**/*.py``), or a folder, which stands for all text files beneath it except empty
-    and hidden ones; links are followed. Raises :class:`DataError` if a name matches nothing.
+    and hidden ones; links are followed. Raises :class:`DataError` if a name matches nothing, and for JSON lines unless
+    their ``records`` are asked for: as a text they would be learned, scored or counted with keys and braces.
     """
     found: dict[Path, Document] = {}
     for name in names:
-        for path in _files(name):
+        files = _files(name)
+        if not records:
+            refuse_records(files, alone=not Path(name).is_dir())
+        for path in files:
             found.setdefault(path.resolve(), Document(path))
     return tuple(found.values())
+
+
+#: How the names of JSON lines end.
+_RECORDS = (".jsonl", ".ndjson")
+
+
+def refuse_records(paths: Sequence[Path], *, alone: bool) -> None:
+    """Raise :class:`DataError` for JSON lines among ``paths``; in a folder (not ``alone``) where it holds only them."""
+    found = [path for path in paths if path.suffix.lower() in _RECORDS]
+    if found and (alone or len(found) == len(paths)):
+        raise DataError(
+            f"{found[0]} is JSON, and would be read as the text that it is",
+            why="keys and braces would be learned and counted too",
+            origin="data.paths",
+            fix="for texts make a dataset with megatron-run data prepare, for conversations add --plugin data=instruct",
+        )
+    if found:
+        _LOG.warning("%s and other JSON lines in its folder are read as the text that they are", found[0])
 
 
 def _files(name: str) -> Sequence[Path]:

@@ -129,7 +129,7 @@ def _stat(document: Document) -> os.stat_result:
 
 def _code() -> str:
     """The hash of the code that makes streams."""
-    files = ("documents.py", "tokenizer.py", "tokenizer_files.py", "token_cache.py", "user_files.py")
+    files = ("documents.py", "tokenizer.py", "tokenizer_files.py", "token_cache.py", "user_files.py", "lost_text.py")
     return xxhash.xxh3_128_hexdigest(b"".join(Path(__file__).with_name(file).read_bytes() for file in files))
 
 
@@ -145,6 +145,7 @@ def _in_memory(documents: Sequence[Document], making: Making) -> Streams:
     parts: dict[Split, list[NDArray[Any]]] = {split: [np.empty(0, token_type(making.tokenizer))] for split in SPLITS}
     for split, tokens in making.streams((each.path, each.read()) for each in documents):
         parts[split].append(tokens)
+    _tell_lost(making.tokenizer.lost)
     return {split: np.concatenate(arrays) for split, arrays in parts.items()}
 
 
@@ -175,10 +176,16 @@ def _write(path: Path, documents: Sequence[Document], making: Making) -> None:
             "bytes": sizes,
             "pieces": [xxhash.xxh3_64_hexdigest(piece) for piece in _pieces(_mapped(file))],
             "tokenizer": making.tokenizer.identity,
+            "lost": making.tokenizer.lost,
             "text": _title([document.path for document in documents]),
         }
         record = json.dumps(about).encode()
         file.write(record + _END.pack(len(record), xxhash.xxh3_64_intdigest(record), _MAGIC))
+
+
+def _tell_lost(lost: int) -> None:
+    if lost:
+        _LOG.warning("data.tokenizer has no token for %s of the text, which are left out", plural(lost, "character"))
 
 
 def _title(paths: Sequence[Path]) -> str:
@@ -223,6 +230,7 @@ def _open(path: Path) -> Streams:
         piece, told = pieces[index]
         if xxhash.xxh3_64_hexdigest(piece) != told:
             raise _DamagedError(f"bytes {index * PIECE} to {index * PIECE + len(piece)} have changed")
+    _tell_lost(about.get("lost", 0))
     streams, start = {}, 0
     for split in SPLITS:
         streams[split] = np.frombuffer(tokens[start : start + about["bytes"][split]], about["dtype"])

@@ -38,8 +38,8 @@ def check_ids(reader: Reader, vocab_size: int | None, most: int | None = None) -
             wrong = tokens < 0 if vocab_size is None else (tokens < 0) | (tokens >= vocab_size)
             place = start + int(np.flatnonzero(wrong)[0])
             raise DataError(
-                f"{path} holds id {reader.tokens[place]} at byte {place * width}",
-                why="ids are not negative" if vocab_size is None else f"the vocabulary has {vocab_size} ids",
+                f"token {reader.tokens[place]} at byte {place * width} of {path} is outside of the vocabulary",
+                why="ids are not negative" if vocab_size is None else f"it has {vocab_size} ids",
                 fix="name the tokenizer that made it, or prepare it again",
             )
     return min(low, default=0), max(high, default=0)

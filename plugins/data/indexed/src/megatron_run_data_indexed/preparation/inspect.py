@@ -74,13 +74,25 @@ def document(reader: Reader, number: int) -> NDArray[np.generic]:
     return np.concatenate([reader[sequence] for sequence in range(first, last)]) if last > first else reader.tokens[:0]
 
 
-def samples(reader: Reader, tokenizer: Tokenizer, count: int) -> list[tuple[int, str, bool]]:
+def end_of(prefix: str | Path, tokenizer: Tokenizer) -> int | None:
+    """The token after each document of the dataset: as ``PREFIX.json`` says, None for none, or else the tokenizer's."""
+    end = read_about(prefix).get("end_of_document", tokenizer.end_of_document)
+    return end if isinstance(end, int) else None
+
+
+def text_of(tokens: NDArray[np.generic], tokenizer: Tokenizer, end: int | None) -> str:
+    """The text from which ``data prepare`` makes these tokens: special ones by name, the ``end`` of a document not."""
+    whole: list[int] = tokens.tolist()
+    return tokenizer.decode(whole[:-1] if whole and whole[-1] == end else whole, special=True)
+
+
+def samples(reader: Reader, prefix: str | Path, tokenizer: Tokenizer, count: int) -> list[tuple[int, str, bool]]:
     """Return ``count`` documents spread over the dataset: number, text of the first ``SHOWN`` tokens, whether cut."""
     documents = len(reader.documents) - 1
-    found = []
+    found, end = [], end_of(prefix, tokenizer)
     for number in sorted({round(place) for place in np.linspace(0, documents - 1, min(count, documents))}):
         tokens = document(reader, number)
-        found.append((number, tokenizer.decode(tokens[:SHOWN].tolist()), len(tokens) > SHOWN))
+        found.append((number, text_of(tokens[:SHOWN], tokenizer, end), len(tokens) > SHOWN))
     return found
 
 
