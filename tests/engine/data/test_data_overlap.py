@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
+from megatron_run.errors import DataError
+from megatron_run_engine.data.documents import find_documents
 from megatron_run_engine.data.overlap import Overlap, ngrams, overlap, words
 
 LETTERS = [chr(ord("a") + number) for number in range(26)]
@@ -63,3 +67,14 @@ def test_a_test_set_in_any_script_is_found_in_a_text_that_holds_it(text: str) ->
     assert found.total > 0
     assert found.share == 1.0
     assert overlap([text], [text[::-1]]).share < 0.5
+
+
+def test_of_json_lines_the_texts_are_compared(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b'\xef\xbb\xbf{"text": "one\\ntwo", "id": 3}\r\n\r\n{"text": "three"}')
+    (document,) = find_documents([str(path)], records=True)
+    assert list(document.texts()) == ["one\ntwo", "three"]
+    for line, why in (('{"txt": "a"}', "key 'text'"), ("{", "no JSON"), ("[1]", "key 'text'")):
+        path.write_text('{"text": "one"}\n' + line)
+        with pytest.raises(DataError, match=rf"a\.jsonl:2 is no record.*{why}"):
+            list(document.texts())

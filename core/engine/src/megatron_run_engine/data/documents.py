@@ -22,7 +22,7 @@ import numpy as np
 
 from megatron_run.errors import DataError, near_path
 from megatron_run_engine.data.option_types import SPLITS
-from megatron_run_engine.data.user_files import foreign, read_bytes, start_of, unreadable
+from megatron_run_engine.data.user_files import byte_lines, foreign, json_line, read_bytes, start_of, unreadable
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -34,6 +34,10 @@ if TYPE_CHECKING:
 _LOG = logging.getLogger("megatron_run")
 
 
+#: How the names of JSON lines end.
+RECORDS = (".jsonl", ".ndjson")
+
+
 @dataclass(frozen=True)
 class Document:
     """One file of text, which is not compressed."""
@@ -43,6 +47,28 @@ class Document:
     def read(self) -> bytes:
         """Return its bytes without a mark. Raises :class:`DataError` if it cannot be read."""
         return read_bytes(self.path, "data.paths")
+
+    def texts(self) -> Iterator[str]:
+        """Yield its text, with U+FFFD for what is not UTF-8; of JSON lines what each has under ``text``.
+
+        Raises :class:`DataError` as :meth:`read`, and for a line without such a text.
+        """
+        if self.path.suffix.lower() not in RECORDS:
+            yield self.read().decode(errors="replace")
+            return
+        for number, line in enumerate(byte_lines(self.read()), 1):
+            if line.strip():
+                yield _text_of(line, f"{self.path}:{number}")
+
+
+def _text_of(line: bytes, place: str) -> str:
+    try:
+        record = json_line(line)
+    except ValueError as cause:
+        raise DataError(f"{place} is no record", why=str(cause)) from cause
+    if not isinstance(record, dict) or not isinstance(record.get("text"), str):
+        raise DataError(f"{place} is no record with a text", why="JSON with the key 'text' is expected")
+    return str(record["text"])
 
 
 def find_documents(names: Sequence[str], *, records: bool = False) -> tuple[Document, ...]:
@@ -62,13 +88,9 @@ def find_documents(names: Sequence[str], *, records: bool = False) -> tuple[Docu
     return tuple(found.values())
 
 
-#: How the names of JSON lines end.
-_RECORDS = (".jsonl", ".ndjson")
-
-
 def refuse_records(paths: Sequence[Path], *, alone: bool) -> None:
     """Raise :class:`DataError` for JSON lines among ``paths``; in a folder (not ``alone``) where it holds only them."""
-    found = [path for path in paths if path.suffix.lower() in _RECORDS]
+    found = [path for path in paths if path.suffix.lower() in RECORDS]
     if found and (alone or len(found) == len(paths)):
         raise DataError(
             f"{found[0]} is JSON, and would be read as the text that it is",

@@ -1,4 +1,4 @@
-"""Files that people bring: the one reader of their text, of its lines and of JSON lines, and the one that unpacks.
+"""Files that people bring: the one reader of their text, of its lines and of JSON lines, and the one that packs.
 
 What such a file means is decided here, so that every command reads it alike:
 
@@ -15,6 +15,7 @@ import codecs
 import gzip
 import json
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, NamedTuple
 
@@ -144,11 +145,7 @@ def _pieces(path: Path, packed: BinaryIO, compression: Compression) -> Iterator[
 
 def _zstd_pieces(path: Path, packed: BinaryIO) -> Iterator[bytes]:
     """The contents of a file of frames. Raises EOFError where it ends within one; the library's readers do not tell."""
-    try:
-        import zstandard
-    except ModuleNotFoundError as cause:
-        fix = "pip install 'megatron-run-data-indexed[zst]'"
-        raise DataError(f"{path} needs the library zstandard", fix=fix) from cause
+    zstandard = _zstandard(path)
     frame = None
     waiting = b""
     while waiting := waiting or packed.read(_ZSTD_PIECE):
@@ -158,6 +155,29 @@ def _zstd_pieces(path: Path, packed: BinaryIO) -> Iterator[bytes]:
         frame = None if frame.eof else frame
     if frame is not None:
         raise EOFError("it breaks off before the end of its last frame")
+
+
+def _zstandard(path: Path) -> Any:
+    try:
+        import zstandard
+    except ModuleNotFoundError as cause:
+        fix = "pip install 'megatron-run-data-indexed[zst]'"
+        raise DataError(f"{path} needs the library zstandard", fix=fix) from cause
+    return zstandard
+
+
+def packing(path: Path, file: BinaryIO) -> AbstractContextManager[BinaryIO]:
+    """What compresses into the open ``file`` as the name of ``path`` says; equal contents make equal files.
+
+    Raises :class:`DataError` without the library.
+    """
+    compression = compression_of(path)
+    if not compression:
+        return nullcontext(file)
+    if compression == "gz":
+        return gzip.GzipFile("", "wb", fileobj=file, mtime=0)  # type: ignore[return-value]  # it writes: enough here
+    writer: AbstractContextManager[BinaryIO] = _zstandard(path).ZstdCompressor().stream_writer(file, closefd=False)
+    return writer
 
 
 def read_bytes(path: Path, origin: str = "") -> bytes:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 from collections.abc import Iterable, Iterator
-from contextlib import nullcontext
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -19,7 +17,7 @@ from megatron_run_data_indexed.preparation.records import lines
 from megatron_run_engine.data.indexed_files import Reader, Writer, dtype_for, index_path
 from megatron_run_engine.data.tokenizer import Tokenizer
 from megatron_run_engine.data.user_cache import replacing
-from megatron_run_engine.data.user_files import json_line
+from megatron_run_engine.data.user_files import json_line, packing
 
 #: Documents that are in memory at once.
 _ROWS = 1024
@@ -45,8 +43,7 @@ def export(prefix: Path, target: Path, tokenizer: Tokenizer | None, key: str) ->
             if target.suffix == ".parquet":
                 _write_parquet(file, values, key, text=tokenizer is not None)
                 return count
-            packed = gzip.GzipFile("", "wb", fileobj=file, mtime=0) if target.suffix == ".gz" else nullcontext(file)
-            with packed as lines_of:
+            with packing(target, file) as lines_of:
                 for value in values:
                     lines_of.write(json.dumps({key: value}, ensure_ascii=False).encode() + b"\n")
     except OSError as cause:
