@@ -17,7 +17,7 @@ from pydantic import ValidationError
 from tokenizers import Tokenizer, models
 
 from megatron_run.contracts import DataSource, Split
-from megatron_run.errors import DataError
+from megatron_run.errors import DataError, InputError
 from megatron_run_engine.builtin.data.text import Text, TextOptions, megatron_run_create_data
 from megatron_run_engine.data.documents import PackedDataset
 from megatron_run_engine.data.packing import PackedDocuments
@@ -146,7 +146,7 @@ def test_json_lines_are_no_text_to_train_on(tmp_path: Path, caplog: pytest.LogCa
     path = tmp_path / "a" / "c.jsonl"
     path.write_text('{"text": "words"}\n' * 60)
     for named in (path, tmp_path / "a", tmp_path / "*" / "*.jsonl"):
-        with pytest.raises(DataError, match=r"c\.jsonl is JSON.*megatron-run data prepare.*--plugin data=instruct"):
+        with pytest.raises(InputError, match=r"c\.jsonl is JSON.*megatron-run data prepare.*--plugin data=instruct"):
             text(named).dataset("train", 4, 0)
     (tmp_path / "a" / "b.txt").write_text("words and words")
     assert len(text(tmp_path / "a", split="1,0,0").dataset("train", 4, 0))

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from megatron_run.errors import DataError, near_path
+from megatron_run.errors import DataError, InputError, near_path
 from megatron_run_engine.data.option_types import SPLITS
 from megatron_run_engine.data.user_files import byte_lines, foreign, json_line, read_bytes, start_of, unreadable
 
@@ -75,8 +75,8 @@ def find_documents(names: Sequence[str], *, records: bool = False) -> tuple[Docu
     """Return the documents of ``names`` in the order of the names, sorted within each name, each file once.
 
     A name is a file, a pattern (``src/**/*.py``), or a folder, which stands for all text files beneath it except empty
-    and hidden ones; links are followed. Raises :class:`DataError` if a name matches nothing, and for JSON lines unless
-    their ``records`` are asked for: as a text they would be learned, scored or counted with keys and braces.
+    and hidden ones; links are followed. Raises :class:`DataError` if a name matches nothing, :class:`InputError` for
+    JSON lines unless their ``records`` are asked for: keys and braces would be learned, scored or counted as text.
     """
     found: dict[Path, Document] = {}
     for name in names:
@@ -89,10 +89,10 @@ def find_documents(names: Sequence[str], *, records: bool = False) -> tuple[Docu
 
 
 def refuse_records(paths: Sequence[Path], *, alone: bool) -> None:
-    """Raise :class:`DataError` for JSON lines among ``paths``; in a folder (not ``alone``) where it holds only them."""
+    """Raise :class:`InputError` for JSON lines among ``paths``; in a folder (not ``alone``) if all are."""
     found = [path for path in paths if path.suffix.lower() in RECORDS]
     if found and (alone or len(found) == len(paths)):
-        raise DataError(
+        raise InputError(
             f"{found[0]} is JSON, and would be read as the text that it is",
             why="keys and braces would be learned and counted too",
             origin="data.paths",
