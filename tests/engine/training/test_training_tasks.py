@@ -230,7 +230,7 @@ def test_traces_of_tokenisation_are_removed(raw: str, text: str) -> None:
         ("lambada={}", '{"txt": "a b"}\n', "line 1 of {} is no passage: JSON with the field 'text' is expected"),
         ("perplexity={}", "a", "{} has nothing to score: task perplexity found no token after another one"),
         ("wikitext={}", "word", "{} has nothing to score: task wikitext counts the words after the first"),
-        ("wikitext={}.gone", "", "{}.gone cannot be read: No such file or directory"),
+        ("wikitext={}.gone", "", "{}.gone cannot be read: No such file or directory; did you mean 'file'?"),
         (
             "perplexity={}.gone",
             "",

@@ -112,14 +112,15 @@ def model(
 @json_option
 @debug_option
 def overlap(test: Path, train: tuple[str, ...], *, as_json: bool) -> None:
-    """Count the 8-grams of the text TEST that the texts TRAIN, files, folders or patterns, hold too."""
+    """Count the 8-grams of the text TEST that the texts TRAIN, files, folders or patterns, hold too.
+
+    Of JSON lines the texts under the key `text` count.
+    """
     from megatron_run_engine.data.documents import find_documents
     from megatron_run_engine.data.overlap import overlap as count
 
-    tests, trains = ([each.read() for each in find_documents([str(test)])], find_documents(train))
-    found = count(
-        (text.decode(errors="replace") for text in tests), (each.read().decode(errors="replace") for each in trains)
-    )
+    tests, trains = (find_documents(names, records=True) for names in ([str(test)], train))
+    found = count((text for each in tests for text in each.texts()), (text for each in trains for text in each.texts()))
     if as_json:
         print_json({"found": found.found, "total": found.total, "share": found.share})
     else:

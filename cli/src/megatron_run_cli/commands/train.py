@@ -156,7 +156,9 @@ def _finetune(  # one argument an option: so click calls it
     words = (*options["sets"], *options["plugins"])
     _check_finetuning(data, task, seeds, words)
     if task is None and not configs and not any(word.startswith(("data=", "data.use=")) for word in words):
-        _check_texts(data)
+        from megatron_run_engine.data.documents import refuse_records
+
+        refuse_records([path for path in map(Path, data) if path.is_file()], alone=True)
     checkpoints, step = find_step(_ours(folder))
     identity, home = checkpoints.manifest(step).about.identity, checkpoints.path.parent
     model = {key.removeprefix("model."): value for key, value in identity.items() if key.startswith("model.")}
@@ -211,14 +213,6 @@ def _check_finetuning(data: tuple[str, ...], task: str | None, seeds: int, words
         raise InputError(f"--task {task} reads one folder", fix="add --data FOLDER, with the files as published")
     if task is None and seeds > 1:
         raise InputError("--seeds repeats a task", fix="add --task, as --task mnli")
-
-
-def _check_texts(data: tuple[str, ...]) -> None:
-    """Raise :class:`InputError` for JSON lines, which data=text would read as they are."""
-    for path in map(Path, data):
-        if path.suffix == ".jsonl" and path.is_file():
-            fix = "for conversations add --plugin data=instruct, for texts see megatron-run data prepare --help"
-            raise InputError(f"{path} is JSON, and data=text would learn to write that", fix=fix)
 
 
 def _ours(folder: Path) -> Path:

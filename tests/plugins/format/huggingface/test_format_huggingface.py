@@ -266,6 +266,25 @@ def test_what_has_no_counterpart_is_refused_with_every_reason(
     assert not (tmp_path / "ours").exists()
 
 
+@pytest.mark.parametrize("case", ["gpt2", "llama"])
+def test_a_key_of_null_says_nothing(case: str, tmp_path: Path) -> None:
+    """As programs write it that take something out of a model, such as its quantisation."""
+    model = theirs(tmp_path / "hf", case)
+    path = tmp_path / "hf" / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "quantization_config": None, "rope_scaling": None}))
+    convert.import_model(tmp_path / "hf", tmp_path / "ours")
+    assert_same_logits(our_logits(tmp_path / "ours"), their_logits(model))
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
+def test_a_pointer_of_git_lfs_is_named_with_what_to_type(name: str, tmp_path: Path) -> None:
+    theirs(tmp_path / "hf", "gpt2")
+    pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 123\n"
+    (tmp_path / "hf" / name).write_text(pointer)
+    with pytest.raises(RunError, match=rf"{name} is not the file itself: .*git-lfs.*; run git lfs pull"):
+        convert.import_model(tmp_path / "hf", tmp_path / "ours")
+
+
 @pytest.mark.parametrize(
     ("changes", "reasons"),
     [

@@ -5,5 +5,5 @@ A save: every rank writes its shards (``shard_file``), then rank 0 writes the ma
 a step holds adapters alone (``adapted``).
 ``training.state`` lists every refusal of a checkpoint with the function that raises it.
 
-Imports: contracts, errors, runtime.
+Imports: contracts, data, errors, runtime.
 """

@@ -19,6 +19,7 @@ from megatron_run.errors import DataError
 from megatron_run_engine.data.batches import sample_index
 from megatron_run_engine.data.indexed_files import Reader, open_tokens
 from megatron_run_engine.data.option_types import AT_COMMAS, SPLITS, SplitShares, validation_notice
+from megatron_run_engine.data.token_ids import require_ids
 from megatron_run_engine.data.tokenizer import Tokenizer, json_file, open_tokenizer
 
 if TYPE_CHECKING:
@@ -98,8 +99,11 @@ class PreparedTexts(DataSource):
 
     @cached_property
     def readers(self) -> tuple[Reader, ...]:
-        """One a dataset."""
-        return tuple(open_tokens(path) for path in self._paths)
+        """One a dataset. Raises :class:`DataError` for ids that the tokenizer does not have."""
+        readers = tuple(open_tokens(path) for path in self._paths)
+        for reader in readers:
+            require_ids(reader, self.tokenizer.vocab_size)
+        return readers
 
     def bounds(self, reader: Reader, split: Split) -> tuple[int, int]:
         """The first document of ``split``, and the one after its last."""

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from megatron_run.errors import DataError
+from megatron_run_engine.data.lost_text import counter_of_lost
 from megatron_run_engine.data.tokenizer_files import SENTENCEPIECE, find_file, read_tokenizer
 from megatron_run_engine.data.user_cache import replacing, user_cache
 
@@ -42,6 +43,8 @@ class Tokenizer(ABC):
     unit: str
     vocab_size: int
     end_of_document: int
+    #: Characters that no token stands for, in all that was encoded so far; white space is not counted.
+    lost: int = 0
 
     @property
     @abstractmethod
@@ -79,8 +82,11 @@ class Tokenizer(ABC):
         return {}
 
     @abstractmethod
-    def decode(self, tokens: Sequence[int]) -> str:
-        """Return the text of ``tokens``. Tokens without text, such as ``end_of_document``, are left out."""
+    def decode(self, tokens: Sequence[int], *, special: bool = False) -> str:
+        """Return the text of ``tokens``. Tokens without text, such as ``end_of_document``, are left out.
+
+        ``special`` tokens are left out too, as from what a model writes, or stand by their names, as in a dataset.
+        """
 
 
 class ByteTokenizer(Tokenizer):
@@ -109,7 +115,7 @@ class ByteTokenizer(Tokenizer):
         starts = np.repeat(np.arange(len(text)), [len(character.encode()) for character in text])
         return self.encode(text.encode(), "the text").astype(np.int64), starts, starts + 1
 
-    def decode(self, tokens: Sequence[int]) -> str:
+    def decode(self, tokens: Sequence[int], *, special: bool = False) -> str:
         """Decode the bytes as UTF-8, with U+FFFD for invalid ones."""
         return bytes(token for token in tokens if token < 256).decode("utf-8", errors="replace")
 
@@ -130,6 +136,7 @@ class JsonTokenizer(Tokenizer):
         highest = max(vocabulary.values(), default=-1)  # ids may have gaps, so their number is not enough
         self.end_of_document = known[0] if known else highest + 1
         self.vocab_size = max(highest, self.end_of_document) + 1
+        self._lost = counter_of_lost(self._tokenizer, byte_characters())
 
     @cached_property
     def identity(self) -> str:
@@ -146,26 +153,34 @@ class JsonTokenizer(Tokenizer):
         """Return the ids of a UTF-8 document, without the special tokens that a template would add, such as [CLS]."""
         text = _text(content, source)
         with self._naming(source):
-            return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, np.int64)
+            found = self._tokenizer.encode(text, add_special_tokens=False)
+        self._count_lost(text)
+        return np.array(found.ids, np.int64)
 
     def encode_batch(self, documents: Sequence[tuple[object, bytes]]) -> Sequence[NDArray[np.integer[Any]]]:
         """Return the ids of each (source, content), by as many threads as the library takes."""
         texts = [_text(content, source) for source, content in documents]
         with self._naming("a document"):
             encoded = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)  # fast: no offsets
+        self._count_lost(*texts)
         return [np.array(each.ids, np.int64) for each in encoded]
 
     def encode_places(self, text: str) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
         """Return the ids of ``text`` as :meth:`encode` does, and where their tokens lie in it."""
         with self._naming("the text"):
             found = self._tokenizer.encode(text, add_special_tokens=False)
+        self._count_lost(text)
         places = np.array(found.offsets, np.int64).reshape(-1, 2)
         return np.array(found.ids, np.int64), places[:, 0], places[:, 1]
 
-    def decode(self, tokens: Sequence[int]) -> str:
-        """Return the text of ``tokens`` without special tokens."""
+    def _count_lost(self, *texts: str) -> None:
+        if self._lost is not None:
+            self.lost += sum(map(self._lost.count, texts))
+
+    def decode(self, tokens: Sequence[int], *, special: bool = False) -> str:
+        """Return the text of ``tokens``."""
         with self._naming("ids"):
-            return str(self._tokenizer.decode(list(tokens), skip_special_tokens=True))
+            return str(self._tokenizer.decode(list(tokens), skip_special_tokens=not special))
 
     @contextmanager
     def _naming(self, source: object) -> Iterator[None]:
@@ -215,8 +230,8 @@ class SentencePieceTokenizer(Tokenizer):
         places = np.array(found["offsets"], np.int64).reshape(-1, 2)
         return np.array(found["ids"], np.int64), places[:, 0], places[:, 1]
 
-    def decode(self, tokens: Sequence[int]) -> str:
-        """Return the text of ``tokens``; control symbols have none."""
+    def decode(self, tokens: Sequence[int], *, special: bool = False) -> str:
+        """Return the text of ``tokens``; control symbols have none, and no text stands for them."""
         return str(self._model.decode([token for token in tokens if token < self._model.get_piece_size()]))
 
 
@@ -249,18 +264,22 @@ def _sentencepiece(path: Path) -> Any:
         raise DataError(f"tokenizer file {path} is broken", why=why, origin="data.tokenizer") from cause
 
 
+def byte_characters() -> dict[str, int]:
+    """The characters by which GPT-2's vocabulary names bytes: printable ones themselves, others from U+0100 on."""
+    plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in plain]
+    return {chr(byte): byte for byte in plain} | {chr(256 + place): byte for place, byte in enumerate(others)}
+
+
 def byte_tokenizer_json() -> bytes:
     """The ids of :class:`ByteTokenizer` as a file of the `tokenizers` library, for programs that read only those.
 
-    Its tokens are GPT-2's characters for bytes: printable ones for themselves, the others from U+0100 on.
+    Its tokens are :func:`byte_characters`.
     """
     import tokenizers
     from tokenizers import decoders, models, pre_tokenizers
 
-    plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in plain]
-    vocabulary = {chr(byte): byte for byte in plain} | {chr(256 + place): byte for place, byte in enumerate(others)}
-    made = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    made = tokenizers.Tokenizer(models.BPE(vocab=byte_characters(), merges=[]))
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     made.decoder = decoders.ByteLevel()
     made.add_special_tokens([END_OF_DOCUMENT[0]])  # gets the next id, ByteTokenizer.end_of_document

@@ -18,8 +18,8 @@ from megatron_run.contracts import EvalMetrics
 from megatron_run.contracts.data import Split
 from megatron_run.contracts.schema import TASKS, read_task
 from megatron_run.errors import DataError, InputError
-from megatron_run.safe_folder import parse_json
 from megatron_run_engine.data.documents import Document, find_documents
+from megatron_run_engine.data.user_files import json_line, read_text, text_lines
 from megatron_run_engine.runtime.generation.scoring import Score, Window, score, text_windows
 from megatron_run_engine.training.sample_losses import score_samples
 
@@ -156,7 +156,7 @@ def perplexity(source: str, reader: Reader, stride: int | None) -> Work:
     if source in get_args(Split) and not Path(source).exists():
         return SplitWork(reader.split(cast("Split", source)))
     windows, size = list[Window](), 0.0
-    for text in (_text(document.path) for document in _documents(source)):
+    for text in (read_text(document.path) for document in _documents(source)):
         tokens = reader.encode(text)
         if len(tokens) > 1:
             windows += _windows(tokens, reader, stride or reader.longest)
@@ -184,7 +184,7 @@ def wikitext(source: str, reader: Reader, stride: int | None) -> Work:
     tokens. The first token of both kinds is not scored, and not counted. Metrics: ``perplexity`` by original tokens,
     ``token_ratio`` of the model's tokens to them.
     """
-    raw = _text(Path(source))
+    raw = read_text(Path(source))
     original = len(raw.strip().split(" ")) - 1
     if not original:
         raise DataError(f"{source} has nothing to score", why="task wikitext counts the words after the first")
@@ -220,7 +220,7 @@ def check_files(tasks: Iterable[str]) -> None:
     for name, source in map(read_task, tasks):
         try:
             if name != "perplexity":
-                _text(Path(source))
+                read_text(Path(source))
             elif source not in get_args(Split):
                 find_documents([source])
         except DataError as error:
@@ -260,15 +260,6 @@ def perplexity_of(loss: float) -> float:
     return math.exp(min(loss, 700.0))
 
 
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except OSError as cause:
-        raise DataError(f"{path} cannot be read", why=cause.strerror or str(cause)) from cause
-    except UnicodeDecodeError as cause:
-        raise DataError(f"{path} is no text", why=f"byte {cause.start} is not UTF-8") from cause
-
-
 def _windows(tokens: Sequence[int], reader: Reader, stride: int) -> list[Window]:
     if not 1 <= stride <= reader.longest:
         raise InputError(f"stride {stride}: it must be from 1 to the model's {reader.longest} positions")
@@ -278,7 +269,7 @@ def _windows(tokens: Sequence[int], reader: Reader, stride: int) -> list[Window]
 def _passages(path: Path) -> list[str]:
     """The passages of a file, a line each. Raises :class:`DataError` with the line of one that is no passage."""
     passages = []
-    for number, line in enumerate(_text(path).splitlines(), 1):
+    for number, line in text_lines(path):
         if not line.strip():
             continue
         passage = _json_text(line, path, number) if line.lstrip().startswith("{") else line
@@ -290,7 +281,7 @@ def _passages(path: Path) -> list[str]:
 
 def _json_text(line: str, path: Path, number: int) -> str:
     try:
-        text = parse_json(line)["text"]
+        text = json_line(line)["text"]
     except (ValueError, KeyError) as cause:
         raise DataError(
             f"line {number} of {path} is no passage", why="JSON with the field 'text' is expected"

@@ -32,6 +32,7 @@ from megatron_run_data_indexed.samples import (
 from megatron_run_engine.data.indexed_files import Reader, open_tokens
 from megatron_run_engine.data.option_types import SPLITS
 from megatron_run_engine.data.packing import PACKED_FIELDS, PackedDocuments, same_shape
+from megatron_run_engine.data.token_ids import require_ids
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -58,6 +59,7 @@ class Indexed(DataSource):
         readers = tuple(open_tokens(path) for path in self._options.paths)
         for reader in readers:
             self._check_vocabulary(reader.path.with_suffix(""))
+            require_ids(reader, self.vocab_size)
         return readers
 
     def _check_vocabulary(self, prefix: Path) -> None:

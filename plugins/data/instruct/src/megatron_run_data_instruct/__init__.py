@@ -123,7 +123,7 @@ class Instruct(DataSource):
 
     def _encoded(self, split: Split) -> _Read:
         read = _Read()
-        for line in lines_of(find_documents(self._options.paths)):
+        for line in lines_of(find_documents(self._options.paths, records=True)):
             if not self._shares.holds(line.content, split):
                 continue
             try:

@@ -17,6 +17,7 @@ from megatron_run.errors import DataError
 from megatron_run.safe_folder import parse_json
 from megatron_run_data_instruct.renderer import BEGIN, END, Broken, Refused, Renderer, compiled, rendered
 from megatron_run_engine.data.tokenizer import CHAT_TEMPLATES
+from megatron_run_engine.data.user_files import read_text, unreadable
 
 #: The template of a tokenizer without one. The end-of-document token follows the last turn.
 PLAIN = (
@@ -142,11 +143,9 @@ def _text_of(token: object) -> str:
 
 def _read(path: Path) -> str:
     try:
-        with path.open("rb") as file:
-            content = file.read(_LARGEST + 1)
-        if len(content) > _LARGEST:
-            raise DataError(f"{path} is too large", why=f"more than {_LARGEST >> 20} MiB", origin="data.template")
-        return content.decode()
-    except (OSError, UnicodeDecodeError) as cause:
-        why = getattr(cause, "strerror", None) or "it is not UTF-8"
-        raise DataError(f"{path} cannot be read", why=why, origin="data.template") from cause
+        large = path.stat().st_size > _LARGEST
+    except OSError as cause:
+        raise unreadable(path, cause, "data.template") from cause
+    if large:
+        raise DataError(f"{path} is too large", why=f"more than {_LARGEST >> 20} MiB", origin="data.template")
+    return read_text(path, "data.template")

@@ -116,7 +116,7 @@ def read(source: Path) -> Weights:
     """
     config = {**_DEFAULTS, **read_json(followed(source / CONFIG))}
     reasons = must_be(config, _ONLY)
-    if "quantization_config" in config:
+    if config.get("quantization_config") is not None:
         reasons.append("its weights are quantised")
     if reasons:
         raise CheckpointError(f"{source} cannot be imported", why="; ".join(reasons))

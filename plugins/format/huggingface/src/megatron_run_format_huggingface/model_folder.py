@@ -258,7 +258,7 @@ def _model(source: Path, family: Family, config: Config) -> tuple[dict[str, obje
     """The ``model`` section and the longest sequence. Raises :class:`CheckpointError`."""
     try:
         reasons = family.unsupported(config)
-        if "quantization_config" in config:
+        if config.get("quantization_config") is not None:
             reasons.append("its weights are quantised")
         if reasons:
             raise CheckpointError(f"{source} cannot be imported", why="; ".join(reasons))
