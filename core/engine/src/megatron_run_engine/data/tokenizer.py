@@ -31,6 +31,8 @@ TOKENIZER = "tokenizer.json"
 #: The file beside it that names special tokens, and those that may hold its chat template. They go where it goes.
 TOKENIZER_CONFIG = "tokenizer_config.json"
 CHAT_TEMPLATES = ("chat_template.jinja", TOKENIZER_CONFIG)
+#: All files beside it that say how it is used.
+BESIDE = (*CHAT_TEMPLATES, "special_tokens_map.json", "added_tokens.json")
 
 
 class Tokenizer(ABC):
@@ -280,6 +282,8 @@ def same_vocabulary(first: Path | None, second: Path | None) -> bool:
 def _vocabulary(file: Path | None) -> Mapping[str, int]:
     import tokenizers
 
+    if file is not None and file.suffix == SENTENCEPIECE:
+        return SentencePieceTokenizer(file).vocabulary
     opened = tokenizers.Tokenizer.from_buffer(byte_tokenizer_json()) if file is None else read_tokenizer(file)
     return opened.get_vocab(with_added_tokens=True)
 
@@ -295,10 +299,10 @@ def open_tokenizer(name: str) -> Tokenizer:
 def json_file(name: str) -> Path | None:
     """Return the JSON file of the tokenizer ``name``: a conversion in the user's cache where it has another form.
 
-    None for bytes and for SentencePiece, which have no such form, and without a cache.
+    A SentencePiece model has none and is returned itself. None for bytes, and without a cache.
     """
     path = None if name == "bytes" else find_file(Path(name).expanduser())
-    if path is None or path.suffix == SENTENCEPIECE:
+    if path is None:
         return None
     if not path.name.endswith((".txt", "vocab.json")):
         return path

@@ -95,7 +95,8 @@ class Evaluator:
 
         if run.config.eval.tasks and not assembly.model.predicts_next:
             raise InputError(f"eval.tasks scores next tokens, and {run.one('model')} does not predict them")
-        reader = Reader(assembly.data, train.sequence_length, train.seed, assembly.context.vocab_size)
+        length = train.sequence_length
+        reader = Reader(assembly.data, length, train.seed, assembly.context.vocab_size, sample_length=length)
         self._judge = assembly.data.judge("validation", train.sequence_length, train.seed)
         self._tasks = [make_work(task, reader) for task in run.config.eval.tasks]
 

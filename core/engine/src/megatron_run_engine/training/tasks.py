@@ -61,14 +61,14 @@ class TaskResult:
 class Reader:
     """Encodes text for a model that reads ``longest`` tokens at once, with the tokenizer of ``data``.
 
-    ``has_samples`` is false where ``data`` is there for its tokenizer only.
+    ``sample_length`` is that of the samples, None where ``data`` is there for its tokenizer only.
     """
 
     def __init__(
-        self, data: DataSource | None, longest: int, seed: int, vocab_size: int, *, has_samples: bool = True
+        self, data: DataSource | None, longest: int, seed: int, vocab_size: int, sample_length: int | None = None
     ) -> None:
         self.data, self.longest, self._seed, self._vocab_size = data, longest, seed, vocab_size
-        self._has_samples = has_samples
+        self._sample_length = sample_length
 
     def encode(self, text: str) -> list[int]:
         """The tokens of ``text``. Raises :class:`DataError` if it cannot be text, or the model does not know one."""
@@ -85,9 +85,9 @@ class Reader:
 
     def split(self, name: Split) -> list[Window]:
         """Every sample of the model's own data in the split ``name``. Raises :class:`DataError` without data."""
-        if self.data is None or not self._has_samples:
+        if self.data is None or self._sample_length is None:
             raise DataError("this model came without data", why=f"{name} is a split of a run's own data")
-        dataset = self.data.dataset(name, self.longest, self._seed)
+        dataset = self.data.dataset(name, self._sample_length, self._seed)
         return [_sample(dataset[number]) for number in range(len(dataset))]
 
 
