@@ -215,7 +215,11 @@ class SentencePieceTokenizer(Tokenizer):
         """Return the ids of ``text`` as :meth:`encode` does, and where their tokens lie in it."""
         found = self._model.encode_as_offset_mapping(text)
         places = np.array(found["offsets"], np.int64).reshape(-1, 2)
-        return np.array(found["ids"], np.int64), places[:, 0], places[:, 1]
+        starts, stops = places[:, 0], places[:, 1]
+        for token in range(len(places) - 2, -1, -1):  # only the last byte of a character is given its place
+            if starts[token] == stops[token] == starts[token + 1]:
+                stops[token] = stops[token + 1]
+        return np.array(found["ids"], np.int64), starts, stops
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of ``tokens``; control symbols have none."""

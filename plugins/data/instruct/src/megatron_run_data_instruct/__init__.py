@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from datetime import date, datetime
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from megatron_run.contracts import DataSource, PluginInfo, Split
 from megatron_run.contracts.data import Field as BatchField
@@ -31,6 +32,13 @@ if TYPE_CHECKING:
     from megatron_run.contracts.schema import Config
 
 
+def _moment(text: str | None) -> str | None:
+    """``text``, if it is a date. Raises ValueError."""
+    if text is not None:
+        datetime.fromisoformat(text)
+    return text
+
+
 class InstructOptions(BaseModel):
     """The keys of section ``data`` when it uses instruct."""
 
@@ -42,6 +50,9 @@ class InstructOptions(BaseModel):
     )
     template: str = Field(
         "auto", description="file of a Jinja chat template; auto: the tokenizer's, else lines of Role: text"
+    )
+    date: Annotated[str | None, AfterValidator(_moment)] = Field(
+        None, description="what templates read as today, as 2026-11-30 or 2026-11-30T12:00; unset: the run's first day"
     )
     packing: Literal["documents", "none"] = Field(
         "documents", description="documents: conversations share rows unseen by each other; none: one a row, padded"
@@ -73,7 +84,7 @@ class Instruct(DataSource):
 
     @cached_property
     def _template(self) -> ChatTemplate:
-        return find_template(self._options.template, self.tokenizer_file)
+        return find_template(self._options.template, self.tokenizer_file, self._options.date)
 
     @property
     def vocab_size(self) -> int:
@@ -112,7 +123,10 @@ class Instruct(DataSource):
             cut = sum(len(read.tokens[number]) > sequence_length + 1 for number in kept)
             told = _told(dataset, cut, len(read.tokens) - len(kept), read.malformed)
             plain = "; without a chat template, turns are lines of Role: text" * self._template.plain
-            self._summaries[sequence_length] = told + plain
+            unopened = f"; not learned, since responses lack it: {self._template.unopened!r}" * bool(
+                self._template.unopened
+            )
+            self._summaries[sequence_length] = told + plain + unopened
         return dataset
 
     def summary(self, sequence_length: int, seed: int) -> str:
@@ -202,7 +216,8 @@ def check_config(config: Config, options: InstructOptions) -> Iterator[str]:  # 
 @hookimpl
 def megatron_run_plugin_info() -> PluginInfo:
     """Plugin instruct of kind data."""
-    return PluginInfo("data", "instruct", options=InstructOptions, check_config=check_config)
+    decides = {"date": lambda: date.today().isoformat()}
+    return PluginInfo("data", "instruct", options=InstructOptions, decides=decides, check_config=check_config)
 
 
 @hookimpl
