@@ -84,13 +84,12 @@ def generate(
     """
     from megatron_run_engine.inference import Writing
     from megatron_run_engine.inference.network import plan
-    from megatron_run_engine.inference.source import find_source
 
     if prompts and not model.exists() and Path(prompts[0]).is_dir():
         typed = f"megatron-run generate {prompts[0]} {quote(str(model))}"
         raise InputError(f"the prompt {str(model)!r} is in the place of the model", fix=f"type: {typed}")
     writing = Writing(**options)
-    source = find_source(model.expanduser(), step)
+    source = read_source(model, step)
     run = plan(source, request)
     asked = [*prompts, *(_read_prompts(file) if file else ())]
     loops = not asked and sys.stdin.isatty()
@@ -115,6 +114,16 @@ def generate(
         for number, text in enumerate(texts):
             between = [_BETWEEN] if number else []
             click.echo("\n".join([*between, text.ids if as_tokens else str(text)]))
+
+
+def read_source(model: Path, step: int | None) -> Source:
+    """The model at ``model``. Tells what reading it lost, as an import does."""
+    from megatron_run_engine.inference.source import find_source
+
+    source = find_source(model.expanduser(), step)
+    for note in source.notes:
+        tell(note)
+    return source
 
 
 def load_here(run: ResolvedRun, source: Source) -> LoadedModel:

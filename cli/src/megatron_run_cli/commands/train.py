@@ -14,12 +14,13 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from megatron_run.errors import CheckpointError, InputError
+from megatron_run.errors import CheckpointError, DataError, InputError
 from megatron_run_cli.grammar import SavedStep, json_option, run_options
 from megatron_run_cli.output import print_json, tell, tell_error
 
 if TYPE_CHECKING:
     from megatron_run.config.request import Request
+    from megatron_run_engine.checkpoint.manifest import About
     from megatron_run_engine.launch import LaunchMode, RunResult
 
 _FILE = click.Path(path_type=Path, dir_okay=False)
@@ -151,7 +152,7 @@ def _finetune(  # one argument an option: so click calls it
     from megatron_run.config.request import Found
     from megatron_run.registry.discover import plain_name
     from megatron_run_engine.checkpoint.step_folder import find_step
-    from megatron_run_engine.data.tokenizer import TOKENIZER, reads_bytes
+    from megatron_run_engine.data.tokenizer import TOKENIZER
 
     words = (*options["sets"], *options["plugins"])
     _check_finetuning(data, task, seeds, words)
@@ -160,9 +161,10 @@ def _finetune(  # one argument an option: so click calls it
 
         refuse_records([path for path in map(Path, data) if path.is_file()], alone=True)
     checkpoints, step = find_step(_ours(folder))
-    identity, home = checkpoints.manifest(step).about.identity, checkpoints.path.parent
+    about, home = checkpoints.manifest(step).about, checkpoints.path.parent
+    identity = about.identity
     model = {key.removeprefix("model."): value for key, value in identity.items() if key.startswith("model.")}
-    longest = identity.get("train.sequence_length") or LONGEST
+    longest = about.longest or LONGEST
     if model.get("position") == "rope":
         longest = min(longest, LONGEST)
     chosen = {
@@ -172,11 +174,10 @@ def _finetune(  # one argument an option: so click calls it
         "run": {"init_from": str(checkpoints.folder(step).absolute())},
         "data": {"use": "text", **({"paths": list(data)} if data else {})},
     }
-    if (home / TOKENIZER).is_file():
-        chosen["data"]["tokenizer"] = str(home.absolute() / TOKENIZER)
-    elif reads_bytes(identity):
-        chosen["data"]["tokenizer"] = "bytes"
-    elif not any(word.startswith(("data.tokenizer=", "data=")) for word in words):
+    named = any(word.startswith(("data.tokenizer=", "data=")) for word in words)
+    if tokenizer := _tokenizer(about, home, named=named):
+        chosen["data"]["tokenizer"] = tokenizer
+    elif not named:
         raise InputError(
             f"{folder} has no {TOKENIZER}", why="its weights know no other ids", fix="add --set data.tokenizer=FILE"
         )
@@ -202,6 +203,22 @@ def _finetune(  # one argument an option: so click calls it
     from megatron_run_cli.commands.finetune_task import repeat
 
     return repeat(start, seeds, words, quiet=options["quiet"])
+
+
+def _tokenizer(about: About, home: Path, *, named: bool) -> str:
+    """The tokenizer of the weights at ``home``; empty where nothing tells, or the user has ``named`` another one."""
+    from megatron_run_engine.checkpoint.kept_files import tokenizer_of
+    from megatron_run_engine.data.tokenizer import reads_bytes
+
+    if reads_bytes(about.identity):
+        return "bytes"
+    try:
+        found = tokenizer_of(home, about, about.tokenizer.name if about.tokenizer else "")
+    except DataError:
+        if not named:
+            raise
+        return ""
+    return str(Path(found).absolute()) if found else ""
 
 
 def _check_finetuning(data: tuple[str, ...], task: str | None, seeds: int, words: tuple[str, ...]) -> None:

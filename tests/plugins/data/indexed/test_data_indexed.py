@@ -124,6 +124,32 @@ def test_the_token_after_an_end_of_document_does_not_count_and_positions_start_a
     assert (sample["tokens"] == END).any()
 
 
+def test_documents_end_where_they_were_prepared_to_end(tmp_path: Path) -> None:
+    """Unless an id is asked for; and not where nobody knows, or two datasets differ."""
+    tokenizer = words(tmp_path / "t.json", "a b c </s>")
+    asked = {"vocab_size": None, "tokenizer": tokenizer, "split": "1,0,0", "reset_positions": True}
+    prefixes = {end: str(tmp_path / f"ends-{end}") for end in (1, 2, None)}
+    for end, prefix in prefixes.items():
+        with Writer(Path(prefix), np.uint16) as writer:
+            writer.add_documents(np.tile(np.array([0, 2, 1]), 50), np.full(50, 3))
+        Path(f"{prefix}.json").write_text(json.dumps({"end_of_document": end}))
+
+    def starts(*paths: str, **options: Any) -> list[int]:
+        sample = source(*paths, **{**asked, **options}).dataset("train", 9, 1)[0]
+        return np.flatnonzero(sample["positions"] == 0).tolist()
+
+    assert starts(prefixes[1]) == [0, 3, 6]
+    assert starts(f"{prefixes[2]}.bin") == [0, 2, 5, 8]
+    assert starts(prefixes[1], prefixes[2], end_of_document=1) == [0, 3, 6]
+    assert source(prefixes[2], **asked).end_of_text == 2
+    with pytest.raises(InputError, match=r"end with different tokens \(.*ends-1: 1, .*ends-2: 2\).* one --end-of-doc"):
+        starts(prefixes[1], prefixes[2])
+    with pytest.raises(InputError, match="the token that ends a document is not known"):
+        starts(prefixes[None])
+    Path(f"{prefixes[1]}.json").unlink()
+    assert starts(prefixes[1]) == [0]  # the tokenizer's, which is not among the tokens
+
+
 def test_packed_rows_hold_every_label_once_and_join_no_documents(tmp_path: Path) -> None:
     prefixes = [corpus(tmp_path / name, seed, 60, longest=30) for seed, name in enumerate("ab")]
     expected: list[tuple[int, int]] = []

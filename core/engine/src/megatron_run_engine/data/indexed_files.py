@@ -312,16 +312,19 @@ class Reader:
             raise self._fault(at + 8 * last, f"the last document ends at sequence {self.documents[-1]} of {n}")
 
 
+def prefix_of(path: str) -> Path:
+    """The prefix of the dataset ``path``, one of ``data.paths``: itself, or that of one of its two files."""
+    prefix = Path(path).expanduser()
+    return prefix.with_suffix("") if prefix.suffix in (".bin", ".idx") else prefix
+
+
 def open_tokens(path: str) -> Reader:
     """Open the dataset of token ids ``path``, one of ``data.paths``: a prefix, or the name of one of its two files.
 
     Raises :class:`DataError` for files that are missing, damaged, or hold other numbers.
     """
-    prefix = Path(path).expanduser()
-    if prefix.suffix in (".bin", ".idx"):
-        prefix = prefix.with_suffix("")
     try:
-        reader = Reader(prefix)
+        reader = Reader(prefix_of(path))
     except DataError as error:
         error.origin = error.origin or "data.paths"
         raise

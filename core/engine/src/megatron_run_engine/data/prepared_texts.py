@@ -133,7 +133,7 @@ class PreparedTexts(DataSource):
 
     @property
     def tokenizer_file(self) -> Path | None:
-        """The JSON file of ``data.tokenizer``, None for bytes and SentencePiece."""
+        """The file of ``data.tokenizer`` that is kept beside the weights, None for bytes."""
         return json_file(self._tokenizer_name)
 
     def encode(self, text: str) -> Sequence[int]:

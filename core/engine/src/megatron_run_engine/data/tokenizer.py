@@ -32,6 +32,8 @@ TOKENIZER = "tokenizer.json"
 #: The file beside it that names special tokens, and those that may hold its chat template. They go where it goes.
 TOKENIZER_CONFIG = "tokenizer_config.json"
 CHAT_TEMPLATES = ("chat_template.jinja", TOKENIZER_CONFIG)
+#: All files beside it that say how it is used.
+BESIDE = (*CHAT_TEMPLATES, "special_tokens_map.json", "added_tokens.json")
 
 
 class Tokenizer(ABC):
@@ -228,7 +230,11 @@ class SentencePieceTokenizer(Tokenizer):
         """Return the ids of ``text`` as :meth:`encode` does, and where their tokens lie in it."""
         found = self._model.encode_as_offset_mapping(text)
         places = np.array(found["offsets"], np.int64).reshape(-1, 2)
-        return np.array(found["ids"], np.int64), places[:, 0], places[:, 1]
+        starts, stops = places[:, 0], places[:, 1]
+        for token in range(len(places) - 2, -1, -1):  # only the last byte of a character is given its place
+            if starts[token] == stops[token] == starts[token + 1]:
+                stops[token] = stops[token + 1]
+        return np.array(found["ids"], np.int64), starts, stops
 
     def decode(self, tokens: Sequence[int], *, special: bool = False) -> str:
         """Return the text of ``tokens``; control symbols have none, and no text stands for them."""
@@ -299,6 +305,8 @@ def same_vocabulary(first: Path | None, second: Path | None) -> bool:
 def _vocabulary(file: Path | None) -> Mapping[str, int]:
     import tokenizers
 
+    if file is not None and file.suffix == SENTENCEPIECE:
+        return SentencePieceTokenizer(file).vocabulary
     opened = tokenizers.Tokenizer.from_buffer(byte_tokenizer_json()) if file is None else read_tokenizer(file)
     return opened.get_vocab(with_added_tokens=True)
 
@@ -314,10 +322,10 @@ def open_tokenizer(name: str) -> Tokenizer:
 def json_file(name: str) -> Path | None:
     """Return the JSON file of the tokenizer ``name``: a conversion in the user's cache where it has another form.
 
-    None for bytes and for SentencePiece, which have no such form, and without a cache.
+    A SentencePiece model has none and is returned itself. None for bytes, and without a cache.
     """
     path = None if name == "bytes" else find_file(Path(name).expanduser())
-    if path is None or path.suffix == SENTENCEPIECE:
+    if path is None:
         return None
     if not path.name.endswith((".txt", "vocab.json")):
         return path

@@ -5,7 +5,6 @@ A saved step is read as ``Weights``; ``Weights`` are written as a folder of one 
 
 from __future__ import annotations
 
-import hashlib
 import os
 import platform
 import time
@@ -29,20 +28,14 @@ from megatron_run.registry.choose_format import format_to_read, format_to_write
 from megatron_run.registry.discover import plain_name
 from megatron_run_engine.checkpoint.adapted import MergedReader, open_step
 from megatron_run_engine.checkpoint.files import FileSystem, followed, lock, read_whole, saving
-from megatron_run_engine.checkpoint.manifest import About, DataRecord, TokenizerRecord, make_manifest
+from megatron_run_engine.checkpoint.kept_files import SOURCE, kept_name, kept_tokenizer, tokenizer_files
+from megatron_run_engine.checkpoint.manifest import About, DataRecord, make_manifest
 from megatron_run_engine.checkpoint.saving import LOCK, Commit
 from megatron_run_engine.checkpoint.shard_file import NAMES, write_shard, written_type
 from megatron_run_engine.checkpoint.step_folder import CHECKPOINTS, IMPORTED, Checkpoints, find_step
-from megatron_run_engine.data.tokenizer import TOKENIZER, open_tokenizer
+from megatron_run_engine.data.tokenizer import open_tokenizer
 from megatron_run_engine.formats.gpt_tensors import gpt_options, logical_shapes, names_fault
-from megatron_run_engine.formats.kept_files import (
-    SOURCE,
-    chat_templates,
-    files_beside,
-    kept_tokenizer,
-    source_files,
-    special_tokens,
-)
+from megatron_run_engine.formats.kept_files import files_beside, files_of, special_tokens
 from megatron_run_engine.run_folder.changes import digest
 
 if TYPE_CHECKING:
@@ -168,15 +161,17 @@ def read_step(checkpoints: Checkpoints, step: int) -> Weights:
     else:
         fields = {field for record in manifest.tensors.values() for field in record}
         readers = {field: _readers(manifest, reader, field) for field in sorted(fields)}
+    home = checkpoints.path.parent
+    tokenizer = kept_tokenizer(home, manifest.about)
     return Weights(
         config=config,
         tensors=readers.pop(MASTER),
         step=step,
-        sequence_length=identity.get("train.sequence_length"),
+        sequence_length=manifest.about.longest,
         moments=readers,
-        tokenizer=kept_tokenizer(checkpoints, manifest),
+        tokenizer=tokenizer,
         special_tokens=special_tokens(checkpoints, manifest),
-        files=source_files(checkpoints.path.parent),
+        files=files_of(home, tokenizer),
     )
 
 
@@ -201,10 +196,9 @@ def write_folder(weights: Weights, folder: Path, source: str, bad: Counter[str] 
     files = FileSystem()
     with saving(f"{folder} could not be written"), new_folder(folder, files):
         _write_file(folder / CONFIG, _config_text(weights, source, folder).encode(), files)
-        if weights.tokenizer is not None:
-            _write_file(folder / TOKENIZER, _given(weights.tokenizer), files)
-            for beside in chat_templates(weights):
-                _write_file(folder / beside.name, _given(beside), files)
+        tokenizer = None if weights.tokenizer is None else tokenizer_files(weights.tokenizer, _given)
+        for name, content in () if tokenizer is None else tokenizer.contents.items():
+            _write_file(folder / name, content, files)
         if weights.files:
             files.make_folder(folder / SOURCE)
         for name, path in weights.files.items():
@@ -340,7 +334,7 @@ def _config_text(weights: Weights, source: str, folder: Path) -> str:
     """``config.yaml``, which names the weights. Options that the source does not determine are left out."""
     sections = {"run": {"init_from": str(folder.absolute())}, **_sections(weights)}
     if weights.tokenizer is not None:
-        sections["data"] = {"use": "text", "tokenizer": str(folder.absolute() / TOKENIZER)}
+        sections["data"] = {"use": "text", "tokenizer": str(folder.absolute() / kept_name(weights.tokenizer))}
     sections["model"] = {key: value for key, value in sections["model"].items() if key in {"use", *weights.config}}
     return f"# Imported from {source.splitlines()[0]}\n{yaml_text({'version': 1, **sections})}"
 
@@ -358,14 +352,8 @@ def _about(weights: Weights, identity: Mapping[str, Any]) -> About:
         topology={"world": 1},
         config=digest(identity),
         identity=identity,
-        tokenizer=_tokenizer_record(weights.tokenizer),
+        tokenizer=None if weights.tokenizer is None else tokenizer_files(weights.tokenizer, _given).record,
     )
-
-
-def _tokenizer_record(file: Path | None) -> TokenizerRecord | None:
-    if file is None:
-        return None
-    return TokenizerRecord(name=str(file), sha256=hashlib.sha256(_given(file)).hexdigest())
 
 
 def count_values(manifest: Manifest) -> int:

@@ -38,6 +38,10 @@ if TYPE_CHECKING:
     from megatron_run_engine.runtime.world import World
 
 
+#: Keys by which a request names a tokenizer.
+_TOKENIZERS = frozenset({"data", "data.use", "data.tokenizer"})
+
+
 class _ForwardOnly(Schedule):
     """Places layers for any number of stages. Of its actions only the forwards are ever run, by the kernel's plan."""
 
@@ -70,7 +74,7 @@ def plan(source: Source, request: Request) -> ResolvedRun:
     Weights are used in fp32, as they are saved, unless train.precision is set; nothing else of how the model was
     trained is taken over. A tokenizer may be given with the plugin of kind data. No file that ``source`` names as a
     plugin is run, unless ``request`` names it too. Raises :class:`InputError` for ``parallel.sequence`` and
-    ``parallel.chunks``, which only training has.
+    ``parallel.chunks``, which only training has, and :class:`DataError` for a tokenizer that is lost.
     """
     found = Found(source.config, f"what is saved in {source.path}")
     ours = {
@@ -79,6 +83,8 @@ def plan(source: Source, request: Request) -> ResolvedRun:
         "observer": {"use": []},
     }
     words = (*request.plugins, *request.sets, *request.values)
+    if source.lost is not None and _TOKENIZERS.isdisjoint(word.partition("=")[0] for word in words):
+        raise source.lost
     silent = "data" not in source.config and not any(word.startswith(("data=", "data.")) for word in words)
     run = resolve(replace(request, configs=(ours, found)), [_ForwardOnly(), *([_NoText()] if silent else [])])
     if run.config.parallel.sequence:

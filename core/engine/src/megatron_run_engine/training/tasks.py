@@ -103,7 +103,7 @@ class TaskResult:
 class Reader:
     """Encodes text for a model that reads ``longest`` tokens at once, with the tokenizer of ``data``.
 
-    ``opens`` opens a split of the model's own data, with the arguments of :meth:`DataSource.dataset`; it is None where
+    ``opens`` opens a split of the model's own data, its samples as long as those of its training; it is None where
     ``data`` is there for its tokenizer only.
     """
 
@@ -111,11 +111,10 @@ class Reader:
         self,
         data: DataSource | None,
         longest: int,
-        seed: int,
         vocab_size: int,
-        opens: Callable[[Split, int, int], Dataset] | None = None,
+        opens: Callable[[Split], Dataset] | None = None,
     ) -> None:
-        self.data, self.longest, self._seed, self._vocab_size, self._opens = data, longest, seed, vocab_size, opens
+        self.data, self.longest, self._vocab_size, self._opens = data, longest, vocab_size, opens
 
     def encode(self, text: str) -> list[int]:
         """The tokens of ``text``. Raises :class:`DataError` if it cannot be text, or the model does not know one."""
@@ -144,7 +143,7 @@ class Reader:
         """The model's own data in the split ``name``. Raises :class:`DataError` without data."""
         if self._opens is None:
             raise DataError("this model came without data", why=f"{name} is a split of a run's own data")
-        return self._opens(name, self.longest, self._seed)
+        return self._opens(name)
 
 
 def perplexity(source: str, reader: Reader, stride: int | None) -> Work:

@@ -40,20 +40,24 @@ class NoConversation(Exception):
 class ChatTemplate:
     """The template ``source``, read from ``path``; ``tokens`` are the special tokens that it may name.
 
+    ``date`` is what it reads as today, None for the day of its rendering. ``unopened`` is what its prompt for an answer
+    ends with where an answer does not begin with it, such as the opening of a thought; empty until one was rendered.
     Raises :class:`DataError` if it is no template.
     """
 
-    def __init__(self, source: str, path: object, tokens: Mapping[str, str]) -> None:
+    def __init__(self, source: str, path: object, tokens: Mapping[str, str], date: str | None = None) -> None:
         self._path, self._tokens, self._marks = path, dict(tokens), bool(_MARKS.search(source))
         self.plain = source == PLAIN  # ours: it needs no process of its own
         with self._broken():
-            self._render = partial(rendered, compiled(source)) if self.plain else Renderer(source).render
+            self._render = partial(rendered, compiled(source)) if self.plain else Renderer(source, date=date).render
+        self.unopened = ""
 
     def render(self, messages: Sequence[Mapping[str, Any]]) -> tuple[str, list[tuple[int, int]]]:
         """The text of ``messages``, and the characters of it, from and to, that are responses.
 
-        Where the template marks nothing, a response is what its turn adds to the prompt before it. Raises
-        :class:`NoConversation` where the template refuses the messages, or renders a turn otherwise once others follow.
+        Where the template marks nothing, a response is what its turn adds to the prompt before it. Of a prompt that
+        opens a thought, it adds to what both begin with. Raises :class:`NoConversation` where the template refuses the
+        messages, or renders a turn otherwise once others follow.
         """
         marked = self._text(messages, prompt=False)
         if self._marks:
@@ -64,13 +68,26 @@ class ChatTemplate:
                 continue
             before = self._text(messages[:number], prompt=True)
             until = self._text(messages[: number + 1], prompt=False)
-            if not (until.startswith(before) and marked.startswith(until)):
+            start = self._start(messages[:number], before, until)
+            if start is None or not marked.startswith(until):
                 raise NoConversation(
                     f"the template renders message {number} otherwise when others follow; mark what is learned with "
                     "{% generation %} in a template of your own"
                 )
-            spans.append((len(before), len(until)))
+            spans.append((start, len(until)))
         return marked, spans
+
+    def _start(self, earlier: Sequence[Mapping[str, Any]], before: str, until: str) -> int | None:
+        """Where in ``until`` the answer to ``before`` starts; None where ``until`` does not go on from that prompt."""
+        if until.startswith(before):
+            return len(before)
+        both = next(
+            (place for place, pair in enumerate(zip(before, until, strict=False)) if pair[0] != pair[1]), len(until)
+        )
+        if not earlier or both <= len(self._text(earlier, prompt=False)):
+            return None
+        self.unopened = before[both:]
+        return both
 
     def _text(self, messages: Sequence[Mapping[str, Any]], *, prompt: bool) -> str:
         variables = {**self._tokens, "messages": list(messages), "add_generation_prompt": prompt}
@@ -101,23 +118,23 @@ def _without_marks(text: str) -> tuple[str, list[tuple[int, int]]]:
     return "".join(plain), spans
 
 
-def find_template(name: str, tokenizer: Path | None) -> ChatTemplate:
+def find_template(name: str, tokenizer: Path | None, date: str | None = None) -> ChatTemplate:
     """The template in the file ``name`` or, for ``auto``, the one beside ``tokenizer``, or else :data:`PLAIN`.
 
-    Raises :class:`DataError` if a file cannot be read.
+    ``date`` is what it reads as today. Raises :class:`DataError` if a file cannot be read.
     """
     config = _config(tokenizer)
     tokens = {key: text for key in _TOKENS if (text := _text_of(config.get(key)))}
     if name != "auto":
         path = Path(name).expanduser()
-        return ChatTemplate(_read(path), path, tokens)
+        return ChatTemplate(_read(path), path, tokens, date)
     if tokenizer is not None and (beside := tokenizer.with_name(_TEMPLATE)).is_file():
-        return ChatTemplate(_read(beside), beside, tokens)
+        return ChatTemplate(_read(beside), beside, tokens, date)
     found = config.get("chat_template")
     if isinstance(found, list):  # several, each with a name
         found = next((each.get("template") for each in found if _is_default(each)), None)
     if isinstance(found, str):
-        return ChatTemplate(found, tokenizer and tokenizer.with_name(_CONFIG), tokens)
+        return ChatTemplate(found, tokenizer and tokenizer.with_name(_CONFIG), tokens, date)
     return ChatTemplate(PLAIN, "this plugin", tokens)
 
 
