@@ -34,7 +34,6 @@ ALLOWED = {
         f"{_ENGINE}/launch/watchdog/page.py",
         f"{_ENGINE}/launch/watchdog/sidecar.py",
         f"{_ENGINE}/training/calibration/on_ranks.py",
-        f"{_ENGINE}/training/state/checkpointing.py",
         f"{_INDEXED}/about.py",
         f"{_INDEXED}/parts.py",
         "plugins/observer/profiler/src/megatron_run_observer_profiler/window.py",
@@ -80,6 +79,7 @@ ALLOWED = {
         "plugins/format/megatron/src/megatron_run_format_megatron/launch_script/data_section.py",
     ),
     "where blocks end, which the reader then reads": (f"{_INDEXED}/inputs.py",),
+    "bytes that are hashed and kept as they are": (f"{_ENGINE}/checkpoint/kept_files.py",),
     "numbers and models, which are binary": (f"{_ENGINE}/data/indexed_files.py", f"{_ENGINE}/data/tokenizer.py"),
 }
 
