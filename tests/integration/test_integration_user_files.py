@@ -41,11 +41,11 @@ def records(path: Path) -> Sequence[str]:
 
 
 def compared(path: Path) -> Sequence[str]:
-    return [text for document in find_documents([str(path)], records=True) for text in document.texts()]
+    return [text for document in find_documents([str(path)]) for text in document.texts()]
 
 
 def learned(path: Path) -> Sequence[str]:
-    found = lines_of(find_documents([str(path)], records=True))
+    found = lines_of(find_documents([str(path)]))
     return [conversation(line.content)[0]["content"] for line in found]
 
 

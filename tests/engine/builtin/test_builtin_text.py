@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -17,7 +18,7 @@ from pydantic import ValidationError
 from tokenizers import Tokenizer, models
 
 from megatron_run.contracts import DataSource, Split
-from megatron_run.errors import DataError, InputError
+from megatron_run.errors import DataError
 from megatron_run_engine.builtin.data.text import Text, TextOptions, megatron_run_create_data
 from megatron_run_engine.data.documents import PackedDataset
 from megatron_run_engine.data.packing import PackedDocuments
@@ -140,17 +141,37 @@ def test_files_are_read_when_a_split_is_asked_for(tmp_path: Path) -> None:
         source.dataset("train", 8, 0)
 
 
-def test_json_lines_are_no_text_to_train_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Named, matched by a pattern, or all that a folder holds; as finetune refuses them."""
+def test_json_lines_are_the_texts_that_they_hold(tmp_path: Path) -> None:
+    """Named, in a folder or matched by a pattern: what is learned is what files of these texts would teach."""
     (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    words = [f"words of document {number}" for number in range(60)]
     path = tmp_path / "a" / "c.jsonl"
-    path.write_text('{"text": "words"}\n' * 60)
+    path.write_text("\ufeff" + "".join(json.dumps({"id": 1, "text": each}) + "\r\n\n" for each in words), "utf-8")
+    for number, each in enumerate(words):
+        (tmp_path / "b" / f"{number:03}.txt").write_text(each)
+    expected = text(tmp_path / "b", split="1,0,0").dataset("train", 16, 0)
     for named in (path, tmp_path / "a", tmp_path / "*" / "*.jsonl"):
-        with pytest.raises(InputError, match=r"c\.jsonl is JSON.*megatron-run data prepare.*--plugin data=instruct"):
-            text(named).dataset("train", 4, 0)
-    (tmp_path / "a" / "b.txt").write_text("words and words")
-    assert len(text(tmp_path / "a", split="1,0,0").dataset("train", 4, 0))
-    assert "c.jsonl and other JSON lines in its folder are read as the text that they are" in caplog.text
+        found = text(named, split="1,0,0").dataset("train", 16, 0)
+        assert len(found) == len(expected) > 60
+        assert all(np.array_equal(found[i]["tokens"], expected[i]["tokens"]) for i in range(len(found)))
+
+
+@pytest.mark.parametrize(
+    ("line", "why"),
+    [
+        (
+            '{"messages": []}',
+            r"c.jsonl:2 is no record with a text: of JSON lines .*; for conversations add --plugin data=",
+        ),
+        ('{"text": "cut', r"c.jsonl:2 is no record: "),
+    ],
+)
+def test_a_line_without_a_text_is_told_with_its_place(line: str, why: str, tmp_path: Path) -> None:
+    (tmp_path / "c.jsonl").write_text('{"text": "words"}\n' + line + "\n")
+    with pytest.raises(DataError, match=why) as refused:
+        text(tmp_path / "c.jsonl").dataset("train", 4, 0)
+    assert refused.value.origin == "data.paths"
 
 
 def test_text_that_the_tokenizer_loses_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

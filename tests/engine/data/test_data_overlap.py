@@ -72,7 +72,7 @@ def test_a_test_set_in_any_script_is_found_in_a_text_that_holds_it(text: str) ->
 def test_of_json_lines_the_texts_are_compared(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'\xef\xbb\xbf{"text": "one\\ntwo", "id": 3}\r\n\r\n{"text": "three"}')
-    (document,) = find_documents([str(path)], records=True)
+    (document,) = find_documents([str(path)])
     assert list(document.texts()) == ["one\ntwo", "three"]
     for line, why in (('{"txt": "a"}', "key 'text'"), ("{", "no JSON"), ("[1]", "key 'text'")):
         path.write_text('{"text": "one"}\n' + line)

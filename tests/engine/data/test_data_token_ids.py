@@ -46,7 +46,7 @@ def test_an_id_outside_is_named_by_file_and_byte(
     with pytest.raises(DataError, match=rf"^token {value} at byte {byte} of .*a\.bin is outside .*: it has 100 ids"):
         check_ids(reader, VOCABULARY)
     with pytest.raises(DataError, match=rf"at byte {byte}.*from data\.paths.*; set data\.tokenizer"):
-        require_ids(reader, VOCABULARY)
+        require_ids([reader], VOCABULARY)
 
 
 def test_all_are_read_and_their_ends_returned(tmp_path: Path) -> None:
@@ -75,13 +75,13 @@ def test_what_was_found_right_is_not_read_again_until_it_changes(
     monkeypatch.setattr(token_ids, "YOUNG", 0)
     reader = written(tmp_path / "a", np.int32, {})
     for _ in range(3):
-        require_ids(reader, VOCABULARY)
+        require_ids([reader], VOCABULARY)
     assert len(read) == 1
-    require_ids(reader, VOCABULARY - 1)  # another vocabulary
+    require_ids([reader], VOCABULARY - 1)  # another vocabulary
     os.utime(tokens_path(tmp_path / "a"), (2e9, 2e9))
-    require_ids(reader, VOCABULARY)
+    require_ids([reader], VOCABULARY)
     assert len(read) == 3
-    require_ids(written(tmp_path / "b", np.uint8, {}), 256)  # every id that a byte holds is known
+    require_ids([written(tmp_path / "b", np.uint8, {})], 256)  # every id that a byte holds is known
     assert len(read) == 3
     assert len([file for file in cache.iterdir() if not file.suffix]) == 2
 
@@ -90,4 +90,16 @@ def test_without_a_cache_ids_are_read_each_time(tmp_path: Path, monkeypatch: pyt
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     with pytest.raises(DataError, match="token 300 at byte 28 of"):
-        require_ids(written(tmp_path / "a", np.int32, {7: 300}), VOCABULARY)
+        require_ids([written(tmp_path / "a", np.int32, {7: 300})], VOCABULARY)
+
+
+def test_datasets_share_the_bytes_that_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[int] = []
+    monkeypatch.setattr(token_ids, "check_ids", lambda _reader, _vocabulary, most: read.append(most))
+    readers = [written(tmp_path / name, np.int32, {}) for name in "ab"]
+    size = readers[0].tokens.nbytes
+    for most, shares in ((2 * size, [size, size]), (size, [size // 2, size // 2])):
+        monkeypatch.setattr(token_ids, "MOST", most)
+        read.clear()
+        require_ids(readers, VOCABULARY)
+        assert read == shares

@@ -124,7 +124,13 @@ def test_it_gives_what_torchs_rules_give_on_a_gpu() -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [{"rule": "sgd"}, {"rule": "muon"}, {"rule_options": {"amsgrad": True}}, {"rule_options": {"maximize": True}}],
+    [
+        {"rule": "sgd"},
+        {"rule": "muon"},
+        {"rule_options": {"amsgrad": True}},
+        {"rule_options": {"maximize": True}},
+        {"rule_options": {"fused": False}},
+    ],
     ids=str,
 )
 def test_other_rules_are_torchs(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:

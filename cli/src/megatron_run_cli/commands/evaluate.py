@@ -118,7 +118,7 @@ def overlap(test: Path, train: tuple[str, ...], *, as_json: bool) -> None:
     from megatron_run_engine.data.documents import find_documents
     from megatron_run_engine.data.overlap import overlap as count
 
-    tests, trains = (find_documents(names, records=True) for names in ([str(test)], train))
+    tests, trains = (find_documents(names) for names in ([str(test)], train))
     found = count((text for each in tests for text in each.texts()), (text for each in trains for text in each.texts()))
     if as_json:
         print_json({"found": found.found, "total": found.total, "share": found.share})

@@ -156,10 +156,6 @@ def _finetune(  # one argument an option: so click calls it
 
     words = (*options["sets"], *options["plugins"])
     _check_finetuning(data, task, seeds, words)
-    if task is None and not configs and not any(word.startswith(("data=", "data.use=")) for word in words):
-        from megatron_run_engine.data.documents import refuse_records
-
-        refuse_records([path for path in map(Path, data) if path.is_file()], alone=True)
     checkpoints, step = find_step(_ours(folder))
     about, home = checkpoints.manifest(step).about, checkpoints.path.parent
     identity = about.identity

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from megatron_run.errors import DataError, InputError, near_path
+from megatron_run.errors import DataError, near_path
 from megatron_run_engine.data.option_types import SPLITS
 from megatron_run_engine.data.user_files import byte_lines, foreign, json_line, read_bytes, start_of, unreadable
 
@@ -40,66 +40,63 @@ RECORDS = (".jsonl", ".ndjson")
 
 @dataclass(frozen=True)
 class Document:
-    """One file of text, which is not compressed."""
+    """One file of text, which is not compressed, or of JSON lines with a text each."""
 
     path: Path
+
+    @property
+    def has_records(self) -> bool:
+        """Whether it holds JSON lines, by its name."""
+        return self.path.suffix.lower() in RECORDS
 
     def read(self) -> bytes:
         """Return its bytes without a mark. Raises :class:`DataError` if it cannot be read."""
         return read_bytes(self.path, "data.paths")
 
-    def texts(self) -> Iterator[str]:
-        """Yield its text, with U+FFFD for what is not UTF-8; of JSON lines what each has under ``text``.
+    def contents(self) -> Iterator[tuple[str, bytes]]:
+        """Yield (place, content) of its text; of JSON lines what each has under ``text``.
 
         Raises :class:`DataError` as :meth:`read`, and for a line without such a text.
         """
-        if self.path.suffix.lower() not in RECORDS:
-            yield self.read().decode(errors="replace")
+        if not self.has_records:
+            yield str(self.path), self.read()
             return
         for number, line in enumerate(byte_lines(self.read()), 1):
             if line.strip():
-                yield _text_of(line, f"{self.path}:{number}")
+                place = f"{self.path}:{number}"
+                yield place, _text_of(line, place).encode()
+
+    def texts(self) -> Iterator[str]:
+        """Yield its :meth:`contents`, with U+FFFD for what is not UTF-8."""
+        return (content.decode(errors="replace") for _, content in self.contents())
 
 
 def _text_of(line: bytes, place: str) -> str:
     try:
         record = json_line(line)
     except ValueError as cause:
-        raise DataError(f"{place} is no record", why=str(cause)) from cause
+        raise DataError(f"{place} is no record", why=str(cause), origin="data.paths") from cause
     if not isinstance(record, dict) or not isinstance(record.get("text"), str):
-        raise DataError(f"{place} is no record with a text", why="JSON with the key 'text' is expected")
+        raise DataError(
+            f"{place} is no record with a text",
+            why="of JSON lines data=text reads the key 'text'",
+            origin="data.paths",
+            fix="for conversations add --plugin data=instruct; megatron-run data prepare reads other keys",
+        )
     return str(record["text"])
 
 
-def find_documents(names: Sequence[str], *, records: bool = False) -> tuple[Document, ...]:
+def find_documents(names: Sequence[str]) -> tuple[Document, ...]:
     """Return the documents of ``names`` in the order of the names, sorted within each name, each file once.
 
     A name is a file, a pattern (``src/**/*.py``), or a folder, which stands for all text files beneath it except empty
-    and hidden ones; links are followed. Raises :class:`DataError` if a name matches nothing, :class:`InputError` for
-    JSON lines unless their ``records`` are asked for: keys and braces would be learned, scored or counted as text.
+    and hidden ones; links are followed. Raises :class:`DataError` if a name matches nothing.
     """
     found: dict[Path, Document] = {}
     for name in names:
-        files = _files(name)
-        if not records:
-            refuse_records(files, alone=not Path(name).is_dir())
-        for path in files:
+        for path in _files(name):
             found.setdefault(path.resolve(), Document(path))
     return tuple(found.values())
-
-
-def refuse_records(paths: Sequence[Path], *, alone: bool) -> None:
-    """Raise :class:`InputError` for JSON lines among ``paths``; in a folder (not ``alone``) if all are."""
-    found = [path for path in paths if path.suffix.lower() in RECORDS]
-    if found and (alone or len(found) == len(paths)):
-        raise InputError(
-            f"{found[0]} is JSON, and would be read as the text that it is",
-            why="keys and braces would be learned and counted too",
-            origin="data.paths",
-            fix="for texts make a dataset with megatron-run data prepare, for conversations add --plugin data=instruct",
-        )
-    if found:
-        _LOG.warning("%s and other JSON lines in its folder are read as the text that they are", found[0])
 
 
 def _files(name: str) -> Sequence[Path]:
@@ -219,7 +216,7 @@ BATCH = 2**24
 
 
 def split_streams(
-    contents: Iterable[tuple[Path, bytes]], tokenizer: Tokenizer, shares: Shares, *, cut: bool = False
+    contents: Iterable[tuple[object, bytes]], tokenizer: Tokenizer, shares: Shares, *, cut: bool = False
 ) -> Iterator[tuple[Split, NDArray[Any]]]:
     """Yield the token streams of all splits piece by piece, from one reading of the documents (path, content).
 

@@ -101,8 +101,7 @@ class PreparedTexts(DataSource):
     def readers(self) -> tuple[Reader, ...]:
         """One a dataset. Raises :class:`DataError` for ids that the tokenizer does not have."""
         readers = tuple(open_tokens(path) for path in self._paths)
-        for reader in readers:
-            require_ids(reader, self.tokenizer.vocab_size)
+        require_ids(readers, self.tokenizer.vocab_size)
         return readers
 
     def bounds(self, reader: Reader, split: Split) -> tuple[int, int]:

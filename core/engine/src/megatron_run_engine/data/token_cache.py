@@ -69,7 +69,7 @@ class Making:
         """Equal where all of it is, and the code that makes streams."""
         return repr((self.tokenizer.identity, self.shares, self.cut, _code()))
 
-    def streams(self, contents: Iterable[tuple[Path, bytes]]) -> Iterator[tuple[Split, NDArray[Any]]]:
+    def streams(self, contents: Iterable[tuple[object, bytes]]) -> Iterator[tuple[Split, NDArray[Any]]]:
         """The tokens of ``contents``, as :func:`split_streams` yields them."""
         return split_streams(contents, self.tokenizer, self.shares, cut=self.cut)
 
@@ -136,14 +136,14 @@ def _code() -> str:
 def _name(documents: Sequence[Document], made_by: str) -> str:
     """The name of the entry of ``documents`` as they are now."""
     contents = xxhash.xxh3_128(made_by.encode())
-    for document in documents:
-        contents.update(xxhash.xxh3_128_digest(document.read()))
+    for _, content in chain.from_iterable(each.contents() for each in documents):
+        contents.update(xxhash.xxh3_128_digest(content))
     return contents.hexdigest()
 
 
 def _in_memory(documents: Sequence[Document], making: Making) -> Streams:
     parts: dict[Split, list[NDArray[Any]]] = {split: [np.empty(0, token_type(making.tokenizer))] for split in SPLITS}
-    for split, tokens in making.streams((each.path, each.read()) for each in documents):
+    for split, tokens in making.streams(chain.from_iterable(each.contents() for each in documents)):
         parts[split].append(tokens)
     _tell_lost(making.tokenizer.lost)
     return {split: np.concatenate(arrays) for split, arrays in parts.items()}
@@ -153,11 +153,10 @@ def _write(path: Path, documents: Sequence[Document], making: Making) -> None:
     """Write the entry ``path``; memory holds a batch of documents. Raises :class:`OSError` if there is no space."""
     contents = xxhash.xxh3_128(making.identity.encode())
 
-    def read() -> Iterator[tuple[Path, bytes]]:
-        for document in documents:
-            content = document.read()
+    def read() -> Iterator[tuple[str, bytes]]:
+        for place, content in chain.from_iterable(each.contents() for each in documents):
             contents.update(xxhash.xxh3_128_digest(content))
-            yield document.path, content
+            yield place, content
 
     with replacing(path) as file, ExitStack() as stack:
         others = [stack.enter_context(TemporaryFile(dir=path.parent)) for _ in SPLITS[1:]]

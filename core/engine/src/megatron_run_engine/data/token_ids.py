@@ -14,6 +14,8 @@ from megatron_run_engine.data.indexed_files import tokens_path
 from megatron_run_engine.data.user_cache import YOUNG, locked, user_cache
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from megatron_run_engine.data.indexed_files import Reader
 
 #: The most bytes of tokens that are read before a step: some seconds. Of more, as many are read, evenly spread.
@@ -52,28 +54,35 @@ def _places(count: int, most: int | None) -> list[int]:
     return [_PIECE * int(piece) for piece in np.linspace(0, pieces - 1, chosen).round()] if pieces else []
 
 
-def require_ids(reader: Reader, vocab_size: int) -> None:
-    """Raise :class:`DataError` as :func:`check_ids` does for ``MOST`` bytes of ``reader``, with data.paths as origin.
+def require_ids(readers: Sequence[Reader], vocab_size: int) -> None:
+    """Raise :class:`DataError` as :func:`check_ids` does for ``MOST`` bytes of ``readers``, with data.paths as origin.
 
-    What was found right is noted in the user's cache, so that later starts, and other ranks of this one, read nothing.
+    Each has its share of these bytes. What was found right is noted in the user's cache, so that later starts, and
+    other ranks of this one, read nothing.
     """
+    sizes = [reader.tokens.nbytes for reader in readers]
+    for reader, size in zip(readers, sizes, strict=True):
+        _require(reader, vocab_size, size if sum(sizes) <= MOST else MOST * size // sum(sizes))
+
+
+def _require(reader: Reader, vocab_size: int, most: int) -> None:
     limits = np.iinfo(reader.dtype)
     if limits.min >= 0 and limits.max < vocab_size:
         return
     try:
-        mark = _mark(reader, vocab_size)
+        mark = _mark(reader, vocab_size, most)
         with locked(mark.with_suffix(".lock")):
             if not mark.exists():
-                _check(reader, vocab_size)
+                _check(reader, vocab_size, most)
                 if time.time_ns() - _changed(reader) > YOUNG:
                     mark.touch()
     except OSError:  # no cache here
-        _check(reader, vocab_size)
+        _check(reader, vocab_size, most)
 
 
-def _check(reader: Reader, vocab_size: int) -> None:
+def _check(reader: Reader, vocab_size: int, most: int) -> None:
     try:
-        check_ids(reader, vocab_size, MOST)
+        check_ids(reader, vocab_size, most)
     except DataError as error:
         error.origin = "data.paths"
         error.fix = "set data.tokenizer, or data.vocab_size, to that of the tokenizer that made it, or prepare it again"
@@ -85,9 +94,9 @@ def _changed(reader: Reader) -> int:
     return max(status.st_mtime_ns, status.st_ctime_ns)
 
 
-def _mark(reader: Reader, vocab_size: int) -> Path:
-    """The file whose presence says that the tokens, as the file system knows them now, are below ``vocab_size``."""
+def _mark(reader: Reader, vocab_size: int, most: int) -> Path:
+    """The file whose presence says that so many bytes of the tokens, as the file system knows them now, were right."""
     status = tokens_path(reader.prefix).stat()
     file = status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
-    told = repr((file, reader.dtype.str, vocab_size, MOST))
+    told = repr((file, reader.dtype.str, vocab_size, most))
     return user_cache("checked-ids") / xxhash.xxh3_128_hexdigest(told.encode())

@@ -114,7 +114,11 @@ def unpacked(path: Path, compression: Compression) -> Iterator[tuple[bytes, int]
     Raises :class:`DataError` for a file that cannot be read or unpacked, that breaks off, and without the library.
     """
     begun, first = b"", True
-    with path.open("rb") as packed:
+    try:
+        opened = path.open("rb")
+    except OSError as cause:
+        raise unreadable(path, cause) from cause
+    with opened as packed:
         refuse_pointer(path, packed.read(len(_POINTER)))
         packed.seek(0)
         for piece in _pieces(path, packed, compression):

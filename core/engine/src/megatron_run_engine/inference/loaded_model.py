@@ -195,9 +195,8 @@ class LoadedModel:
         train, source, opens = self.run.config.train, self.source, None
         if self.data is not None and source.has_samples:
             length = source.sample_length if self.positions == source.longest else self.positions
-            plugin = self.run.one("data")
-            opens = partial(open_split, plugin, self.data, sequence_length=length or self.positions, seed=train.seed)
-        reader = Reader(self.data, self.positions, self.vocab_size, opens)
+            opens = partial(open_split, self.run.one("data"), self.data, sequence_length=length or self.positions)
+        reader = Reader(self.data, self.positions, train.seed, self.vocab_size, opens)
         works = [make_work(task, reader, stride) for task in tasks]  # all mistakes come before the first takes its time
         return [run_task(*work, self.network, batch, progress) for work in works]
 

@@ -124,7 +124,7 @@ def one_pass_of(
 ) -> OnePass | None:
     """The update of ``stretches`` in one pass; None where torch's own is needed."""
     known = rule.kind in (torch.optim.AdamW, torch.optim.Adam) and rule.arguments.keys() <= _KNOWN
-    if not known or not all(map(_fits, stretches)) or not has_kernels(device.type):
+    if not known or not rule.arguments.get("fused") or not all(map(_fits, stretches)) or not has_kernels(device.type):
         return None
     return OnePass(rule, optimizer, stretches)
 

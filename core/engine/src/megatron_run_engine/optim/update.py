@@ -187,7 +187,8 @@ class Update:
 def _divides(optimizer: torch.optim.Optimizer) -> bool:
     """Whether ``optimizer`` divides gradients by its ``grad_scale``, as torch's own do where they are fused."""
     fused = all(group.get("fused") for group in optimizer.param_groups)
-    return fused and isinstance(optimizer, torch.optim.Adam | torch.optim.SGD)
+    # Not what derives from them: its own step may read the gradients.
+    return fused and type(optimizer) in (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
 
 
 def iter_state(update: Update) -> Iterator[StatePiece]:

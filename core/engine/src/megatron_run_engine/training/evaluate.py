@@ -93,8 +93,8 @@ class Evaluator:
         if run.config.eval.tasks and not assembly.model.predicts_next:
             raise InputError(f"eval.tasks scores next tokens, and {run.one('model')} does not predict them")
         length = train.sequence_length
-        opens = partial(open_split, run.one("data"), assembly.data, sequence_length=length, seed=train.seed)
-        reader = Reader(assembly.data, length, assembly.context.vocab_size, opens)
+        opens = partial(open_split, run.one("data"), assembly.data, sequence_length=length)
+        reader = Reader(assembly.data, length, train.seed, assembly.context.vocab_size, opens)
         self._judge = assembly.data.judge("validation", train.sequence_length, train.seed)
         self._tasks = [make_work(task, reader) for task in run.config.eval.tasks]
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -103,18 +103,19 @@ class TaskResult:
 class Reader:
     """Encodes text for a model that reads ``longest`` tokens at once, with the tokenizer of ``data``.
 
-    ``opens`` opens a split of the model's own data, its samples as long as those of its training; it is None where
-    ``data`` is there for its tokenizer only.
+    ``opens`` opens a split of the model's own data with ``seed``, its samples as long as those of its training; it is
+    None where ``data`` is there for its tokenizer only.
     """
 
     def __init__(
         self,
         data: DataSource | None,
         longest: int,
+        seed: int,
         vocab_size: int,
-        opens: Callable[[Split], Dataset] | None = None,
+        opens: Callable[..., Dataset] | None = None,
     ) -> None:
-        self.data, self.longest, self._vocab_size, self._opens = data, longest, vocab_size, opens
+        self.data, self.longest, self._seed, self._vocab_size, self._opens = data, longest, seed, vocab_size, opens
 
     def encode(self, text: str) -> list[int]:
         """The tokens of ``text``. Raises :class:`DataError` if it cannot be text, or the model does not know one."""
@@ -143,7 +144,7 @@ class Reader:
         """The model's own data in the split ``name``. Raises :class:`DataError` without data."""
         if self._opens is None:
             raise DataError("this model came without data", why=f"{name} is a split of a run's own data")
-        return self._opens(name)
+        return self._opens(name, seed=self._seed)
 
 
 def perplexity(source: str, reader: Reader, stride: int | None) -> Work:
@@ -155,7 +156,7 @@ def perplexity(source: str, reader: Reader, stride: int | None) -> Work:
     if source in get_args(Split) and not Path(source).exists():
         return SplitWork(reader.split(cast("Split", source)))
     windows, size = list[Window](), 0.0
-    for text in (read_text(document.path) for document in _documents(source)):
+    for text in (text for document in _documents(source) for text in _texts(document)):
         tokens = reader.encode(text)
         if len(tokens) > 1:
             windows += _windows(tokens, reader, stride or reader.longest)
@@ -174,6 +175,11 @@ def _documents(source: str) -> tuple[Document, ...]:
     except DataError as error:
         error.origin = f"perplexity={source}"
         raise
+
+
+def _texts(document: Document) -> Iterator[str]:
+    """The texts of ``document``; only of JSON lines there are several."""
+    return document.texts() if document.has_records else iter((read_text(document.path),))
 
 
 def wikitext(source: str, reader: Reader, stride: int | None) -> Work:

@@ -59,7 +59,7 @@ class Indexed(DataSource):
         readers = tuple(open_tokens(path) for path in self._options.paths)
         for reader in readers:
             self._check_vocabulary(reader.path.with_suffix(""))
-            require_ids(reader, self.vocab_size)
+        require_ids(readers, self.vocab_size)
         return readers
 
     def _check_vocabulary(self, prefix: Path) -> None:

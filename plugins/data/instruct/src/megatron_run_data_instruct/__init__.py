@@ -137,7 +137,7 @@ class Instruct(DataSource):
 
     def _encoded(self, split: Split) -> _Read:
         read = _Read()
-        for line in lines_of(find_documents(self._options.paths, records=True)):
+        for line in lines_of(find_documents(self._options.paths)):
             if not self._shares.holds(line.content, split):
                 continue
             try:

@@ -63,12 +63,12 @@ def _works(device: torch.device) -> bool:
 
 def _add(total: Tensor, left: Tensor, left_scale: Tensor, right: Tensor, right_scale: Tensor) -> bool:
     # cuBLAS counts columns first: to it the total is its transpose [n, m], and ``right`` the left factor.
-    plan = _plan(right.dtype, left.dtype, (total.shape[1], total.shape[0], left.shape[1]))
-    if plan is None:
-        return False
-    with torch.cuda.device_of(total):
-        plan.run(total, right, right_scale, left, left_scale)
-    return True
+    sizes = (total.shape[1], total.shape[0], left.shape[1])
+    with torch.cuda.device_of(total):  # the handle is that of the current device
+        plan = _plan(right.dtype, left.dtype, sizes)
+        if plan is not None:
+            plan.run(total, right, right_scale, left, left_scale)
+    return plan is not None
 
 
 class _Plan:
@@ -127,7 +127,7 @@ class _Plan:
 
 @cache
 def _plan(a: torch.dtype, b: torch.dtype, sizes: tuple[int, int, int]) -> _Plan | None:
-    """The plan of a shape, which lives as long as the process; None where the library has no kernel."""
+    """The plan of a shape which lives as long as the process; None where the library has no kernel."""
     try:
         return _Plan(a, b, sizes)
     except RuntimeError:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
+from itertools import chain, islice
 from math import ceil
 from typing import TYPE_CHECKING, Literal
 
@@ -114,9 +115,11 @@ class Text(DataSource):
     def _cuts_all(self) -> bool:
         """Whether documents are cut whatever their size: one, or so few that training or validation gets none."""
         documents = self._texts
-        if len(documents) >= FEW or any(document.path.stat().st_size >= CUT_FROM for document in documents):
+        if any(each.path.stat().st_size >= CUT_FROM for each in documents if not each.has_records):
             return len(documents) == 1
-        contents = [document.read() for document in documents]
+        contents = [content for _, content in islice(chain.from_iterable(each.contents() for each in documents), FEW)]
+        if len(contents) in (1, FEW):
+            return len(contents) == 1
         wanted: tuple[Split, ...] = ("train", "validation")
         return any(
             self._shares.share(split) and not any(self._shares.holds(content, split) for content in contents)

@@ -58,7 +58,5 @@ def has_kernels(device: str) -> bool:
         return os.environ.get("TRITON_INTERPRET") == "1" and find_spec("triton") is not None
     lack = triton_lack() if device == "cuda" else None
     if lack is not None:
-        logging.getLogger(__name__).warning(
-            "%s: losses, biases, norms, SwiGLU and rotary positions take more time and memory; %s", *lack
-        )
+        logging.getLogger(__name__).warning("%s: training takes more time and memory without its kernels; %s", *lack)
     return device == "cuda" and lack is None
