@@ -151,7 +151,8 @@ def _finetune(  # one argument an option: so click calls it
     from megatron_run.config.request import Found
     from megatron_run.registry.discover import plain_name
     from megatron_run_engine.checkpoint.step_folder import find_step
-    from megatron_run_engine.data.tokenizer import TOKENIZER, reads_bytes
+    from megatron_run_engine.data.kept_tokenizer import reads_bytes
+    from megatron_run_engine.data.tokenizer import TOKENIZER
 
     words = (*options["sets"], *options["plugins"])
     _check_finetuning(data, task, seeds, words)

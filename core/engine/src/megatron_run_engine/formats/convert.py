@@ -37,11 +37,11 @@ from megatron_run_engine.data.tokenizer import TOKENIZER, open_tokenizer
 from megatron_run_engine.formats.gpt_tensors import gpt_options, logical_shapes, names_fault
 from megatron_run_engine.formats.kept_files import (
     SOURCE,
-    chat_templates,
     files_beside,
     kept_tokenizer,
     source_files,
     special_tokens,
+    tokenizer_files,
 )
 from megatron_run_engine.run_folder.changes import digest
 
@@ -76,7 +76,7 @@ def _too_many_ids(weights: Weights) -> Iterator[str]:
     if weights.tokenizer is None or not isinstance(rows, int):
         return
     try:
-        ids = open_tokenizer(str(weights.tokenizer)).vocab_size
+        ids = open_tokenizer(str(weights.tokenizer)).rows
     except RunError:  # it is told when it is used
         return
     if ids > rows:
@@ -198,19 +198,17 @@ def write_folder(weights: Weights, folder: Path, source: str, bad: Counter[str] 
     """
     identity = _identity(weights)
     _check_names(weights)
-    files = FileSystem()
+    files, kept = FileSystem(), tokenizer_files(weights)
     with saving(f"{folder} could not be written"), new_folder(folder, files):
-        _write_file(folder / CONFIG, _config_text(weights, source, folder).encode(), files)
-        if weights.tokenizer is not None:
-            _write_file(folder / TOKENIZER, _given(weights.tokenizer), files)
-            for beside in chat_templates(weights):
-                _write_file(folder / beside.name, _given(beside), files)
+        _write_file(folder / CONFIG, _config_text(weights, source, folder, kept).encode(), files)
+        for name, content in kept.items():
+            _write_file(folder / name, content, files)
         if weights.files:
             files.make_folder(folder / SOURCE)
         for name, path in weights.files.items():
             _write_file(folder / SOURCE / name, _given(path), files)
         bad = Counter[str]() if bad is None else bad
-        return _write_step(weights, Checkpoints(folder / CHECKPOINTS), identity, files, bad)
+        return _write_step(weights, Checkpoints(folder / CHECKPOINTS), _about(weights, identity, kept), files, bad)
 
 
 def _given(path: Path) -> bytes:
@@ -247,7 +245,7 @@ def new_folder(folder: Path, files: FileSystem) -> Iterator[None]:
 
 
 def _write_step(
-    weights: Weights, checkpoints: Checkpoints, identity: Mapping[str, Any], files: FileSystem, bad: Counter[str]
+    weights: Weights, checkpoints: Checkpoints, about: About, files: FileSystem, bad: Counter[str]
 ) -> Manifest:
     commit = Commit(checkpoints, IMPORTED, files)
     commit.make_home()
@@ -263,7 +261,7 @@ def _write_step(
                 record: dict[str, Any] = {"dtype": NAMES[dtype], "shape": piece.sizes}
                 record["pieces"] = [(name, piece.starts, piece.sizes)]
                 tensors.setdefault(piece.name, {})[piece.field] = record
-        manifest = make_manifest(_about(weights, identity), written, tensors)
+        manifest = make_manifest(about, written, tensors)
         commit.finish(manifest)
     return manifest
 
@@ -336,16 +334,16 @@ def _identity(weights: Weights) -> dict[str, Any]:
     return {f"{section}.{key}": value for section, keys in _sections(weights).items() for key, value in keys.items()}
 
 
-def _config_text(weights: Weights, source: str, folder: Path) -> str:
+def _config_text(weights: Weights, source: str, folder: Path, kept: Mapping[str, bytes]) -> str:
     """``config.yaml``, which names the weights. Options that the source does not determine are left out."""
     sections = {"run": {"init_from": str(folder.absolute())}, **_sections(weights)}
-    if weights.tokenizer is not None:
+    if kept:
         sections["data"] = {"use": "text", "tokenizer": str(folder.absolute() / TOKENIZER)}
     sections["model"] = {key: value for key, value in sections["model"].items() if key in {"use", *weights.config}}
     return f"# Imported from {source.splitlines()[0]}\n{yaml_text({'version': 1, **sections})}"
 
 
-def _about(weights: Weights, identity: Mapping[str, Any]) -> About:
+def _about(weights: Weights, identity: Mapping[str, Any], kept: Mapping[str, bytes]) -> About:
     return About(
         step=weights.step,
         run=IMPORTED,
@@ -358,14 +356,14 @@ def _about(weights: Weights, identity: Mapping[str, Any]) -> About:
         topology={"world": 1},
         config=digest(identity),
         identity=identity,
-        tokenizer=_tokenizer_record(weights.tokenizer),
+        tokenizer=_tokenizer_record(weights.tokenizer, kept),
     )
 
 
-def _tokenizer_record(file: Path | None) -> TokenizerRecord | None:
-    if file is None:
+def _tokenizer_record(place: Path | None, kept: Mapping[str, bytes]) -> TokenizerRecord | None:
+    if not kept:
         return None
-    return TokenizerRecord(name=str(file), sha256=hashlib.sha256(_given(file)).hexdigest())
+    return TokenizerRecord(name=str(place), sha256=hashlib.sha256(kept[TOKENIZER]).hexdigest())
 
 
 def count_values(manifest: Manifest) -> int:

@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import hashlib
-import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from megatron_run.errors import CheckpointError
 from megatron_run.safe_folder import SafeFolder
+from megatron_run_engine.checkpoint.files import followed
+from megatron_run_engine.data.kept_tokenizer import byte_tokenizer_json, exported_files, kept_files, reads_bytes
 from megatron_run_engine.data.tokenizer import (
     CHAT_TEMPLATES,
-    END_OF_DOCUMENT,
     TOKENIZER,
-    TOKENIZER_CONFIG,
     ByteTokenizer,
-    byte_tokenizer_json,
-    reads_bytes,
+    open_tokenizer,
 )
-from megatron_run_engine.data.tokenizer_files import read_tokenizer
+from megatron_run_engine.data.tokenizer_folder import read_files
 
 if TYPE_CHECKING:
     from megatron_run.contracts import Weights
@@ -64,41 +62,30 @@ def files_beside(weights: Weights, checkpoints: Checkpoints, step: int) -> Itera
         if reads_bytes(checkpoints.manifest(step).about.identity):
             yield TOKENIZER, byte_tokenizer_json()
         return
-    for name in (TOKENIZER, *CHAT_TEMPLATES):
-        content = read_own(checkpoints.path.parent, name)
-        if content is not None:
-            yield name, content
+    for name in (TOKENIZER, *CHAT_TEMPLATES):  # no link of somebody else's run is followed
+        read_own(checkpoints.path.parent, name)
+    yield from exported_files(weights.tokenizer).items()
 
 
-def chat_templates(weights: Weights) -> list[Path]:
-    """The files beside the tokenizer of a source that hold its chat template."""
+def tokenizer_files(weights: Weights) -> dict[str, bytes]:
+    """The tokenizer of a source, as files that say all of it by themselves; none without it.
+
+    Raises :class:`CheckpointError` for a file from elsewhere or too large, :class:`DataError` for what is not read.
+    """
     if weights.tokenizer is None:
-        return []
-    return [path for path in map(weights.tokenizer.with_name, CHAT_TEMPLATES) if path.is_file()]
+        return {}
+    folder = weights.tokenizer if weights.tokenizer.is_dir() else weights.tokenizer.parent
+    for path in {weights.tokenizer, *read_files(folder)} - {folder}:
+        followed(path)
+    return kept_files(weights.tokenizer)
 
 
 def special_tokens(checkpoints: Checkpoints, manifest: Manifest) -> dict[str, int]:
     """The ids that begin (``bos``), end (``eos``) and fill (``pad``) a text, as far as the kept tokenizer tells.
 
-    ``tokenizer_config.json`` names them. Without an ``eos`` of its own, texts end with the token that ended the run's
-    documents.
+    Without an ``eos`` of its own, texts end with the token that ended the run's documents.
     """
-    if kept_tokenizer(checkpoints, manifest) is None:
-        return {"eos": ByteTokenizer.end_of_document} if reads_bytes(manifest.about.identity) else {}
-    home = checkpoints.path.parent
-    vocabulary: Mapping[str, int] = read_tokenizer(home / TOKENIZER).get_vocab(with_added_tokens=True)
-    content = read_own(home, TOKENIZER_CONFIG)
-    try:
-        said = json.loads(content or b"{}")
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{home / TOKENIZER_CONFIG} cannot be used", why=f"it is no JSON: {error}") from error
-    named = said if isinstance(said, dict) else {}
-    names = {kind: _text_of(named.get(f"{kind}_token")) for kind in ("bos", "eos", "pad")}
-    found = {kind: vocabulary[name] for kind, name in names.items() if isinstance(name, str) and name in vocabulary}
-    ends = [vocabulary[name] for name in END_OF_DOCUMENT if name in vocabulary]
-    return {"eos": ends[0], **found} if ends else found
-
-
-def _text_of(token: Any) -> Any:
-    """The text of a special token, which may be kept with options."""
-    return token.get("content") if isinstance(token, dict) else token
+    file = kept_tokenizer(checkpoints, manifest)
+    if file is not None:
+        return open_tokenizer(str(file)).special_ids()
+    return {"eos": ByteTokenizer.end_of_document} if reads_bytes(manifest.about.identity) else {}

@@ -13,6 +13,8 @@ from megatron_run.errors import CheckpointError, InputError
 from megatron_run.registry.choose_format import format_to_read
 from megatron_run_engine.checkpoint.adapted import MergedReader, open_step
 from megatron_run_engine.checkpoint.step_folder import find_step
+from megatron_run_engine.formats.end_tokens import end_tokens
+from megatron_run_engine.formats.kept_files import SOURCE
 from megatron_run_engine.run_folder.changes import nested
 from megatron_run_engine.run_folder.folder import last_config
 
@@ -34,7 +36,8 @@ class Source:
     """A model at rest: ``config`` has the sections that describe it, ``read`` reads any box of its tensors.
 
     ``step`` counts the updates that it has seen. The section ``data`` is there where a tokenizer is known. ``shapes``
-    are those of the logical tensors, by name; empty where only reading tells.
+    are those of the logical tensors, by name; empty where only reading tells. ``ends`` are the tokens at which a text
+    ends, as its program says them; None where nothing does, and the tokenizer decides.
     """
 
     path: Path
@@ -42,6 +45,7 @@ class Source:
     step: int
     shapes: Mapping[str, tuple[int, ...]]
     read: ReadBox
+    ends: tuple[int, ...] | None = None
 
     @property
     def has_samples(self) -> bool:
@@ -79,6 +83,7 @@ def find_source(path: Path | None, step: int | None = None, *, verified: bool = 
         step=chosen,
         shapes=reader.with_adapters() if isinstance(reader, MergedReader) else reader.shapes(),
         read=lambda name, starts, sizes: reader.read(name, MASTER, starts, sizes),
+        ends=end_tokens(home / SOURCE),
     )
 
 
@@ -103,9 +108,9 @@ def _foreign(path: Path) -> Source:
         return values
 
     config = {"model": {"use": "gpt", **weights.config}, "train": {"sequence_length": weights.sequence_length}}
-    if (path / TOKENIZER).is_file():
-        config["data"] = _tokenizer(path)
-    return Source(path, config, weights.step, {}, read)
+    if weights.tokenizer is not None:
+        config["data"] = {"use": "text", "tokenizer": str(weights.tokenizer)}
+    return Source(path, config, weights.step, {}, read, end_tokens(path))
 
 
 def _tokenizer(folder: Path) -> dict[str, Any]:

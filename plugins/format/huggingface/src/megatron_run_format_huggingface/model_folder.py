@@ -17,6 +17,7 @@ from megatron_run.errors import CheckpointError, InputError
 from megatron_run_engine.checkpoint.files import FileSystem, followed, read_whole
 from megatron_run_engine.checkpoint.reader import TensorFile
 from megatron_run_engine.checkpoint.shard_file import write_tensors
+from megatron_run_engine.data.tokenizer_files import holds_tokenizer
 from megatron_run_engine.formats.gpt_tensors import (
     gpt_options,
     logical_shapes,
@@ -141,7 +142,7 @@ def _size(tensors: Iterable[Tensor]) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
-CONFIG, _TOKENIZER = "config.json", "tokenizer.json"
+CONFIG = "config.json"
 #: Files beside it that come back as they were: what begins and ends a text, how it is generated.
 _GENERATION = "generation_config.json"
 _TRAVEL = (_GENERATION, "tokenizer_config.json", "special_tokens_map.json")
@@ -192,13 +193,12 @@ def read(source: Path) -> Weights:
     readers: dict[str, ReadTensor] = {}
     for row in rows:
         readers |= row.unpack(tensors.reader(full_names[row.theirs]), shapes)
-    tokenizer = source / _TOKENIZER
     return Weights(
         options,
         readers,
         sequence_length=longest,
         notes=(*family.notes(config), *_other_head(tensors, left_out, family, rows)),
-        tokenizer=tokenizer if tokenizer.is_file() else None,
+        tokenizer=source if holds_tokenizer(source) else None,
         files={name: source / name for name in (CONFIG, *_TRAVEL) if (source / name).is_file()},
     )
 
