@@ -55,7 +55,6 @@ class ChatTemplate:
         is what its turn adds to the prompt before it. Raises :class:`NoConversation` where the template refuses the
         messages, or renders a turn otherwise once others follow.
         """
-        messages = [_as_templates_read(message) for message in messages]
         marked = self._text(messages, tools, prompt=False)
         if self._marks:
             return _without_marks(marked)
@@ -76,8 +75,7 @@ class ChatTemplate:
     def _text(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None, *, prompt: bool
     ) -> str:
-        given = {"messages": list(messages), "tools": tools, "documents": None, "add_generation_prompt": prompt}
-        variables = {**self._tokens, **given}
+        variables = given_to_template(messages, tools, self._tokens, prompt=prompt)
         try:
             with self._broken():
                 return self._render(variables)
@@ -91,6 +89,18 @@ class ChatTemplate:
         except Broken as cause:
             what = f"the chat template of {self._path} is broken"
             raise DataError(what, why=str(cause), origin="data.template") from cause
+
+
+def given_to_template(
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, Any]] | None,
+    tokens: Mapping[str, str],
+    *,
+    prompt: bool,
+) -> dict[str, Any]:
+    """The variables with which transformers renders a template; ``prompt`` asks for what begins an answer."""
+    read = [_as_templates_read(message) for message in messages]
+    return {**tokens, "messages": read, "tools": tools, "documents": None, "add_generation_prompt": prompt}
 
 
 #: Names under which messages carry a model's thoughts; templates read the first one.
