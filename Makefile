@@ -57,8 +57,9 @@ unit: $(DEV)
 	$(PY) -m pytest -q $(SPREAD)
 # The tests that need a CUDA device; elsewhere they are skipped, and say so. One GPU is enough for most. Many wait for
 # compilers or for processes of their own, so each core has a worker, up to twelve, which share the GPU's memory.
+# Each is named when it ends, so that a run that is cut short has told what failed.
 gpu: $(DEV)
-	$(PY) -m pytest -q -m gpu --maxfail=20 -n $(shell [ $(CORES) -lt 12 ] && echo $(CORES) || echo 12) --dist worksteal \
+	$(PY) -m pytest -v --tb=short -m gpu --maxfail=20 -n $(shell [ $(CORES) -lt 12 ] && echo $(CORES) || echo 12) --dist worksteal \
 		$(shell grep -rl --include='test_*.py' 'mark\.gpu\|CUDA\]' tests)
 # All that a GPU has to show: libraries, tests, figures for at most SECONDS, their page.
 SECONDS ?= 2400

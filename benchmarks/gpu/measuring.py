@@ -15,7 +15,6 @@ from typing import Any
 import torch
 
 from benchmarks.support.ranks import results_of_ranks
-from megatron_run_engine.training.peak import known_peak
 
 #: Seconds that a side may take, and those without which none begins.
 PATIENCE, LEAST = 150.0, 5.0
@@ -155,17 +154,16 @@ def results(measured: str, cases: Sequence[Mapping[str, Any]]) -> Iterator[dict[
 
 
 def ceilings(day: Day) -> Iterator[Mapping[str, Any]]:
-    """The piece: TFLOP/s of square products by type, bytes per second of a copy, and the data sheet's peak."""
+    """The piece: TFLOP/s of square products by type, and bytes per second of a copy."""
     yield alone(measure_ceilings, day)
 
 
 def measure_ceilings(device: str, *, quick: bool) -> dict[str, Any]:
     """Medians, on random data: products of zeros draw less power, and run faster."""
     size, samples = (256, 3) if quick else (8192, 50)
-    found: dict[str, Any] = {"device": device, "sheet": None, "name": device}
+    found: dict[str, Any] = {"device": device, "name": device}
     if device == "cuda":
         found["name"] = torch.cuda.get_device_name()
-        found["sheet"] = known_peak(found["name"], "bf16")
     for name, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16), ("fp32", torch.float32)):
         left, right = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
         product = torch.empty_like(left)

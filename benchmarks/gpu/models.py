@@ -17,6 +17,7 @@ from benchmarks.gpu.measuring import Day, in_turn, seconds
 from benchmarks.single.model import TINY, Side
 from benchmarks.support.shape import Shape
 from megatron_run.registry.discover import scan
+from megatron_run_engine.training.peak import known_peak
 
 GPT = {
     "124m": Shape(layers=12, hidden=768, heads=12, sequence=1024, vocab=50304, micro_batch=16, microbatches=4),
@@ -32,12 +33,15 @@ SETTINGS: Mapping[str, Mapping[str, Any]] = {
     "experts": EXPERTS,
     "padded experts": {**EXPERTS, "model.expert_capacity_factor": 1.25, "model.expert_pad_to_capacity": True},
 }
+#: Steps whose median is the rate.
+SAMPLES = 10
 OURS, NANOGPT = "megatron-run", "nanoGPT, compiled"
 
 #: Our side with plugins and settings: name -> plugins, settings, the library that it needs.
 WAYS: Mapping[str, tuple[tuple[str, ...], Mapping[str, Any], str]] = {
     OURS: ((), {}, ""),
     f"{OURS}, compiled": (("graph-capture=compile",), {}, ""),
+    f"{OURS}, one graph": (("graph-capture=partial,scope=step",), {}, ""),
     f"{OURS}, FP8": (("parallel-layer=dense+fp8",), {}, ""),
     f"{OURS}, FP8, compiled": (("parallel-layer=dense+fp8", "graph-capture=compile"), {}, ""),
     f"{OURS}, Transformer Engine": (("parallel-layer=te",), {}, "transformer_engine"),
@@ -105,11 +109,12 @@ def measure_side(device: str, size: str, name: str, *, quick: bool) -> dict[str,
         )
     ]
     found: list[float] = []
-    taken = seconds(lambda: found.append(side.step(batch)), device, 3 if quick else 20, warm_up=4)
+    taken = seconds(lambda: found.append(side.step(batch)), device, 3 if quick else SAMPLES, warm_up=4)
     side.close()
     rate = shape.microbatches * shape.micro_batch * shape.sequence / statistics.median(taken)
     peak = torch.cuda.max_memory_allocated() / 2**30 if device == "cuda" else None
-    return {"tokens/s": rate, "TFLOP/s": rate * flops / 1e12, "GiB": peak, "loss": found[-1]}
+    sheet = known_peak(torch.cuda.get_device_name(), "bf16") if device == "cuda" else None
+    return {"tokens/s": rate, "TFLOP/s": rate * flops / 1e12, "sheet": sheet, "GiB": peak, "loss": found[-1]}
 
 
 def flops_per_token(shape: Shape, size: str) -> float:

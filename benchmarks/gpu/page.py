@@ -56,14 +56,14 @@ def _numbers(values: Mapping[str, float]) -> tuple[str, ...]:
 
 def _model(size: str, found: Mapping[str, Any], ceilings: Mapping[str, Any]) -> Iterator[str]:
     yield f"\n## GPT {size} in bf16\n\n{found['shape']}.\n"
-    measured, sheet = ceilings.get("bf16 TFLOP/s"), ceilings.get("sheet")
+    measured = ceilings.get("bf16 TFLOP/s")
     columns = ("side", "tokens/s", "TFLOP/s", "of measured peak", "of data sheet", "GiB", "last loss")
     rows = []
     for name, side in found["sides"].items():
         if "failed" in side:
             rows.append((name, side["failed"], *[""] * 5))
             continue
-        shares = (f"{side['TFLOP/s'] / peak:.1%}" if peak else "unknown" for peak in (measured, sheet))
+        shares = (f"{side['TFLOP/s'] / peak:.1%}" if peak else "unknown" for peak in (measured, side["sheet"]))
         memory = "unknown" if side["GiB"] is None else f"{side['GiB']:.1f}"
         rows.append((name, f"{side['tokens/s']:.0f}", f"{side['TFLOP/s']:.3g}", *shares, memory, f"{side['loss']:.2f}"))
     yield from table(columns, rows)
@@ -110,23 +110,22 @@ def _flat(prefix: str, found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 def _goals(found: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, str, str]]:
     """Each goal with what was measured; one whose pieces are missing is not measured."""
-    sheet = found.get("ceilings", {}).get("sheet")
     for size in MFU_AT:
-        rate = _rate(found, size, "TFLOP/s", *BF16)
+        rate, sheet = (_most(found, size, what, *BF16) for what in ("TFLOP/s", "sheet"))
         yield _goal(f"{MFU:.0%} of the data sheet at {size}", _over(rate, sheet), MFU)
     for size in GPT:
-        ours, best = _rate(found, size, "tokens/s", *BF16), _rate(found, size, "tokens/s", *PEERS)
+        ours, best = _most(found, size, "tokens/s", *BF16), _most(found, size, "tokens/s", *PEERS)
         yield _goal(f"{PEER:.2f} of the best peer's rate at {size}", _over(ours, best), PEER)
     sides = found.get("graphs", {}).get("experts", {}).get("sides", {})
     eager, replayed = (sides.get(name, {}).get("tokens/s") for name in ("eager", "partial"))
     yield _goal(f"partial graphs {GRAPHS:.2f} times eager at experts", _over(replayed, eager), GRAPHS)
-    bf16, fp8 = (_rate(found, "3b", "tokens/s", *names) for names in (BF16, FP8))
+    bf16, fp8 = (_most(found, "3b", "tokens/s", *names) for names in (BF16, FP8))
     yield _goal(f"FP8 {FP8_GAIN:.2f} times bf16 at 3b", _over(fp8, bf16), FP8_GAIN)
     layer = found.get("experts", {})
     yield _goal(
         f"a layer of experts {EXPERTS:.2f} of a dense one's rate", _over(layer.get(DENSE), layer.get(GROUPED)), EXPERTS
     )
-    ours, peer = (found.get("124m", {}).get("sides", {}).get(name, {}).get("GiB") for name in (OURS, NANOGPT))
+    ours, peer = _most(found, "124m", "GiB", *BF16), _most(found, "124m", "GiB", NANOGPT)
     yield _goal(f"at most {MEMORY:.2f} of nanoGPT's memory at 124m", _over(ours, peer), MEMORY, least=False)
     saved = found.get("saves", {}).get(BEHIND, {})
     stall = _over(saved.get("lost ms"), 100 * saved.get("step ms", 0.0))
@@ -139,10 +138,10 @@ def _goals(found: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, str, s
             yield _goal(f"{what} planned within {bound:.0%} at {size}", error, bound, least=False)
 
 
-def _rate(found: Mapping[str, Mapping[str, Any]], size: str, what: str, *names: str) -> float | None:
-    """The best of ``names``; None when none was measured."""
+def _most(found: Mapping[str, Mapping[str, Any]], size: str, what: str, *names: str) -> float | None:
+    """The most of ``names``; None when none was measured."""
     sides = found.get(size, {}).get("sides", {})
-    return max((sides[name][what] for name in names if what in sides.get(name, {})), default=None)
+    return max((sides[name][what] for name in names if sides.get(name, {}).get(what) is not None), default=None)
 
 
 def _over(measured: float | None, other: float | None) -> float | None:

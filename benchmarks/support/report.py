@@ -23,11 +23,17 @@ def heading(title: str, command: Sequence[str]) -> Iterator[str]:
 
 def environment() -> str:
     """Machine, torch, commit and date, in a line."""
-    describe = ("git", "describe", "--always", "--dirty")
-    commit = subprocess.run(describe, cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
     processor = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text("utf-8"))
     cores = f"{os.cpu_count()} cores of {processor[1] if processor else platform.machine()}"
-    return f"{cores}, {platform.system()}, torch {version('torch')}, commit {commit}, {datetime.now(UTC):%Y-%m-%d}"
+    return f"{cores}, {platform.system()}, torch {version('torch')}, commit {revision()}, {datetime.now(UTC):%Y-%m-%d}"
+
+
+def revision() -> str:
+    """The commit that runs: that of the repository, or what an offline bundle says in its place."""
+    if (ROOT / "REVISION").exists():
+        return (ROOT / "REVISION").read_text("utf-8").strip()
+    describe = ("git", "describe", "--always", "--dirty")
+    return subprocess.run(describe, cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[object]]) -> Iterator[str]:

@@ -118,12 +118,13 @@ reads("a chat template", TOKENS, "chat/chat_template.jinja", _rendered, share=2)
 
 
 def _indexed(path: Path) -> object:
-    from megatron_run_data_indexed.preparation.inspect import check, summarise
+    from megatron_run_data_indexed.preparation.inspect import summarise
+    from megatron_run_engine.data.token_ids import check_ids
 
     prefix = path.with_suffix("")
     reader = Reader(prefix)
     sums = [reader[number].sum() for number in range(len(reader))]
-    return summarise(reader, prefix), check(reader, prefix, None), sums
+    return summarise(reader, prefix), check_ids(reader, None), sums
 
 
 def _about(path: Path) -> object:

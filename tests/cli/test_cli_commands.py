@@ -207,3 +207,24 @@ def test_a_command_looks_for_garbage_rarely_and_a_rank_at_pythons_pace(
         assert (gc.get_threshold()[0] > 10 * pythons[0]) if rare else (gc.get_threshold() == pythons)
     finally:
         gc.set_threshold(*before)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("nofile.yaml",), "nofile.yaml cannot be read"),
+        (("preset:tiny", "--set", "train.step=3"), "did you mean 'steps'?"),
+        (("preset:tiny", "--jsn"), "No such option"),
+        (("generate", "nowhere", "text"), "nowhere"),
+    ],
+    ids=" ".join,
+)
+def test_a_refusal_is_json_too_where_json_is_asked_for(capsys: Output, words: tuple[str, ...], said: str) -> None:
+    code = main([*words, "--json"])
+    written = capsys.readouterr()
+    told = json.loads(written.out)
+    assert (told["exit_code"], told["retry"], told["folder"]) == (code, False, None)
+    assert said in told["message"]
+    assert told["message"] in written.err
+    assert main(list(words)) == code
+    assert not capsys.readouterr().out

@@ -7,8 +7,10 @@ from contextlib import ExitStack
 from pathlib import Path
 from socket import gethostname
 
+import numpy as np
 import pytest
 
+from megatron_run_engine.data.indexed_files import Writer
 from tests.support.commands import COMMAND, free_port, run_command, world_of_two
 from tests.support.fake_plugins import FakeSite
 from tests.support.forked import ForkedCommand, forked_command
@@ -29,6 +31,21 @@ def test_a_data_file_that_is_missing_or_empty_is_named_before_the_first_step(tmp
         assert done.returncode == 5
         assert done.stderr.splitlines()[-1].startswith(f"megatron-run: data file {name} {says}")
         assert not (tmp_path / f"run-{name}" / "metrics.jsonl").exists()
+
+
+@pytest.mark.parametrize("wrong", [300, -1])
+def test_an_id_outside_the_vocabulary_is_named_by_file_and_byte_before_the_first_step(
+    tmp_path: Path, wrong: int
+) -> None:
+    """It lies in the middle, where a step would read it late."""
+    with Writer(tmp_path / "set", np.int32) as writer:
+        writer.add_documents([*[7] * 6000, wrong, *[7] * 1999], [40] * 200)
+    options = "data=indexed,paths=set,tokenizer=bytes"
+    done = forked_command(("preset:tiny", "--set", "run.folder=run", "--plugin", options), tmp_path)
+    assert done.returncode == 5
+    said = f"megatron-run: token {wrong} at byte 24000 of set.bin is outside of the vocabulary: it has 257 ids"
+    assert done.stderr.splitlines()[-1].startswith(said)
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
 OBSERVER = """

@@ -10,6 +10,7 @@ import pytest
 import tokenizers
 import torch
 
+from megatron_run import load
 from megatron_run.errors import DataError, ExitCode
 from megatron_run.planning import load_config
 from megatron_run_cli.main import main
@@ -174,3 +175,57 @@ def test_a_model_of_bytes_is_tuned_from_its_run_and_from_its_export(
         check_source(
             load_config("preset:tiny", sets={**from_mine, "data.tokenizer": str(other), "model.vocab_size": 257})
         )
+
+
+def test_what_a_model_came_with_comes_out_of_its_fine_tuning(
+    texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Output
+) -> None:
+    """Every end token, how texts are sampled, the longest sequence, special tokens: whatever the samples' length."""
+    from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+    monkeypatch.chdir(tmp_path)
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    torch.manual_seed(0)
+    ends = {"bos_token_id": 4, "eos_token_id": 0, "pad_token_id": 3}
+    config = LlamaConfig(vocab_size=5, max_position_embeddings=64, dtype="bfloat16", **sizes, **ends)
+    LlamaForCausalLM(config).bfloat16().save_pretrained("hf")
+    write_words(Path("hf/tokenizer.json"))
+    said = json.loads(Path("hf/generation_config.json").read_text()) | {"eos_token_id": [0, 2], "top_k": 7}
+    Path("hf/generation_config.json").write_text(json.dumps(said))
+    Path("hf/special_tokens_map.json").write_text('{"eos_token": "the"}')
+    tuning = ("--data", texts, *sets(*SMALL, "train.sequence_length=16"))
+    assert run("finetune", "hf", *tuning, *sets("run.folder=tuned")) == 0
+    shutil.rmtree("runs")  # a run needs no more what it began with
+    assert run("finetune", "tuned", *tuning, *sets("run.folder=more")) == 0
+    shutil.copytree("more", "elsewhere")
+    assert run("export", "elsewhere", "out", "--to", "huggingface") == 0
+    for name in ("generation_config.json", "special_tokens_map.json", "tokenizer.json"):
+        assert json.loads(Path("out", name).read_text()) == json.loads(Path("hf", name).read_text()), name
+    before, after = (json.loads(Path(folder, "config.json").read_text()) for folder in ("hf", "out"))
+    for key in ("max_position_embeddings", *ends):
+        assert after[key] == before[key], key
+    assert after["dtype"] == "float32"  # learned values need more than bf16 has
+    assert load("elsewhere").positions == 64
+    tokens = torch.tensor([[0, 1, 2] * 10])
+    with torch.no_grad():
+        theirs = AutoModelForCausalLM.from_pretrained("out").eval()(tokens).logits
+    torch.testing.assert_close(load("elsewhere")(tokens), theirs, rtol=0, atol=1e-5)
+    capfd.readouterr()
+    assert run("generate", "elsewhere", "the fox " * 20, "--max-new-tokens", "2") == 0
+    assert "too long" not in capfd.readouterr().err
+
+
+def test_the_data_of_another_vocabulary_do_not_hand_on_what_ids_meant(
+    texts: Path, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run("import", model, "ours") == 0
+    other = write_words(tmp_path / "other.json")
+    content = json.loads(other.read_text())
+    content["model"]["vocab"] |= {"fox": 2, "dog": 1}
+    other.write_text(json.dumps(content))
+    words = ("ours/config.yaml", "--allow-change", "data.tokenizer")
+    keys = sets(*SMALL, "run.folder=r", f"data.paths={texts}", f"data.tokenizer={other}", "train.sequence_length=16")
+    assert run(*words, *keys) == 0
+    assert Path("ours/source/generation_config.json").is_file()
+    assert not Path("r/source").exists()

@@ -39,6 +39,19 @@ def search(schedules: Schedules, memory: float = 80 * 2**30, ranks: int = 4) -> 
     return Search(MODEL, ranks, 32, A100.model_copy(update={"memory": memory}), schedules)
 
 
+def test_a_batch_that_grows_divides_at_each_of_its_sizes(schedules: Schedules) -> None:
+    """What is proposed is what a run takes: first batch and increment are dealt to the ranks as the whole is."""
+    ramp = {"start": 4, "increment": 4, "samples": 100}
+    task = read_task(Request(({**CONFIG, "train": {**CONFIG["train"], "ramp_up": ramp}},)), 8)
+    found = Search(task.model, 8, 32, A100, schedules, task.ramp_up).run(keep=1000)
+    assert found.best
+    assert found.pruned["train.ramp_up does not divide"]
+    assert not any(4 % (each.split.micro_batch * each.split.data) for each in found.best)
+    whole = Search(task.model, 8, 32, A100, schedules).run(keep=1000).best
+    assert any(4 % (each.split.micro_batch * each.split.data) for each in whole)
+    assert read_task(Request((CONFIG,)), 8).ramp_up == ()
+
+
 def everything(schedules: Schedules, ranks: int = 4) -> list[Candidate]:
     """Every split of powers of two under every schedule that takes it."""
     found = []

@@ -157,8 +157,10 @@ def test_the_stage_that_holds_most_is_waited_for() -> None:
     most = after_backward(replace(model, dense_layers=()), split, A100, experts)
     assert (update, reduction) == pytest.approx(most)
     untied = replace(model, vocabulary=50000, tied=False)
-    assert untied.tables(first=True, last=True) == 2 * untied.tables(first=True, last=False) == 2 * 50000 * 1024
-    assert replace(untied, tied=True).tables(first=True, last=True) == 50000 * 1024
+    assert untied.tables(1, first=True, last=True) == 2 * untied.tables(1, first=True, last=False) == 2 * 50048 * 1024
+    assert replace(untied, tied=True).tables(1, first=True, last=True) == 50048 * 1024
+    placed = replace(untied, positions=100)
+    assert placed.tables(4, first=True, last=False) == 50176 / 4 * 1024 + 100 * 1024, "every rank has all positions"
 
 
 def test_a_tied_embedding_is_summed_by_the_stages_that_hold_it() -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from tempfile import mkdtemp
 from types import SimpleNamespace
@@ -11,7 +12,7 @@ from unittest import mock
 
 import torch
 
-from megatron_run.contracts import CheckpointMetrics, EvalMetrics, Observer, ParamInfo, StepMetrics
+from megatron_run.contracts import CheckpointMetrics, EvalMetrics, Microbatch, Observer, ParamInfo, StepMetrics
 from megatron_run.errors import ExitCode
 from megatron_run.planning import load_config
 from megatron_run_engine.run_folder import RunFolder
@@ -20,6 +21,7 @@ from megatron_run_engine.runtime.world import StopRequest, World
 from megatron_run_engine.training.build import build
 from megatron_run_engine.training.observers import Observers
 from megatron_run_engine.training.trainer import Trainer
+from megatron_run_testing.build_contexts import logical_gradients
 
 
 class Watch(Observer):
@@ -112,3 +114,32 @@ class Bench:
             return training(dataset, step, consumed)
 
         cast("Any", self.trainer._loader).training = watched
+
+
+def gradients_of_one_step(bench: Bench, shares: Sequence[float]) -> tuple[dict[str, torch.Tensor], list[Any]]:
+    """The unscaled gradients of the first step, and the fields of its microbatches; m counts ``shares[m]`` tokens."""
+    stream = bench.trainer._loader.training
+
+    def masked(*place: Any) -> Callable[[int], Microbatch]:
+        load = stream(*place)
+
+        def microbatch(index: int) -> Microbatch:
+            loaded = load(index)
+            drawn = torch.rand(loaded.fields["loss_mask"].shape, generator=torch.Generator().manual_seed(index))
+            return replace(loaded, fields={**loaded.fields, "loss_mask": (drawn < shares[index]).float()})
+
+        return microbatch
+
+    cast("Any", bench.trainer._loader).training = masked
+    microbatch = masked(bench.trainer._dataset, 1, 0)
+    found: dict[str, torch.Tensor] = {}
+    unscale = bench.assembly.optimizer.unscale_
+
+    def watched(factor: torch.Tensor) -> torch.Tensor:
+        overflow = unscale(factor)
+        found.update(logical_gradients(bench.infos))
+        return overflow
+
+    cast("Any", bench.assembly.optimizer).unscale_ = watched
+    bench.train()
+    return found, [microbatch(index).fields for index in range(len(shares))]

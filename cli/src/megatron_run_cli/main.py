@@ -24,7 +24,7 @@ from megatron_run_cli.commands.plugins import plugins
 from megatron_run_cli.commands.schedule import schedule
 from megatron_run_cli.commands.train import finetune, train
 from megatron_run_cli.grammar import Program, option_meant
-from megatron_run_cli.output import tell_error
+from megatron_run_cli.output import print_json, tell_error
 
 
 @click.group(cls=Program, context_settings={"help_option_names": ["-h", "--help"]}, subcommand_metavar="[COMMAND] ...")
@@ -72,22 +72,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return int(ExitCode.INPUT)
     except click.NoSuchOption as error:
         meant = option_meant(error.option_name)
-        tell_error(f"there is no option {error.option_name}; {meant}" if meant else error.format_message())
-        return int(ExitCode.INPUT)
+        message = f"there is no option {error.option_name}; {meant}" if meant else error.format_message()
+        return _refused(message, ExitCode.INPUT, words)
     except click.ClickException as error:
-        tell_error(_VALID.sub(lambda found: _NUMBERS[found[1]], error.format_message()))
-        return int(ExitCode.INPUT)
+        return _refused(_VALID.sub(lambda found: _NUMBERS[found[1]], error.format_message()), ExitCode.INPUT, words)
     except RunError as error:
-        tell_error(str(error), error if "--debug" in words else None)
-        return int(error.exit_code)
+        return _refused(str(error), error.exit_code, words, error)
     except ModuleNotFoundError as error:
-        return _without_engine(error, debug="--debug" in words)
+        return _without_engine(error, words)
     except (MemoryError, OSError, RuntimeError) as error:
         known = system_limit(error)
         if known is None:
             raise
-        tell_error(str(known), error if "--debug" in words else None)
-        return int(known.exit_code)
+        return _refused(str(known), known.exit_code, words, error)
     except (click.Abort, KeyboardInterrupt):
         return int(ExitCode.SIGINT)
     except SystemExit:  # how click ends when nobody reads, as in `plugins list | head -1`; `Program` has any other
@@ -95,11 +92,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return int(code or 0)
 
 
-def _without_engine(missing: ModuleNotFoundError, *, debug: bool) -> int:
+def _refused(message: str, code: ExitCode, words: Sequence[str], cause: BaseException | None = None) -> int:
+    """Say why nothing was done, with ``--json`` as a run that ended says it, and return the exit code."""
+    tell_error(message, cause if "--debug" in words else None)
+    if "--json" in words:
+        print_json({"exit_code": int(code), "retry": code.retry, "message": message, "folder": None})
+    return int(code)
+
+
+def _without_engine(missing: ModuleNotFoundError, words: Sequence[str]) -> int:
     """Say that the command needs the engine; any other module that is missing is a bug."""
     try:
         check_engine(missing, "this command cannot run")
     except EngineMissingError as error:
-        tell_error(str(error), missing if debug else None)
-        return int(error.exit_code)
+        return _refused(str(error), error.exit_code, words, missing)
     raise missing

@@ -62,7 +62,9 @@ def test_a_dry_run_reads_a_sample_of_each_split(tmp_path: Path) -> None:
         return dry_run_text(resolve(tiny(tmp_path / "run", {**data, "data.vocab_size": ids}), plan_only=True))
 
     assert shown(32)
-    with pytest.raises(DataError, match="token 31 of the data is not among the 31 ids"):
+    with pytest.raises(
+        DataError, match=r"token 31 at byte 1000 of .*set.bin is outside of the vocabulary: it has 31 ids"
+    ):
         shown(31)
 
 

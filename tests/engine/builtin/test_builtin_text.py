@@ -14,9 +14,10 @@ from typing import Any, get_args
 import numpy as np
 import pytest
 from pydantic import ValidationError
+from tokenizers import Tokenizer, models
 
 from megatron_run.contracts import DataSource, Split
-from megatron_run.errors import DataError
+from megatron_run.errors import DataError, InputError
 from megatron_run_engine.builtin.data.text import Text, TextOptions, megatron_run_create_data
 from megatron_run_engine.data.documents import PackedDataset
 from megatron_run_engine.data.packing import PackedDocuments
@@ -137,6 +138,26 @@ def test_files_are_read_when_a_split_is_asked_for(tmp_path: Path) -> None:
     assert source.vocab_size == 257
     with pytest.raises(DataError, match=r"absent.txt does not exist"):
         source.dataset("train", 8, 0)
+
+
+def test_json_lines_are_no_text_to_train_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Named, matched by a pattern, or all that a folder holds; as finetune refuses them."""
+    (tmp_path / "a").mkdir()
+    path = tmp_path / "a" / "c.jsonl"
+    path.write_text('{"text": "words"}\n' * 60)
+    for named in (path, tmp_path / "a", tmp_path / "*" / "*.jsonl"):
+        with pytest.raises(InputError, match=r"c\.jsonl is JSON.*megatron-run data prepare.*--plugin data=instruct"):
+            text(named).dataset("train", 4, 0)
+    (tmp_path / "a" / "b.txt").write_text("words and words")
+    assert len(text(tmp_path / "a", split="1,0,0").dataset("train", 4, 0))
+    assert "c.jsonl and other JSON lines in its folder are read as the text that they are" in caplog.text
+
+
+def test_text_that_the_tokenizer_loses_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    Tokenizer(models.BPE(vocab={"a": 0, "b": 1}, merges=[])).save(str(tmp_path / "t.json"))
+    (tmp_path / "text.txt").write_text("abx" * 100)
+    assert len(text(tmp_path / "text.txt", tokenizer=str(tmp_path / "t.json")).dataset("train", 4, 0))
+    assert "data.tokenizer has no token for 100 characters of the text, which are left out" in caplog.messages
 
 
 def test_the_baseline_is_the_bigram_of_the_training_split(tmp_path: Path) -> None:

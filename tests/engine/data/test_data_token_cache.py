@@ -49,7 +49,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The folder of the tokens. No text is too little for it, and no file too young for a link."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(token_cache, "SMALLEST", 1)
-    monkeypatch.setattr(token_cache, "_YOUNG", -(10**18))
+    monkeypatch.setattr(token_cache, "YOUNG", -(10**18))
     return tmp_path / "cache" / "megatron-run" / "tokens"
 
 
@@ -130,7 +130,7 @@ def test_a_copy_of_the_text_needs_no_tokenising(corpus: Path, counted: Counted, 
 def test_a_file_that_is_young_gets_no_link(
     corpus: Path, counted: Counted, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(token_cache, "_YOUNG", 2_000_000_000)
+    monkeypatch.setattr(token_cache, "YOUNG", 2_000_000_000)
     streams(corpus, counted)
     assert list(cache.glob("*.tokens"))
     assert not list(cache.glob("*.link"))

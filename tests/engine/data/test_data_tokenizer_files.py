@@ -117,6 +117,10 @@ def test_a_sentencepiece_model_gives_its_librarys_ids(tmp_path: Path, kind: str,
     assert found.tolist() == model.encode(text)
     assert (starts[1:] <= stops[:-1]).all() if len(starts) else False
     assert (starts[0], stops[-1]) == (0, len(text))
+    emoji = "the \U0001f600 fox"  # in bytes, each of which is a token of that character
+    found, starts, stops = ours.encode_places(emoji)
+    bytes_ = [place for place, token in enumerate(found) if model.is_byte(int(token))]
+    assert [(starts[place], stops[place]) for place in bytes_] == [(4, 5)] * 4
     assert ours.decode([*model.encode("the quick fox"), ours.end_of_document]) == "the quick fox"
 
 

@@ -138,11 +138,14 @@ def test_caches_without_padding_need_no_mask(model: LoadedModel) -> None:
     torch.testing.assert_close(torch.cat([part for part in parts if part is not None]), whole, atol=1e-5, rtol=1e-5)
 
 
-def test_a_call_that_is_no_generation_drops_tokens_as_in_training_and_a_generation_drops_none(tmp_path: Path) -> None:
+def test_nothing_but_training_drops_tokens(tmp_path: Path) -> None:
     saved_network(tmp_path, EXPERTS)
     model, tokens = load(tmp_path), table(1, LENGTH)
     kept = model.network.logits(tokens, Decoding())
     assert kept is not None
+    torch.testing.assert_close(model(tokens)[0], kept[:, 0])
+    for chunk in model.network.chunks:
+        chunk.train()
     assert not torch.allclose(model(tokens)[0], kept[:, 0], atol=1e-3)
 
 

@@ -18,14 +18,14 @@ KERNELS = {
     "loss_kernels.row_statistics": ("*{0} *i64 *fp32 i64! i32 i32! i32 0 4096", 8),
     "loss_kernels.row_statistics smoothed": ("*{0} *i64 *fp32 i64! i32 i32! i32 1 4096", 8),
     "loss_kernels.row_gradient": ("*{0} *{0} *i64 *i1 *fp32 *fp32 *fp32 i64! i64! i32! i32 fp32 fp32 4096", 8),
-    "sum_kernels.partial_sums": ("*{0} *fp32 i64! i32 i32! i32 32 128 3", 4),
-    "sum_kernels.add_sums": ("*fp32 *fp32 i64! i32 i32! 128 32", 8),
+    "sum_kernels.partial_sums": ("*{0} *fp32 i64! i32 i32! i32 32 128 4", 4),
+    "sum_kernels.add_sums": ("*fp32 *fp32 i64! i32 i32! 256 16", 8),
     "gelu_kernels.gelu": ("*{0} *{0} i32! 0 2048", 4),
     "gelu_kernels.gelu by tanh": ("*{0} *{0} i32! 1 2048", 4),
-    "gelu_kernels.gelu_gradient": ("*{0} *{0} *{0} *fp32 i32 i32! i32 0 16 128 2", 4),
-    "gelu_kernels.gelu_gradient by tanh": ("*{0} *{0} *{0} *fp32 i32 i32! i32 1 16 128 2", 4),
-    "norm_kernels.norm_gradient": ("*{0} *{0} *{0} *fp32 *fp32 *{0} *{0} *fp32 *fp32 i32 i32! 1 0 4 1024 3", 8),
-    "norm_kernels.norm_gradient beside": ("*{0} *{0} *{0} *fp32 *fp32 *{0} *{0} *fp32 *fp32 i32 i32! 1 1 4 1024 3", 8),
+    "gelu_kernels.gelu_gradient": ("*{0} *{0} *{0} *fp32 i32 i32! i32 0 16 128 1", 4),
+    "gelu_kernels.gelu_gradient by tanh": ("*{0} *{0} *{0} *fp32 i32 i32! i32 1 16 128 1", 4),
+    "norm_kernels.norm_gradient": ("*{0} *{0} *{0} *fp32 *fp32 *{0} *{0} *fp32 *fp32 i32 i32! 1 0 2 1024 3", 4),
+    "norm_kernels.norm_gradient beside": ("*{0} *{0} *{0} *fp32 *fp32 *{0} *{0} *fp32 *fp32 i32 i32! 1 1 2 1024 3", 4),
     "norm_kernels.norm_gradient uncentred": (
         "*{0} *{0} *{0} *fp32 *fp32 *{0} *{0} *fp32 *fp32 i32 i32! 0 0 1 4096 3",
         8,
@@ -70,7 +70,7 @@ def test_what_a_norm_fetches_ahead_fits_into_shared_memory(features: int, bytes_
     pytest.importorskip("triton")
     from megatron_run_engine.nn.fused.norm_kernels import norm_gradient
 
-    dtype, rows = {2: "bf16", 4: "fp32"}[bytes_of_one], max(1, norm_rows.TILE // features)
+    dtype, rows = {2: "bf16", 4: "fp32"}[bytes_of_one], norm_rows.rows_of(features)
     stages = norm_rows.stages_of(3 * features * rows * bytes_of_one)
     given = (
         f"*{dtype} *{dtype} *{dtype} *fp32 *fp32 *{dtype} *{dtype} *fp32 *fp32 i32 i32! 1 1 {rows} {features} {stages}"

@@ -198,18 +198,28 @@ def test_a_change_is_told_with_the_rate_that_it_moves(
     assert "the learning rate of step 5 would have been 0 and is 0.000667" in caplog.messages
 
 
-def test_changes_are_lines_of_the_metrics(tmp_path: Path) -> None:
+def test_changes_stand_beside_the_numbers_of_the_first_step_that_has_them(tmp_path: Path) -> None:
     run = replace(example_run(tmp_path, attempt=2), first_step=5, resumed=tmp_path, changes={"train.lr": (1.0, 2.0)})
-    for attempt_, steps in ((example_run(tmp_path), [4]), (run, [5])):
+    for attempt_, steps in ((example_run(tmp_path), [4]), (run, [5, 6])):
         observer = JsonLines()
         observer.on_train_start(attempt_)
         for step in steps:
             observer.on_step_end(example_step(step))
         observer.on_train_end("finished")
-    assert History(tmp_path).losses == [2.25, 2.25]
-    assert History(tmp_path).metrics["step"] == [4, 5]
-    _, line, _ = map(json.loads, (tmp_path / "metrics.jsonl").read_text().splitlines())
-    assert (line["step"], line["attempt"], line["changes"]) == (4, 2, {"train.lr": [1.0, 2.0]})
+    assert History(tmp_path).losses == [2.25, 2.25, 2.25]
+    assert History(tmp_path).metrics["step"] == [4, 5, 6]
+    assert "changes" not in History(tmp_path).metrics
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [4, 5, 6], "no line repeats a step without its numbers"
+    assert all(line["loss"] == 2.25 for line in lines)
+    assert [line.get("changes") for line in lines] == [None, {"train.lr": [1.0, 2.0]}, None]
+    assert (lines[1]["attempt"], lines[1]["resumed"]) == (2, str(tmp_path))
+
+
+def test_lines_of_changes_alone_in_folders_of_early_versions_are_no_steps(tmp_path: Path) -> None:
+    lines = [{"step": 4, "loss": 2.0}, {"step": 4, "changes": {"train.steps": [4, 8]}}, {"step": 5, "loss": 1.0}]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert History(tmp_path).losses == [2.0, 1.0]
 
 
 def test_removals_are_told_once_and_every_nth_step_stays(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,12 +20,12 @@ from megatron_run.planning.batch_size import BatchSizes
 from megatron_run.planning.learning_rate import LearningRate
 from megatron_run_engine.runtime.metrics import Metrics
 from megatron_run_engine.training.build import with_vocabulary
-from megatron_run_engine.training.evaluate import Evaluator
-from megatron_run_engine.training.loader import BatchLoader
+from megatron_run_engine.training.evaluate import Evaluator, network_of
 from megatron_run_engine.training.numbers import Losses
-from megatron_run_testing.build_contexts import logical_gradients, logical_values
+from megatron_run_engine.training.sample_losses import _microbatch
+from megatron_run_testing.build_contexts import logical_values
 from tests.support import plain_gpt
-from tests.support.training_bench import Bench
+from tests.support.training_bench import Bench, gradients_of_one_step
 
 #: As many samples a step as the preset has, in fewer operations: for what does not depend on the network's size.
 TINY = ("model.num_layers=1", "model.hidden_size=16", "train.sequence_length=8", "train.micro_batch_size=4")
@@ -132,15 +132,14 @@ def test_a_split_smaller_than_a_batch_is_scored_whole_by_every_layout(tmp_path: 
 
 def test_a_rank_beyond_the_last_sample_gets_samples_that_do_not_count(tmp_path: Path) -> None:
     bench = Bench(tmp_path, "data.samples=5")
-    assembly = bench.assembly
-    dataset = assembly.data.dataset("validation", 32, 0)
+    network = network_of(bench.run, bench.assembly)
+    dataset = bench.assembly.data.dataset("validation", 32, 0)
     counted = 0.0
     for rank in range(2):
-        topology = replace(assembly.context.topology, sizes=Sizes(data=2), rank=rank)
-        context = replace(assembly.context, topology=topology)
-        loader = BatchLoader(replace(bench.run, sizes=topology.sizes), replace(assembly, context=context))
+        topology = replace(network.context.topology, sizes=Sizes(data=2), rank=rank)
+        here = replace(network, context=replace(network.context, topology=topology))
         for index in range(2):
-            counted += loader.evaluation(dataset, range(5))(index).fields["loss_mask"].sum().item()
+            counted += _microbatch(here, dataset, range(5), 2, index).fields["loss_mask"].sum().item()
     assert counted == 5 * 32
 
 
@@ -219,9 +218,7 @@ def test_evaluation_reads_the_same_samples_for_every_layout(tmp_path: Path) -> N
     dataset = bench.assembly.data.dataset("validation", 32, 1234)
     for ranks in (2, 4):
         run = load_config("preset:tiny", sets=sets, nproc=ranks)
-        assert (
-            Evaluator(run, bench.assembly, bench.trainer._loader, dataset).samples == bench.trainer.validation_samples
-        )
+        assert Evaluator(run, bench.assembly, dataset).samples == bench.trainer.validation_samples
     assert len(bench.trainer.validation_samples) == 12
 
 
@@ -246,35 +243,6 @@ def test_an_undeclared_loss_and_a_missing_one_are_the_models_fault() -> None:
 
 #: How often a token counts in each microbatch: unequally, and in the last one never.
 SHARES = (0.9, 0.2, 0.6, 0.0)
-
-
-def gradients_of_one_step(bench: Bench, shares: Sequence[float]) -> tuple[dict[str, torch.Tensor], list[Any]]:
-    """The unscaled gradients of the first step, and the fields of its microbatches; m counts ``shares[m]`` tokens."""
-    stream = bench.trainer._loader.training
-
-    def masked(*place: Any) -> Callable[[int], Microbatch]:
-        load = stream(*place)
-
-        def microbatch(index: int) -> Microbatch:
-            loaded = load(index)
-            drawn = torch.rand(loaded.fields["loss_mask"].shape, generator=torch.Generator().manual_seed(index))
-            return replace(loaded, fields={**loaded.fields, "loss_mask": (drawn < shares[index]).float()})
-
-        return microbatch
-
-    cast("Any", bench.trainer._loader).training = masked
-    microbatch = masked(bench.trainer._dataset, 1, 0)
-    found: dict[str, torch.Tensor] = {}
-    unscale = bench.assembly.optimizer.unscale_
-
-    def watched(factor: torch.Tensor) -> torch.Tensor:
-        overflow = unscale(factor)
-        found.update(logical_gradients(bench.infos))
-        return overflow
-
-    cast("Any", bench.assembly.optimizer).unscale_ = watched
-    bench.train()
-    return found, [microbatch(index).fields for index in range(len(shares))]
 
 
 @pytest.mark.parametrize("shares", [(1.0, 1.0, 1.0, 1.0), SHARES], ids=["all", "unequal"])
@@ -311,19 +279,16 @@ def test_a_batch_without_a_token_that_counts_changes_nothing(tmp_path: Path) -> 
     assert not any(gradient.any() for gradient in found.values())
 
 
-def test_auxiliary_losses_weigh_positions_over_counted_tokens(tmp_path: Path) -> None:
-    """With loss_mean=token, as in Megatron-LM: where no token is masked that is their mean over microbatches."""
+def test_the_losses_of_routers_weigh_the_same_whatever_is_masked(tmp_path: Path) -> None:
+    """They are means over all tokens that experts see, so loss_mean=token leaves them as they are."""
 
-    def gradients(loss_mean: str, coefficient: float) -> tuple[dict[str, torch.Tensor], list[Any]]:
+    def gradients(loss_mean: str, coefficient: float) -> dict[str, torch.Tensor]:
         sets = ("model.experts=4", f"model.aux_loss_coeff={coefficient}", f"train.loss_mean={loss_mean}")
-        return gradients_of_one_step(Bench(tmp_path, "train.steps=1", "eval.interval=0", *sets), SHARES)
+        return gradients_of_one_step(Bench(tmp_path, "train.steps=1", "eval.interval=0", *sets), SHARES)[0]
 
-    (alone, microbatches), (both, _) = gradients("token", 0.0), gradients("token", 1.0)
-    (plain, _), (balanced, _) = gradients("microbatch", 0.0), gradients("microbatch", 1.0)
-    masks = torch.stack([fields["loss_mask"] for fields in microbatches])
-    factor = masks.numel() / masks.sum()
-    assert factor > 2
+    alone, both = gradients("token", 0.0), gradients("token", 1.0)
+    plain, balanced = gradients("microbatch", 0.0), gradients("microbatch", 1.0)
     for name, gradient in both.items():
-        expected = alone[name] + factor * (balanced[name] - plain[name])
+        expected = alone[name] + balanced[name] - plain[name]
         assert torch.allclose(gradient, expected, rtol=1e-4, atol=1e-5), name
-    assert any("router" in name and gradient.any() for name, gradient in both.items())
+    assert any("router" in name and (gradient - alone[name]).any() for name, gradient in both.items())

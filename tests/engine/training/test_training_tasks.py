@@ -6,7 +6,8 @@ import json
 import math
 from itertools import product
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -15,7 +16,8 @@ from megatron_run.errors import RunError
 from megatron_run.planning import load_config
 from megatron_run_engine.inference import LoadedModel, load
 from megatron_run_engine.runtime.generation import Window, score
-from megatron_run_engine.training.tasks import Reader, detokenize
+from megatron_run_engine.runtime.generation.scoring import IGNORED
+from megatron_run_engine.training.tasks import Reader, _cloze, detokenize
 from tests.support.training_bench import Bench
 
 #: The longest sequence of the model.
@@ -83,7 +85,7 @@ def test_perplexity_gives_each_token_the_context_of_its_window(
     assert found.tokens == len(tokens) - 1
     assert found.loss == pytest.approx(sum(expected) / len(expected), abs=1e-5)
     assert found.metrics["perplexity"] == pytest.approx(math.exp(found.loss))
-    bits = sum(expected) / math.log(2) / len(TEXT.encode())
+    bits = sum(expected) / math.log(2) / (len(TEXT.encode()) - len(model.decode(tokens[:1]) or ""))
     assert found.metrics["bits_per_byte"] == pytest.approx(bits, abs=1e-5)
 
 
@@ -95,7 +97,7 @@ def test_wikitext_divides_the_loss_by_the_original_tokens(model: LoadedModel, lo
         window = max(0, math.ceil((place - POSITIONS) / 4))
         total += losses(tokens, window * 4, place)[0]
     (found,) = model.evaluate(f"wikitext={tmp_path / 'wiki.test.tokens'}", stride=4)
-    original = len(TEXT.strip().split(" "))
+    original = len(TEXT.strip().split(" ")) - 1  # as Megatron-LM's tasks/zeroshot_gpt/evaluate.py
     assert found.metrics["perplexity"] == pytest.approx(math.exp(total / original), rel=1e-5)
     assert found.at_step(3).perplexity == found.metrics["perplexity"]
     assert found.at_step(3).extra == {"token_ratio": (len(tokens) - 1) / original}
@@ -144,6 +146,67 @@ def test_one_right_token_of_two_is_not_enough(model: LoadedModel) -> None:
     assert (half.likeliest, half.targets, half.greedy) == (1, 2, False)
 
 
+def prefixing_reader(texts: list[str]) -> tuple[Any, Reader]:
+    """A tokenizer of Llama 2's kind, which puts a space before each text, and what reads with it."""
+    from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+
+    made = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+    made.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    pieces = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    made.decoder = decoders.Sequence(pieces)
+    made.pre_tokenizer = pre_tokenizers.Split(Regex("(?<!▁)(?=▁)"), "isolated")
+    special = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    made.train_from_iterator(texts * 50, trainers.BpeTrainer(vocab_size=330, special_tokens=special))
+    data = SimpleNamespace(encode=lambda text: made.encode(text).ids, decode=made.decode)
+    return made, Reader(cast("Any", data), 64, made.get_vocab_size())
+
+
+def test_the_last_word_is_encoded_as_it_stands_in_the_passage() -> None:
+    passage = "the cat sat on the mat and ran to the park"
+    tokenizer, reader = prefixing_reader([passage, "a dog ran to a park"])
+    window = _cloze(f"{passage} \n", reader)
+    whole, before = tokenizer.encode(passage).ids, tokenizer.encode(passage.removesuffix(" park")).ids
+    scored = [target for target in window.targets if target != IGNORED]
+    assert [*window.inputs, window.targets[-1]] == whole
+    assert whole == [*before, *scored]
+    assert [tokenizer.id_to_token(token) for token in scored] == ["▁park"]
+
+
+def test_a_last_word_that_cannot_be_scored_is_named() -> None:
+    data = SimpleNamespace(
+        encode=lambda text: [ord(letter) for letter in text if letter.isalpha() and letter.isascii()]
+    )
+    for passage, message in (
+        ("ab ü", "the last word of 'ab ü' has no token: the tokenizer leaves it out"),
+        ("ü a", "the last word of 'ü a' has nothing before it: one token is all of it"),
+    ):
+        with pytest.raises(RunError, match=f"^{message}$"):
+            _cloze(passage, Reader(cast("Any", data), 8, 128))
+
+
+def test_bits_per_byte_are_of_the_bytes_that_are_scored(tmp_path: Path) -> None:
+    """A model that finds all 257 bytes equally likely needs log2(257) bits for each, however short the texts are."""
+    (tmp_path / "a.txt").write_text("some words here " * 40)
+    sets = ("data.use=text", f"data.paths={tmp_path / 'a.txt'}", "data.split=1,0,0", "train.steps=1", "train.lr=1e-9")
+    bench = Bench(tmp_path, *sets, "model.init_std=1e-6")
+    bench.train()
+    model = load(bench.folder, device="cpu")
+    for number, texts in enumerate((["ab"] * 9, ["üa", "x"], ["🙂"], ["long " * 30, "ab"])):
+        (tmp_path / str(number)).mkdir()
+        for file, text in enumerate(texts):
+            (tmp_path / str(number) / f"{file}.txt").write_text(text)
+        (found,) = model.evaluate(f"perplexity={tmp_path / str(number)}")
+        assert found.metrics["bits_per_byte"] == pytest.approx(math.log2(257), rel=1e-4), texts
+
+
+def test_the_first_token_may_be_a_space_that_the_tokenizer_adds() -> None:
+    tokenizer, reader = prefixing_reader(["the dog"])
+    for text, first, size in (("the dog", "▁the", 3), ("über", "▁", 0), ("  x", "▁", 0)):
+        tokens = reader.encode(text)
+        assert tokenizer.id_to_token(tokens[0]) == first
+        assert reader.bytes_of_first(text, tokens) == size
+
+
 @pytest.mark.parametrize(
     ("raw", "text"),
     [
@@ -166,7 +229,8 @@ def test_traces_of_tokenisation_are_removed(raw: str, text: str) -> None:
         ("lambada={}", "word\n", "line 1 of {} has no word to guess: it needs at least two words"),
         ("lambada={}", '{"txt": "a b"}\n', "line 1 of {} is no passage: JSON with the field 'text' is expected"),
         ("perplexity={}", "a", "{} has nothing to score: task perplexity found no token after another one"),
-        ("wikitext={}.gone", "", "{}.gone cannot be read: No such file or directory"),
+        ("wikitext={}", "word", "{} has nothing to score: task wikitext counts the words after the first"),
+        ("wikitext={}.gone", "", "{}.gone cannot be read: No such file or directory; did you mean 'file'?"),
         (
             "perplexity={}.gone",
             "",
@@ -185,7 +249,7 @@ def test_mistakes_are_one_line(model: LoadedModel, tmp_path: Path, task: str, co
 
 def test_without_a_tokenizer_one_is_asked_for() -> None:
     with pytest.raises(RunError, match=r"no tokenizer: a task reads text; name it: --plugin data=text,tokenizer=FILE$"):
-        Reader(None, 8, 0, 257).encode("text")
+        Reader(None, 8, 257).encode("text")
 
 
 def test_a_training_evaluates_its_tasks_each_time(tmp_path: Path) -> None:

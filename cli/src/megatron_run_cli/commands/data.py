@@ -116,6 +116,7 @@ def prepare(  # noqa: PLR0913  # one argument an option
     click.echo(
         f"{out}: {about}{totals.tokens:,} tokens in {about}{totals.documents:,} documents of {len(inputs):,} files; "
         f"{totals.empty:,} empty and {totals.malformed:,} malformed records"
+        + (f"; {totals.lost:,} characters, for which {tokenizer} has no token, are left out" if totals.lost else "")
     )
     if dry_run:
         size = preparation.bytes_needed(job, totals)
@@ -334,13 +335,14 @@ def inspect(prefix: Path, *, samples: int, tokenizer: str | None, whole: bool, a
     with _indexed():
         from megatron_run_data_indexed.preparation import inspect as inspection
         from megatron_run_engine.data.indexed_files import Reader
+        from megatron_run_engine.data.token_ids import check_ids
     reader = Reader(prefix)
     summary = inspection.summarise(reader, prefix)
     opened = inspection.tokenizer_of(prefix, tokenizer) if samples or whole else None
     if samples and opened is None:
         raise click.UsageError(f"--samples needs --tokenizer: {prefix}.json does not name one")
-    shown = inspection.samples(reader, opened, samples) if opened else []
-    ids = inspection.check(reader, prefix, opened.vocab_size if opened else None) if whole else None
+    shown = inspection.samples(reader, prefix, opened, samples) if opened else []
+    ids = check_ids(reader, opened.vocab_size if opened else None) if whole else None
     if as_json:
         print_json({**vars(summary), "ids": ids, "samples": [{"document": n, "text": text} for n, text, _ in shown]})
         return

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from megatron_run.errors import InputError
-from megatron_run_cli.commands.generate import load_here
+from megatron_run_cli.commands.generate import load_here, read_source
 from megatron_run_cli.grammar import DefaultGroup, debug_option, json_option, rank_options
 from megatron_run_cli.output import print_json, print_table, tell
 
@@ -83,14 +83,13 @@ def model(
     """
     from megatron_run_engine.inference.evaluation import record
     from megatron_run_engine.inference.network import plan
-    from megatron_run_engine.inference.source import find_source
     from megatron_run_engine.training.tasks import TaskResult
 
     if others:
         raise InputError(f"{others[0]} follows the model", fix=f"type: --task perplexity={others[0]}")
     if not tasks:
         raise InputError("no task is given", fix="type: --task perplexity=FILE, wikitext=FILE or lambada=FILE")
-    source = find_source(model.expanduser(), step)
+    source = read_source(model, step)
     run = plan(source, request)
     if run.sizes.world > 1:
         given = {"path": str(model.expanduser()), "step": step, "tasks": tasks, "stride": stride, "batch": batch}
@@ -112,14 +111,15 @@ def model(
 @json_option
 @debug_option
 def overlap(test: Path, train: tuple[str, ...], *, as_json: bool) -> None:
-    """Count the 8-grams of the text TEST that the texts TRAIN, files, folders or patterns, hold too."""
+    """Count the 8-grams of the text TEST that the texts TRAIN, files, folders or patterns, hold too.
+
+    Of JSON lines the texts under the key `text` count.
+    """
     from megatron_run_engine.data.documents import find_documents
     from megatron_run_engine.data.overlap import overlap as count
 
-    tests, trains = ([each.read() for each in find_documents([str(test)])], find_documents(train))
-    found = count(
-        (text.decode(errors="replace") for text in tests), (each.read().decode(errors="replace") for each in trains)
-    )
+    tests, trains = (find_documents(names, records=True) for names in ([str(test)], train))
+    found = count((text for each in tests for text in each.texts()), (text for each in trains for text in each.texts()))
     if as_json:
         print_json({"found": found.found, "total": found.total, "share": found.share})
     else:
@@ -151,13 +151,12 @@ def harness(
 ) -> None:
     """Evaluate MODEL on tasks of lm-evaluation-harness."""
     from megatron_run_engine.inference.network import plan
-    from megatron_run_engine.inference.source import find_source
 
     if find_spec("lm_eval") is None:
         raise InputError(
             "lm-evaluation-harness is not installed", fix="type: pip install 'megatron-run-engine[lm-eval]', or lm-eval"
         )
-    source = find_source(model.expanduser(), step)
+    source = read_source(model, step)
     run = plan(source, request)
     folder = None if include is None else str(include.expanduser())
     how: dict[str, Any] = {"names": tasks.split(","), "folder": folder, "shots": shots, "batch": batch}

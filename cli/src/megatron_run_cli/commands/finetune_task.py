@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import median
@@ -63,6 +62,8 @@ def repeat(start: Callable[..., int], seeds: int, words: Sequence[str], *, quiet
 
     ``start`` trains with further settings. The first run that fails ends it with that run's code.
     """
+    from megatron_run_engine.data.user_files import json_line, text_lines
+
     given = dict(word.split("=", 1) for word in words if word.startswith(("train.seed=", "run.folder=")))
     home, first = Path(given.get("run.folder", FOLDER)), int(given.get("train.seed", SEED))
     found = []
@@ -71,8 +72,8 @@ def repeat(start: Callable[..., int], seeds: int, words: Sequence[str], *, quiet
         code = start(f"train.seed={seed}", f"run.folder={folder}")
         if code:
             return code
-        lines = (folder / "eval.jsonl").read_text(encoding="utf-8").splitlines()
-        last = [line for line in map(json.loads, lines) if line["split"] == "validation"][-1]
+        lines = (json_line(line) for _, line in text_lines(folder / "eval.jsonl"))
+        last = [line for line in lines if line["split"] == "validation"][-1]
         found.append({"loss": last["loss"], **last.get("extra", {})})
         if not quiet:
             tell(f"seed {seed}: " + ", ".join(f"{name} {value:.4g}" for name, value in found[-1].items()))

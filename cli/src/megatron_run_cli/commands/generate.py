@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from megatron_run.errors import DataError, InputError, near_path
+from megatron_run.errors import DataError, InputError
 from megatron_run.safe_folder import parse_json
 from megatron_run_cli.grammar import debug_option, json_option, rank_options
 from megatron_run_cli.output import print_json, tell
@@ -84,13 +84,12 @@ def generate(
     """
     from megatron_run_engine.inference import Writing
     from megatron_run_engine.inference.network import plan
-    from megatron_run_engine.inference.source import find_source
 
     if prompts and not model.exists() and Path(prompts[0]).is_dir():
         typed = f"megatron-run generate {prompts[0]} {quote(str(model))}"
         raise InputError(f"the prompt {str(model)!r} is in the place of the model", fix=f"type: {typed}")
     writing = Writing(**options)
-    source = find_source(model.expanduser(), step)
+    source = read_source(model, step)
     run = plan(source, request)
     asked = [*prompts, *(_read_prompts(file) if file else ())]
     loops = not asked and sys.stdin.isatty()
@@ -115,6 +114,16 @@ def generate(
         for number, text in enumerate(texts):
             between = [_BETWEEN] if number else []
             click.echo("\n".join([*between, text.ids if as_tokens else str(text)]))
+
+
+def read_source(model: Path, step: int | None) -> Source:
+    """The model at ``model``. Tells what reading it lost, as an import does."""
+    from megatron_run_engine.inference.source import find_source
+
+    source = find_source(model.expanduser(), step)
+    for note in source.notes:
+        tell(note)
+    return source
 
 
 def load_here(run: ResolvedRun, source: Source) -> LoadedModel:
@@ -201,12 +210,16 @@ def _tell_caches(*, caches: bool) -> None:
 
 def _read_prompts(file: Path) -> list[str]:
     """The lines of a file, or the strings of a JSON list. Raises :class:`DataError` for what is neither."""
+    from megatron_run_engine.data.user_files import read_text, text_lines
+
+    path = file.expanduser()
     try:
-        text = file.expanduser().read_text(encoding="utf-8")
-        found = parse_json(text) if file.suffix == ".json" else [line for line in text.splitlines() if line.strip()]
-    except (OSError, ValueError) as error:
-        why = error.strerror if isinstance(error, OSError) and error.strerror else " ".join(str(error).split())
-        raise DataError(f"{file} cannot be read", why=why, origin="--prompts", fix=near_path(file)) from error
+        if path.suffix == ".json":
+            found = parse_json(read_text(path, "--prompts"))
+        else:
+            found = [line for _, line in text_lines(path, "--prompts") if line.strip()]
+    except ValueError as error:
+        raise DataError(f"{file} cannot be read", why=" ".join(str(error).split()), origin="--prompts") from error
     if not isinstance(found, list) or not all(isinstance(each, str) for each in found):
         raise DataError(f"{file} is no list of strings", origin="--prompts", fix='write ["one", "two"]')
     if not found:

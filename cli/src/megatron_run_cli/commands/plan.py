@@ -209,7 +209,8 @@ def search(
         ]
         text, record = report.own_text(tasks, shown, machine), report.own_record(task, shown, machine)
     else:
-        found = Search(task.model, gpus or task.split.ranks, task.split.global_batch, machine, schedules).run()
+        ranks, batch = gpus or task.split.ranks, task.split.global_batch
+        found = Search(task.model, ranks, batch, machine, schedules, task.ramp_up).run()
         shown = [found.best[0]]
         install = to_install(task, found.best[0], schedules.catalog)
         text = report.choice_text(task, found, machine, write, install)
@@ -296,7 +297,7 @@ def goodput(request: Request, *, gpus: int | None, machine: Device, days: float,
     task = counted_task(request, gpus)
     ranks = gpus or task.split.ranks
     device = machine.model_copy(update={"links": slow})
-    best = Search(task.model, ranks, task.split.global_batch, device, Schedules()).run(1).best[0]
+    best = Search(task.model, ranks, task.split.global_batch, device, Schedules(), task.ramp_up).run(1).best[0]
     told = {name: asked[name] for name in ("mtbf", "stall", "restart", "spread")}
     conditions = Conditions(ranks, -(-ranks // links.machine), **told)
     interval = asked["interval"] or best_interval(conditions)

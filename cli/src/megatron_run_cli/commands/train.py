@@ -14,12 +14,13 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from megatron_run.errors import CheckpointError, InputError
+from megatron_run.errors import CheckpointError, DataError, InputError
 from megatron_run_cli.grammar import SavedStep, json_option, run_options
 from megatron_run_cli.output import print_json, tell, tell_error
 
 if TYPE_CHECKING:
     from megatron_run.config.request import Request
+    from megatron_run_engine.checkpoint.manifest import About
     from megatron_run_engine.launch import LaunchMode, RunResult
 
 _FILE = click.Path(path_type=Path, dir_okay=False)
@@ -151,17 +152,19 @@ def _finetune(  # one argument an option: so click calls it
     from megatron_run.config.request import Found
     from megatron_run.registry.discover import plain_name
     from megatron_run_engine.checkpoint.step_folder import find_step
-    from megatron_run_engine.data.kept_tokenizer import reads_bytes
     from megatron_run_engine.data.tokenizer import TOKENIZER
 
     words = (*options["sets"], *options["plugins"])
     _check_finetuning(data, task, seeds, words)
     if task is None and not configs and not any(word.startswith(("data=", "data.use=")) for word in words):
-        _check_texts(data)
+        from megatron_run_engine.data.documents import refuse_records
+
+        refuse_records([path for path in map(Path, data) if path.is_file()], alone=True)
     checkpoints, step = find_step(_ours(folder))
-    identity, home = checkpoints.manifest(step).about.identity, checkpoints.path.parent
+    about, home = checkpoints.manifest(step).about, checkpoints.path.parent
+    identity = about.identity
     model = {key.removeprefix("model."): value for key, value in identity.items() if key.startswith("model.")}
-    longest = identity.get("train.sequence_length") or LONGEST
+    longest = about.longest or LONGEST
     if model.get("position") == "rope":
         longest = min(longest, LONGEST)
     chosen = {
@@ -171,11 +174,10 @@ def _finetune(  # one argument an option: so click calls it
         "run": {"init_from": str(checkpoints.folder(step).absolute())},
         "data": {"use": "text", **({"paths": list(data)} if data else {})},
     }
-    if (home / TOKENIZER).is_file():
-        chosen["data"]["tokenizer"] = str(home.absolute() / TOKENIZER)
-    elif reads_bytes(identity):
-        chosen["data"]["tokenizer"] = "bytes"
-    elif not any(word.startswith(("data.tokenizer=", "data=")) for word in words):
+    named = any(word.startswith(("data.tokenizer=", "data=")) for word in words)
+    if tokenizer := _tokenizer(about, home, named=named):
+        chosen["data"]["tokenizer"] = tokenizer
+    elif not named:
         raise InputError(
             f"{folder} has no {TOKENIZER}", why="its weights know no other ids", fix="add --set data.tokenizer=FILE"
         )
@@ -203,6 +205,22 @@ def _finetune(  # one argument an option: so click calls it
     return repeat(start, seeds, words, quiet=options["quiet"])
 
 
+def _tokenizer(about: About, home: Path, *, named: bool) -> str:
+    """The tokenizer of the weights at ``home``; empty where nothing tells, or the user has ``named`` another one."""
+    from megatron_run_engine.checkpoint.kept_files import tokenizer_of
+    from megatron_run_engine.data.kept_tokenizer import reads_bytes
+
+    if reads_bytes(about.identity):
+        return "bytes"
+    try:
+        found = tokenizer_of(home, about, about.tokenizer.name if about.tokenizer else "")
+    except DataError:
+        if not named:
+            raise
+        return ""
+    return str(Path(found).absolute()) if found else ""
+
+
 def _check_finetuning(data: tuple[str, ...], task: str | None, seeds: int, words: tuple[str, ...]) -> None:
     """Raise :class:`InputError` where what there is to train on does not fit."""
     if not data and not any("paths=" in word for word in words):
@@ -212,14 +230,6 @@ def _check_finetuning(data: tuple[str, ...], task: str | None, seeds: int, words
         raise InputError(f"--task {task} reads one folder", fix="add --data FOLDER, with the files as published")
     if task is None and seeds > 1:
         raise InputError("--seeds repeats a task", fix="add --task, as --task mnli")
-
-
-def _check_texts(data: tuple[str, ...]) -> None:
-    """Raise :class:`InputError` for JSON lines, which data=text would read as they are."""
-    for path in map(Path, data):
-        if path.suffix == ".jsonl" and path.is_file():
-            fix = "for conversations add --plugin data=instruct, for texts see megatron-run data prepare --help"
-            raise InputError(f"{path} is JSON, and data=text would learn to write that", fix=fix)
 
 
 def _ours(folder: Path) -> Path:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_run.errors import InputError
 from megatron_run.pipeline.trace_events import trace_document, trace_events
+from megatron_run.safe_folder import parse_json
 from megatron_run_cli.output import write_file
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ def write_timeline(
 def _read(file: Path) -> dict[str, Any]:
     """A trace whose events are numbered by process."""
     try:
-        document = json.loads(file.read_text(encoding="utf-8"))
+        document = parse_json(file.read_text(encoding="utf-8"))
         if all(isinstance(event["pid"], int) for event in document["traceEvents"]):
             return dict(document)
         why = "a process has no number"

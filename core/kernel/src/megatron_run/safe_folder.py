@@ -20,12 +20,12 @@ _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 
 
 def parse_json(content: bytes | str) -> Any:
-    """The value in ``content``, JSON that somebody else may have written.
+    """The value in ``content``, JSON that somebody else may have written, after a byte order mark or without.
 
     Raises ValueError for what is no JSON, and for what is nested deeper than Python reads.
     """
     try:
-        return json.loads(content)
+        return json.loads(content.removeprefix("\ufeff") if isinstance(content, str) else content)
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
 

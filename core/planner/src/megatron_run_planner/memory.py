@@ -180,10 +180,7 @@ def rank_memory(model: Model, split: Split, layers: float, ends: Sequence[bool],
     ``in_flight`` counts the microbatches between forward and backward; with none the rank still holds the fields of
     those that it loads.
     """
-    table = model.rows_of_words(split.tensor) * model.hidden / split.tensor
-    shared = ends[0] and ends[1] and model.tied
-    dense = layers * model.dense_parameters / split.tensor + table * (1 if shared else sum(ends))
-    dense += model.positions * model.hidden if ends[0] else 0
+    dense = layers * model.dense_parameters / split.tensor + model.tables(split.tensor, first=ends[0], last=ends[1])
     experts = layers * model.expert_parameters / split.tensor / split.expert
     if ends[1] and model.predictors:
         block = model.predictor

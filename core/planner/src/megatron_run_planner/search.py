@@ -71,9 +71,21 @@ class Choice:
 
 
 class Search:
-    """Searches the splits of ``model`` over ``ranks`` of ``device``, of which each has ``memory`` bytes."""
+    """Searches the splits of ``model`` over ``ranks`` of ``device``, of which each has ``memory`` bytes.
 
-    def __init__(self, model: Model, ranks: int, global_batch: int, device: Device, schedules: Schedules) -> None:
+    ``ramp_up`` are the first batch and the increment of a batch that grows: they are dealt to the ranks too.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        ranks: int,
+        global_batch: int,
+        device: Device,
+        schedules: Schedules,
+        ramp_up: Sequence[int] = (),
+    ) -> None:
+        self._ramp_up = ramp_up
         self._model, self._ranks, self._batch = model, ranks, global_batch
         self._device, self._schedules = device, schedules
         self._pruned: Counter[str] = Counter()
@@ -163,6 +175,9 @@ class Search:
             if self._batch % (micro_batch * data):
                 self._pruned["the global batch does not divide"] += 1
                 continue
+            if any(size % (micro_batch * data) for size in self._ramp_up):
+                self._pruned["train.ramp_up does not divide"] += 1
+                continue
             base = Split(
                 tensor=tensor,
                 pipeline=pipeline,
@@ -206,7 +221,9 @@ class Search:
             f"no split of {self._model.parameters / 1e9:.1f}B parameters over {self._ranks} x {self._device.name} fits"
         )
         if not splits:
-            return InputError(what, why="sizes do not divide", fix="change the global batch or the number of GPUs")
+            return InputError(
+                what, why="sizes do not divide", fix="change the global batch, its ramp-up or the number of GPUs"
+            )
         nearest = min(splits, key=lambda split: least_memory(self._model, split).needed())
         needed = least_memory(self._model, nearest).needed() / 2**30
         return InputError(

@@ -233,7 +233,7 @@ def after_backward(model: Model, split: Split, device: Device, layout: Sequence[
     kinds = {}  # stages that hold the same take the same time
     for stage, mine in held.items():
         first, last = (stage == end for end in ends)
-        count, tables = sum(map(len, mine)), model.tables(first=first, last=last)
+        count, tables = sum(map(len, mine)), model.tables(split.tensor, first=first, last=last)
         copied = model.tied and first != last
         part = model.part(layer for layers in mine for layer in layers)
         kinds[count, tables, copied, part.dense_layers, part.encoder_layers, part.across] = part
@@ -241,13 +241,13 @@ def after_backward(model: Model, split: Split, device: Device, layout: Sequence[
 
 
 def _finish(part: Model, layers: int, tables: float, copied: bool, split: Split, device: Device) -> tuple[float, float]:
-    """Seconds of update and reduction on a stage that holds ``layers`` like those of ``part``, and ``tables``.
+    """Seconds of update and reduction on a stage that holds ``layers`` like those of ``part``; ``tables`` are a rank's.
 
     With ``copied`` another stage has its embedding too, which then is reduced by itself and summed with that one.
     """
-    dense: float = (layers * part.dense_parameters + tables) / split.tensor
+    dense: float = layers * part.dense_parameters / split.tensor + tables
     experts = layers * part.expert_parameters / split.tensor / split.expert
-    table = part.vocabulary * part.hidden / split.tensor if copied else 0.0
+    table = part.rows_of_words(split.tensor) * part.hidden / split.tensor if copied else 0.0
     reduction = sum(
         sum_over(device, split, split.gradient_bytes * size, split.data, split.tensor)
         for size in (dense - table, table)

@@ -218,9 +218,14 @@ class Model:
         """Rows of embedding and head over ``tensor`` ranks, padded as layers are built: a multiple of 128 on each."""
         return -(-self.vocabulary // (_ROWS * tensor)) * _ROWS * tensor
 
-    def tables(self, *, first: bool, last: bool) -> float:
-        """Weights of embedding and head on a stage that is the first, the last or both."""
-        words = self.vocabulary * self.hidden * (1 if first and last and self.tied else first + last)
+    def tables(self, tensor: int, *, first: bool, last: bool) -> float:
+        """Weights of embedding and head on one of ``tensor`` ranks of a stage that is the first, the last or both.
+
+        Rows of words are padded and split; each rank has all learned positions.
+        """
+        words = (
+            self.rows_of_words(tensor) * self.hidden / tensor * (1 if first and last and self.tied else first + last)
+        )
         return words + first * self.positions * self.hidden
 
     @property

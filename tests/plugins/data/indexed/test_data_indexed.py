@@ -6,6 +6,7 @@ import json
 import struct
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -121,6 +122,32 @@ def test_the_token_after_an_end_of_document_does_not_count_and_positions_start_a
         assert sample["loss_mask"][column] == (token != END)
         position = 0 if token == END else position + 1
     assert (sample["tokens"] == END).any()
+
+
+def test_documents_end_where_they_were_prepared_to_end(tmp_path: Path) -> None:
+    """Unless an id is asked for; and not where nobody knows, or two datasets differ."""
+    tokenizer = words(tmp_path / "t.json", "a b c </s>")
+    asked = {"vocab_size": None, "tokenizer": tokenizer, "split": "1,0,0", "reset_positions": True}
+    prefixes = {end: str(tmp_path / f"ends-{end}") for end in (1, 2, None)}
+    for end, prefix in prefixes.items():
+        with Writer(Path(prefix), np.uint16) as writer:
+            writer.add_documents(np.tile(np.array([0, 2, 1]), 50), np.full(50, 3))
+        Path(f"{prefix}.json").write_text(json.dumps({"end_of_document": end}))
+
+    def starts(*paths: str, **options: Any) -> list[int]:
+        sample = source(*paths, **{**asked, **options}).dataset("train", 9, 1)[0]
+        return np.flatnonzero(sample["positions"] == 0).tolist()
+
+    assert starts(prefixes[1]) == [0, 3, 6]
+    assert starts(f"{prefixes[2]}.bin") == [0, 2, 5, 8]
+    assert starts(prefixes[1], prefixes[2], end_of_document=1) == [0, 3, 6]
+    assert source(prefixes[2], **asked).end_of_text == 2
+    with pytest.raises(InputError, match=r"end with different tokens \(.*ends-1: 1, .*ends-2: 2\).* one --end-of-doc"):
+        starts(prefixes[1], prefixes[2])
+    with pytest.raises(InputError, match="the token that ends a document is not known"):
+        starts(prefixes[None])
+    Path(f"{prefixes[1]}.json").unlink()
+    assert starts(prefixes[1]) == [0]  # the tokenizer's, which is not among the tokens
 
 
 def test_packed_rows_hold_every_label_once_and_join_no_documents(tmp_path: Path) -> None:
@@ -262,8 +289,12 @@ def test_tokens_of_another_tokenizer_are_refused_before_they_are_read(tmp_path: 
 
 @pytest.mark.parametrize("packing", ["stream", "documents"])
 def test_a_token_beyond_the_vocabulary_blames_the_vocabulary_and_not_the_plugin(tmp_path: Path, packing: str) -> None:
-    opened = source(corpus(tmp_path / "a", 1, 50), vocab_size=7, packing=packing).dataset("train", S, 1)
-    with pytest.raises(DataError, match=r"^token \d+ of the data is not among the 7 ids .*; set data.tokenizer, or"):
+    prefix = corpus(tmp_path / "a", 1, 50)
+    with pytest.raises(DataError, match=r"^token \d+ at byte \d+ of .*a.bin .* has 7 ids .*; set data.tokenizer, or"):
+        source(prefix, vocab_size=7, packing=packing).dataset("train", S, 1)
+    with mock.patch("megatron_run_engine.data.token_ids.check_ids"):  # as of files too large to be read before a step
+        opened = source(prefix, vocab_size=7, packing=packing).dataset("train", S, 1)
+    with pytest.raises(DataError, match=r"^token \d+ of the data is not among the 7 ids .*; megatron-run data inspect"):
         opened[0]
 
 

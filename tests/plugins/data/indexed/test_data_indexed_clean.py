@@ -123,6 +123,25 @@ def test_documents_with_words_of_a_test_set_go() -> None:
     assert not any(verdict.rule for verdict in verdicts([leak, short], Rules(min_tokens=0, shared=2), [test]))
 
 
+#: Texts of which a test set holds the first sentence, in scripts without spaces and with them.
+HELD = {
+    "Chinese": ("请问中国的首都是哪里并说明其历史沿革。", "再列出三个著名的景点和一道当地的传统美食谢谢。"),
+    "Thai": ("เมืองหลวงของประเทศไทยคือที่ใด", "และมีประวัติศาสตร์อย่างไร โปรดอธิบาย"),
+    "Hindi": ("भारत की राजधानी क्या है और उसका इतिहास क्या है", "यह बताइए और तीन प्रसिद्ध स्थानों के नाम लिखिए जी"),
+}
+
+
+@pytest.mark.parametrize("language", HELD)
+def test_texts_in_scripts_without_spaces_are_compared_too(language: str) -> None:
+    first, second = HELD[language]
+    text = first + " " + second
+    rule = Rules(min_tokens=1)
+    found = verdicts([text, second, f"«{text}»"], rule, tests=[first])
+    assert [each.rule for each in found] == ["test set", "", "test set"]
+    found = verdicts([text, second, f"«{text}»", text[:-2]], rule)
+    assert [each.rule for each in found] == ["", "", "duplicate", "duplicate"]
+
+
 def test_other_languages_go() -> None:
     pytest.importorskip("py3langid")
     english = "the weather is fine today and the children play in the garden behind the old house"

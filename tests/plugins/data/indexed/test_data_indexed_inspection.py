@@ -50,16 +50,10 @@ def test_counts_and_lengths_are_those_of_documents(prefix: Path) -> None:
 
 
 def test_samples_are_the_text_of_documents(prefix: Path) -> None:
-    shown = inspection.samples(Reader(prefix), ByteTokenizer(), 5)
+    shown = inspection.samples(Reader(prefix), prefix, ByteTokenizer(), 5)
     assert [(number, cut) for number, _, cut in shown] == [(0, False), (1, False), (2, False), (3, False), (4, True)]
     assert [shown[0][1], shown[3][1]] == ["hello", "bye"]
-    assert len(inspection.samples(Reader(prefix), ByteTokenizer(), 2)) == 2
-
-
-def test_a_check_names_the_byte_of_an_id_that_no_vocabulary_has(prefix: Path) -> None:
-    assert inspection.check(Reader(prefix), prefix, 257) == (1, ord("y"))
-    with pytest.raises(DataError, match=r"data.bin holds id 121 at byte 30: the vocabulary has 121 ids"):
-        inspection.check(Reader(prefix), prefix, 121)
+    assert len(inspection.samples(Reader(prefix), prefix, ByteTokenizer(), 2)) == 2
 
 
 def test_a_plot_has_a_bar_for_all_that_occurs() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from datetime import date
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -10,10 +11,14 @@ from typing import Any
 import numpy as np
 import pytest
 import tokenizers
+from pydantic import ValidationError
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
+from megatron_run import load_config
+from megatron_run.config.request import Request
 from megatron_run.contracts import DataSource
 from megatron_run.errors import DataError
+from megatron_run.planning.decided import pinned
 from megatron_run_data_instruct import InstructOptions, megatron_run_create_data
 from megatron_run_data_instruct.renderer import Broken, Refused, Renderer
 from megatron_run_testing import Check
@@ -130,6 +135,63 @@ def test_the_template_beside_the_tokenizer_is_found(folder: Path, tmp_path: Path
     expected = row_of(data, tokenizer=tokenizer, template=str(tmp_path / "given.jinja"))
     assert row_of(data, tokenizer=tokenizer) == expected
     assert expected != row_of(data, tokenizer=str(folder / "tokenizer.json"))
+
+
+#: Templates whose prompt for an answer opens a thought.
+THINKING = """{% for m in messages %}<|{{ m.role }}|>{{ m.content }}</s>
+{% endfor %}{% if add_generation_prompt %}<|assistant|><think>
+{% endif %}"""
+
+
+@pytest.mark.parametrize(("answer", "prompt"), [("it is noon", "<think>\n"), ("<think>\nso</think>noon", "")])
+def test_an_answer_without_the_thought_that_its_prompt_opens_is_learned(
+    folder: Path, tmp_path: Path, answer: str, prompt: str
+) -> None:
+    (tmp_path / "t.jinja").write_text(THINKING)
+    chat = [{"role": "user", "content": "time?"}, {"role": "assistant", "content": answer}]
+    data = written(tmp_path / "chats.jsonl", {"messages": chat})
+    options: dict[str, Any] = {"tokenizer": str(folder / "tokenizer.json"), "template": str(tmp_path / "t.jinja")}
+    tokens, learned = row_of(data, **options)
+    opened = tokenizers.Tokenizer.from_file(options["tokenizer"])
+    said = opened.decode([each for each, counts in zip(tokens, learned, strict=True) if counts], False)
+    assert said == (answer if prompt else answer.removeprefix("<think>\n")) + "</s>\n"
+    told = source(data, **options).summary(200, 0)
+    assert (f"not learned, since responses lack it: {prompt!r}" in told) == bool(prompt)
+
+
+def test_an_answer_that_is_rendered_otherwise_later_is_still_refused(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "t.jinja").write_text(
+        "{% for m in messages %}<|{{ m.role }}|>{{ m.content if loop.last else '' }}{% endfor %}"
+    )
+    data = written(tmp_path / "chats.jsonl", {"messages": CHATS[1]})
+    with pytest.raises(DataError, match="the template renders message 2 otherwise when others follow"):
+        row_of(data, tokenizer=str(folder / "tokenizer.json"), template=str(tmp_path / "t.jinja"))
+
+
+def test_a_run_has_one_date_which_it_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another day does not make other data of it; a run that was begun before dates were recorded has none."""
+    monkeypatch.chdir(tmp_path)
+    Path("dated.jinja").write_text("{{ strftime_now('%d %b %Y') }}{% for m in messages %}{{ m.content }}{% endfor %}")
+    data = written(tmp_path / "c.jsonl", {"prompt": "day?", "response": "yes"})
+    assert bytes(row_of(data, template="dated.jinja", date="2001-02-03")[0][:11]) == b"03 Feb 2001"
+    with pytest.raises(ValidationError, match="date"):
+        InstructOptions(paths=("c.jsonl",), date="someday")
+
+    def planned(*more: str) -> Any:
+        keys = (f"data.paths={data}", "run.folder=r", *more)
+        return load_config("preset:tiny", plugins=("data=instruct",), sets=keys)
+
+    assert planned().config.data.options["date"] == date.today().isoformat()
+    assert planned("data.date=2001-02-03").config.data.options["date"] == "2001-02-03"
+    assert pinned(Request(), planned()).values == {"data.date": date.today().isoformat()}
+    for name, keys, expected in (("r", {"data.date": "1999-12-31"}, "1999-12-31"), ("r", {}, None)):
+        Path(name).mkdir(exist_ok=True)
+        Path(name, "run.json").write_text(json.dumps({"identity": keys}))
+        assert planned().config.data.options["date"] == expected
+    Path("r/run.json").unlink()
+    Path("base").mkdir()
+    Path("base/run.json").write_text(json.dumps({"identity": {"data.date": "1999-12-31"}}))
+    assert planned("run.branch_from=base@3").config.data.options["date"] == "1999-12-31"
 
 
 def test_without_a_template_turns_are_lines_and_the_text_ends(tmp_path: Path) -> None:

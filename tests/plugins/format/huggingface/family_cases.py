@@ -109,6 +109,11 @@ CASES: Mapping[str, Case] = {
         },
         {"window_pattern": (1, 0, 1), "logits_softcap": 3.0, "attention_softcap": 2.0, "norm": "rmsnorm_1p"},
     ),
+    "gemma2, without windows": Case(
+        "gemma2",
+        {"head_dim": 8, "query_pre_attn_scalar": 3, "layer_types": ["full_attention"] * 3},
+        {"attention_window": None},
+    ),
     "gemma3": Case(
         "gemma3_text",
         {
@@ -183,6 +188,11 @@ CASES: Mapping[str, Case] = {
         "deepseek_v3",
         {**DEEPSEEK, "q_lora_rank": None, "first_k_dense_replace": 3, "v_head_dim": 5},
         {"experts": 0, "query_rank": None},
+    ),
+    "deepseek v3, odd sizes": Case(
+        "deepseek_v3",
+        {**DEEPSEEK, "qk_nope_head_dim": 5, "v_head_dim": 7},
+        {"nope_head_size": 5, "value_head_size": 7},
     ),
     "deepseek v2": Case(
         "deepseek_v2",

@@ -15,6 +15,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from torch import Tensor
 
+from megatron_run import load
 from megatron_run.errors import RunError
 from megatron_run_engine.checkpoint.step_folder import Checkpoints
 from megatron_run_engine.formats import convert
@@ -205,16 +206,37 @@ def test_sixteen_bit_weights_and_old_names_are_read(tmp_path: Path) -> None:
     assert_same_logits(our_logits(tmp_path / "ours"), their_logits(model.float()))
 
 
-def test_another_head_than_the_tied_one_and_values_that_are_no_numbers_are_said(tmp_path: Path) -> None:
+@pytest.mark.parametrize("case", ["gpt2", "llama with biases, tied"])
+def test_a_head_of_its_own_is_kept_though_the_config_says_tied(case: str, tmp_path: Path) -> None:
+    """As transformers does, and every command says so."""
+    from transformers import AutoModelForCausalLM
+
+    model = theirs(tmp_path / "hf", case)
+    tensors = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    head = tensors["lm_head.weight"] = tensors["lm_head.weight"] + torch.randn(61, 1) / 4
+    (tmp_path / "hf" / "model.safetensors").unlink()
+    save_file(tensors, tmp_path / "hf" / "model.safetensors", {"format": "pt"})
+    expected = AutoModelForCausalLM.from_pretrained(tmp_path / "hf").eval()
+    assert expected.config.tie_word_embeddings
+    torch.testing.assert_close(expected.lm_head.weight, head)
+    said = "lm_head.weight differs from the word embedding and is kept, though tie_word_embeddings is true"
+    assert said in convert.import_model(tmp_path / "hf", tmp_path / "ours").notes
+    assert_same_logits(our_logits(tmp_path / "ours"), their_logits(expected))
+    with pytest.warns(UserWarning, match=said):
+        assert not load(tmp_path / "hf").run.one("model").options.tie_embeddings
+    convert.export_model(tmp_path / "ours", tmp_path / "back", "huggingface")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "back").eval()
+    assert_same_logits(their_logits(again), their_logits(expected))
+
+
+def test_values_that_are_no_numbers_are_said(tmp_path: Path) -> None:
     model = theirs(tmp_path / "hf", "gpt2")
     tensors = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    tensors["lm_head.weight"] += 1
     tensors["transformer.ln_f.bias"][:2] = torch.tensor([torch.nan, torch.inf])
     (tmp_path / "hf" / "model.safetensors").unlink()
     save_file(tensors, tmp_path / "hf" / "model.safetensors", {"format": "pt"})
-    head, numbers = convert.import_model(tmp_path / "hf", tmp_path / "ours").notes
-    assert head.startswith("lm_head.weight differs from the word embedding and was left out")
-    assert numbers == "2 values are NaN or infinite, the first of them in final_norm.bias"
+    notes = convert.import_model(tmp_path / "hf", tmp_path / "ours").notes
+    assert notes == ("2 values are NaN or infinite, the first of them in final_norm.bias",)
 
 
 def test_older_places_of_the_rotation_are_read(tmp_path: Path) -> None:
@@ -265,6 +287,25 @@ def test_what_has_no_counterpart_is_refused_with_every_reason(
     assert [reason for reason in reasons if reason not in str(error.value)] == []
     assert "\n" not in str(error.value)
     assert not (tmp_path / "ours").exists()
+
+
+@pytest.mark.parametrize("case", ["gpt2", "llama"])
+def test_a_key_of_null_says_nothing(case: str, tmp_path: Path) -> None:
+    """As programs write it that take something out of a model, such as its quantisation."""
+    model = theirs(tmp_path / "hf", case)
+    path = tmp_path / "hf" / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "quantization_config": None, "rope_scaling": None}))
+    convert.import_model(tmp_path / "hf", tmp_path / "ours")
+    assert_same_logits(our_logits(tmp_path / "ours"), their_logits(model))
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
+def test_a_pointer_of_git_lfs_is_named_with_what_to_type(name: str, tmp_path: Path) -> None:
+    theirs(tmp_path / "hf", "gpt2")
+    pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 123\n"
+    (tmp_path / "hf" / name).write_text(pointer)
+    with pytest.raises(RunError, match=rf"{name} is not the file itself: .*git-lfs.*; run git lfs pull"):
+        convert.import_model(tmp_path / "hf", tmp_path / "ours")
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,8 @@ from megatron_run_engine.data.kept_tokenizer import byte_tokenizer_json
 from megatron_run_engine.formats import convert
 from megatron_run_engine.formats.convert import read_step
 from megatron_run_engine.formats.gpt_tensors import gpt_options, logical_shapes
+from megatron_run_engine.inference import load
+from megatron_run_engine.runtime.generation import Window, score
 from megatron_run_format_huggingface import model_folder
 from megatron_run_format_huggingface.families import FAMILIES
 from megatron_run_testing.model import Built
@@ -161,10 +163,12 @@ def test_logits_and_gradients_are_transformers_and_weights_come_back_bit_by_bit(
     assert kept["model"]["vocab"] == own["model"]["vocab"]
 
 
-BY_NIGHT = [pytest.param(case, marks=pytest.mark.nightly) for case in CASES if case not in SPLIT]
+#: What transformers computes of an export by other keys than the families' usual ones.
+BY_DAY = (*SPLIT, "gemma2, without windows")
+BY_NIGHT = [pytest.param(case, marks=pytest.mark.nightly) for case in CASES if case not in BY_DAY]
 
 
-@pytest.mark.parametrize("case", [*SPLIT, *BY_NIGHT])
+@pytest.mark.parametrize("case", [*BY_DAY, *BY_NIGHT])
 def test_what_we_export_transformers_loads_whole_and_computes_the_same(
     case: str, travelled: Callable[[str], Travelled]
 ) -> None:
@@ -306,6 +310,34 @@ def test_a_model_close_to_a_family_is_refused_with_the_option_that_differs(
     assert family.mismatches(gpt_options(Weights(near, {}), family.model)) == []
     reasons = family.mismatches(gpt_options(Weights({**near, **changes}, {}), family.model))
     assert any(reason.removeprefix(f"{family.model_type}: ") in each for each in reasons)
+
+
+def test_texts_of_phi_3_are_read_by_the_factors_of_their_length(travelled: Callable[[str], Travelled]) -> None:
+    """Short ones up to 8 tokens, long ones beyond: in a pass, among windows of all lengths, and while a text grows."""
+    theirs, _, folder, _ = travelled("phi3, long")
+    ours, tokens = load(folder / "hf", device="cpu"), batch()["tokens"]
+    for size in (1, 7, 8, 9, LENGTH):
+        with torch.no_grad():
+            expected = theirs(tokens[:, :size]).logits
+        torch.testing.assert_close(ours(tokens[:, :size]), expected, rtol=1e-5, atol=1e-5)
+
+    texts = [tokens[number % 2, :size].tolist() for number, size in enumerate((4, 16, 8, 9, 10, 5))]
+    for text, found in zip(texts, score(ours.network, [Window.of(text, 1) for text in texts], batch=4), strict=True):
+        with torch.no_grad():
+            logprobs = theirs(torch.tensor([text[:-1]])).logits[0].log_softmax(-1)
+        assert found.logprob == pytest.approx(
+            logprobs.gather(1, torch.tensor(text[1:])[:, None]).sum().item(), abs=1e-4
+        )
+
+    prompts = [tokens[0, :size].tolist() for size in (3, 6, 11)]
+    grown = [list(prompt) for prompt in prompts]
+    for text in grown:
+        for _ in range(5):
+            with torch.no_grad():
+                text.append(int(theirs(torch.tensor([text])).logits[0, -1].argmax()))
+    for kept in (True, False):
+        written = ours.generate(prompts, temperature=0, max_new_tokens=5, cache=kept, past_end=True)
+        assert [list(each.prompt_tokens + each.tokens) for each in written] == grown
 
 
 @pytest.mark.parametrize("name", ["su", "yarn", "longrope"])

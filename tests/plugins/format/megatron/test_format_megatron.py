@@ -84,14 +84,18 @@ def test_older_names_are_the_same_model(
     assert equal(tensors(tmp_path), modern)
 
 
-def test_another_head_than_the_tied_one_is_said(modern: dict[str, Tensor], tmp_path: Path) -> None:
+def test_another_head_than_the_tied_one_is_kept_and_said(modern: dict[str, Tensor], tmp_path: Path) -> None:
     words = STATE["embedding.word_embeddings.weight"]
     padding = torch.arange(PADDED)[:, None] >= 61
     for name, head, notes in (("same", words, 0), ("padded", words + padding, 0), ("other", words + 1, 1)):
         write_state(tmp_path / name, {**STATE, "output_layer.weight": head})
-        assert equal(tensors(tmp_path / name), modern)
-        found = import_checkpoint.read(tmp_path / name).notes
-        assert sum("differs from the word embedding and was left out" in note for note in found) == notes, name
+        found = import_checkpoint.read(tmp_path / name)
+        assert sum("differs from the word embedding and is kept" in note for note in found.notes) == notes, name
+        here = tensors(tmp_path / name)
+        own = here.pop("output.weight", None)
+        assert equal(here, modern)
+        assert (own is not None) == bool(notes) == (found.config["tie_embeddings"] is False)
+        assert own is None or torch.equal(own, head[: len(own)])
 
 
 def test_norms_may_be_fused_with_the_layer_after_them(modern: dict[str, Tensor], tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from megatron_run.errors import GraphCaptureError, InputError, Problems
 from megatron_run.planning import resolve
 from megatron_run_cli.reports.dry_run import dry_run_json, dry_run_text
 from megatron_run_engine.runtime.execute import Executor, StepRecord
+from megatron_run_engine.training.loss_weights import LossWeights
 from megatron_run_engine.training.trainer import Trainer
 from tests.support.training import Seen, train_here, train_many
 
@@ -171,11 +172,11 @@ def test_a_dry_run_plans_one_graph() -> None:
 
 def test_what_is_read_on_the_host_between_segments_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """No segment can be named: here it is the gradient with which a loss starts its backward."""
-    seed = Trainer._seed
+    seed = LossWeights.seed
 
-    def reads(self: Trainer, microbatches: int, name: str, weight: Tensor) -> Tensor:
+    def reads(self: LossWeights, microbatches: int, name: str, weight: Tensor) -> Tensor:
         return seed(self, microbatches, name, weight.clamp(min=weight.item()))
 
-    monkeypatch.setattr(Trainer, "_seed", reads)
+    monkeypatch.setattr(LossWeights, "seed", reads)
     with pytest.raises(GraphCaptureError, match=r"between its segments reads a tensor on the host: Tensor\.item"):
         train_here(0, 1, request((), (), STEP).to_json())

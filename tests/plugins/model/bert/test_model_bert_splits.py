@@ -8,10 +8,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 from megatron_run.config.request import Request
 from tests.support.indexed_texts import write_texts
 from tests.support.training import Seen, learned_alike, train_many
+from tests.support.training_bench import Bench, gradients_of_one_step
 
 DROPOUT, GUARD = "model.dropout=0.3", "guard.replica_interval=1"
 #: What makes graphs of all that has them.
@@ -103,3 +105,19 @@ def test_masks_of_dropout_follow_samples_and_layers_alone(corpus: Path, dropping
     assert abs(expected.losses[0] - plain.losses[0]) > 1e-3
     for split in ("pipeline", "data"):
         learned_alike(dropping[split], expected)
+
+
+def test_the_order_of_sentences_weighs_the_same_whatever_is_masked(corpus: Path, tmp_path: Path) -> None:
+    """It is a mean over samples: a mean over the tokens that are masked leaves it as it is."""
+    found = []
+    for loss_mean in ("microbatch", "token"):
+        words = request(corpus, 1, (f"train.loss_mean={loss_mean}", "train.clip_norm=0"), (), "pre").sets
+        bench = Bench(
+            tmp_path, *(word for word in words if not word.startswith(("train.steps", "eval."))), "train.steps=1"
+        )
+        found.append(gradients_of_one_step(bench, (0.9, 0.2, 0.6, 0.3))[0])
+    orders = [name for name in found[0] if "order" in name or "pooler" in name]
+    assert len(orders) > 2
+    for name in orders:
+        assert found[0][name].any()
+        torch.testing.assert_close(found[1][name], found[0][name], rtol=1e-4, atol=1e-6)

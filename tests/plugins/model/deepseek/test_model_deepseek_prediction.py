@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from megatron_run_testing.build_contexts import example_microbatch, logical_valu
 from megatron_run_testing.model import Built, build_model, model_checks
 from tests.support import plain_gpt, plain_moe
 from tests.support.plain_gpt import Weights
+from tests.support.training_bench import Bench, gradients_of_one_step
 
 HEADS, ROPE, NOPE, VALUE, COEFFICIENT = 4, 4, 6, 8, 0.3
 OPTIONS: dict[str, Any] = {
@@ -64,6 +66,14 @@ def packed() -> Microbatch:
 
 def written_out(weights: Weights, fields: dict[str, Tensor], options: Any) -> tuple[Tensor, list[Tensor]]:
     """The summed loss of the next tokens, and the mean loss of each depth: document by document."""
+    lm, depths = written_out_sums(weights, fields, options)
+    return lm, [total / count for total, count in depths]
+
+
+def written_out_sums(
+    weights: Weights, fields: dict[str, Tensor], options: Any
+) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
+    """As :func:`written_out`, of each depth the sum and the number of tokens that count."""
     labels, mask = fields["labels"], fields["loss_mask"]
     rows = fields.get("documents", torch.tensor([[0, labels.shape[1]]]).expand(len(labels), 2))
     head = weights["embedding.word.weight" if options.tie_embeddings else "output.weight"].T
@@ -88,8 +98,12 @@ def written_out(weights: Weights, fields: dict[str, Tensor], options: Any) -> tu
                 x = block(within(own, "block."), torch.cat(both, -1) @ own["join.weight"].T, options)
                 found = losses(plain_gpt.norm(own, "final_norm", x, options) @ head, targets[depth:], options)
                 depths[depth - 1].append(((found * counted[depth:]).sum(), counted[depth:].sum()))
-    means = [torch.stack([a for a, _ in each]).sum() / torch.stack([b for _, b in each]).sum() for each in depths]
-    return lm, means
+    return lm, sums(depths)
+
+
+def sums(depths: list[list[tuple[Tensor, Tensor]]]) -> list[tuple[Tensor, Tensor]]:
+    """The sum of losses and the number of tokens that count, by depth."""
+    return [(torch.stack([a for a, _ in each]).sum(), torch.stack([b for _, b in each]).sum()) for each in depths]
 
 
 def within(weights: Weights, prefix: str) -> Weights:
@@ -159,15 +173,48 @@ def test_losses_and_every_gradient_are_those_of_plain_torch(rows: str, given: di
         torch.testing.assert_close(gradients[name], weight.grad, msg=f"the gradient of {name} differs")
 
 
-def test_the_mean_over_depths_is_reported_in_training_alone() -> None:
+@pytest.mark.parametrize("loss_mean", ["microbatch", "token"])
+def test_every_loss_of_a_batch_is_divided_by_its_own_count(tmp_path: Path, loss_mean: str) -> None:
+    """Against plain torch in float64: masks leave the depths unequal numbers of tokens, in unequal microbatches."""
+    given = {key: value for key, value in OPTIONS.items() if key != "vocab_size"}
+    sets = (
+        "model.use=deepseek",
+        *(f"model.{key}={value}" for key, value in given.items()),
+        "model.tie_embeddings=false",
+    )
+    bench = Bench(
+        tmp_path, *sets, "train.steps=1", "eval.interval=0", "train.clip_norm=0", f"train.loss_mean={loss_mean}"
+    )
+    options: Any = bench.run.one("model").with_options(bench.assembly.context.model).options
+    weights = {name: weight.double().requires_grad_() for name, weight in logical_values(bench.infos).items()}
+    found, microbatches = gradients_of_one_step(bench, (0.9, 0.2, 0.6, 0.35))
+    parts = [written_out_sums(weights, fields, options) for fields in microbatches]
+    losses = [
+        [(lm, fields["loss_mask"].sum()), *further] for (lm, further), fields in zip(parts, microbatches, strict=True)
+    ]
+    shares = [1.0, COEFFICIENT / 2, COEFFICIENT / 2]
+    for share, each in zip(shares, zip(*losses, strict=True), strict=True):
+        totals, counts = (torch.stack(list(values)) for values in zip(*each, strict=True))
+        mean = totals.sum() / counts.sum() if loss_mean == "token" else (totals / counts).mean()
+        (share * mean).backward(retain_graph=True)
+    assert found.keys() == weights.keys()
+    for name, gradient in found.items():
+        expected = weights[name].grad
+        assert expected is not None
+        error = (gradient - expected).norm() / expected.norm().clamp(min=1e-3)
+        assert error < 1e-4, f"{name}: off by {error:.1e} of its norm"
+
+
+def test_the_mean_at_each_depth_is_reported_in_training_alone() -> None:
     options, built = deepseek({})
     microbatch = example_microbatch(61)
     _, means = written_out(logical_values(built.infos), dict(microbatch.fields), options)
     assert abs(means[0] - means[1]) > 1e-3
     out, _ = built.forward(microbatch)
-    assert out.losses.keys() == set(built.model.metric_names) == {"lm", MTP_LOSS}
-    total, weight = out.losses[MTP_LOSS]
-    torch.testing.assert_close(total / weight, torch.stack(means).mean())
+    assert out.losses.keys() == set(built.model.metric_names) == {"lm", MTP_LOSS, f"{MTP_LOSS}_2"}
+    for name, mean in zip((MTP_LOSS, f"{MTP_LOSS}_2"), means, strict=True):
+        total, weight = out.losses[name]
+        torch.testing.assert_close(total / weight, mean)
     assert built.forward(replace(microbatch, train=False))[0].losses.keys() == {"lm"}
 
 

@@ -14,6 +14,7 @@ from types import TracebackType
 from typing import Protocol
 
 from megatron_run.errors import CheckpointError
+from megatron_run_engine.data.user_files import FETCH, PROBE, pointer_fault
 
 #: Errors of file systems without flock.
 NO_FLOCK = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL)
@@ -149,7 +150,7 @@ def lock(path: Path, owner: str) -> Iterator[None]:
 def reading(path: Path) -> Iterator[BufferedReader]:
     """Open the regular file ``path`` for reading.
 
-    Raises :class:`CheckpointError` if it is missing, a link, or anything else but a file.
+    Raises :class:`CheckpointError` if it is missing, a link, a pointer of git-lfs, or anything else but a file.
     """
     try:
         # O_NONBLOCK: opening a FIFO must not wait for a writer.
@@ -162,6 +163,9 @@ def reading(path: Path) -> Iterator[BufferedReader]:
         raise CheckpointError(f"{path} cannot be read", why="it is not a file")
     with os.fdopen(handle, "rb") as file:
         try:
+            why = pointer_fault(os.pread(handle, PROBE, 0))
+            if why:
+                raise CheckpointError(f"{path} is not the file itself", why=why, fix=FETCH)
             yield file
         except OSError as error:
             raise CheckpointError(f"{path} cannot be read", why=error.strerror or str(error)) from error

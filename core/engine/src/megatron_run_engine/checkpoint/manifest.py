@@ -113,10 +113,16 @@ class DataRecord(Record):
 
 
 class TokenizerRecord(Record):
-    """The tokenizer of the training data: the path that the configuration names, and the SHA-256 of the file."""
+    """The tokenizer of the training data: the path that the configuration names, and the SHA-256 of the file.
+
+    ``files`` has those of the files beside it that say how it is used, by their names. ``end`` is the token that ended
+    documents, None where it is unknown.
+    """
 
     name: str
     sha256: Sha256
+    files: Mapping[str, Sha256] = {}
+    end: Count | None = None
 
 
 class AdaptersRecord(Record):
@@ -142,6 +148,7 @@ class About(Record):
     in order. ``versions`` are those of torch, Python and megatron-run. ``topology`` holds the sizes of the parallel
     axes. ``identity`` holds the configuration keys that decide what is learned, and ``config`` their SHA-256.
     ``tokenizer`` is None for data without a tokenizer's file, ``adapters`` for a step that holds all weights.
+    ``positions`` is the longest sequence that the model reads, where samples may be shorter: see :attr:`longest`.
     """
 
     step: Count
@@ -158,6 +165,16 @@ class About(Record):
     identity: Mapping[str, Any]
     tokenizer: TokenizerRecord | None = None
     adapters: AdaptersRecord | None = None
+    positions: Count | None = None
+
+    @property
+    def longest(self) -> int | None:
+        """The longest sequence that the model reads, None where nothing limits it.
+
+        Fine-tuning on shorter samples does not shorten it.
+        """
+        trained: int | None = self.identity.get("train.sequence_length")
+        return trained if self.positions is None else max(self.positions, trained or 0)
 
 
 class Manifest(Record):

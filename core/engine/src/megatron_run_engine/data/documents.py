@@ -20,8 +20,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from megatron_run.errors import DataError, near_path
+from megatron_run.errors import DataError, InputError, near_path
 from megatron_run_engine.data.option_types import SPLITS
+from megatron_run_engine.data.user_files import byte_lines, foreign, json_line, read_bytes, start_of, unreadable
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -31,35 +32,74 @@ if TYPE_CHECKING:
 
 
 _LOG = logging.getLogger("megatron_run")
-#: Bytes of a file that are searched for NUL. A NUL marks a binary file, as it does for grep and git.
-_PROBE = 8192
+
+
+#: How the names of JSON lines end.
+RECORDS = (".jsonl", ".ndjson")
 
 
 @dataclass(frozen=True)
 class Document:
-    """One file of text."""
+    """One file of text, which is not compressed."""
 
     path: Path
 
     def read(self) -> bytes:
-        """Return its bytes. Raises :class:`DataError` if it cannot be read."""
-        try:
-            return self.path.read_bytes()
-        except OSError as cause:
-            raise unreadable(self.path, cause) from cause
+        """Return its bytes without a mark. Raises :class:`DataError` if it cannot be read."""
+        return read_bytes(self.path, "data.paths")
+
+    def texts(self) -> Iterator[str]:
+        """Yield its text, with U+FFFD for what is not UTF-8; of JSON lines what each has under ``text``.
+
+        Raises :class:`DataError` as :meth:`read`, and for a line without such a text.
+        """
+        if self.path.suffix.lower() not in RECORDS:
+            yield self.read().decode(errors="replace")
+            return
+        for number, line in enumerate(byte_lines(self.read()), 1):
+            if line.strip():
+                yield _text_of(line, f"{self.path}:{number}")
 
 
-def find_documents(names: Sequence[str]) -> tuple[Document, ...]:
+def _text_of(line: bytes, place: str) -> str:
+    try:
+        record = json_line(line)
+    except ValueError as cause:
+        raise DataError(f"{place} is no record", why=str(cause)) from cause
+    if not isinstance(record, dict) or not isinstance(record.get("text"), str):
+        raise DataError(f"{place} is no record with a text", why="JSON with the key 'text' is expected")
+    return str(record["text"])
+
+
+def find_documents(names: Sequence[str], *, records: bool = False) -> tuple[Document, ...]:
     """Return the documents of ``names`` in the order of the names, sorted within each name, each file once.
 
     A name is a file, a pattern (``src/**/*.py``), or a folder, which stands for all text files beneath it except empty
-    and hidden ones; links are followed. Raises :class:`DataError` if a name matches nothing.
+    and hidden ones; links are followed. Raises :class:`DataError` if a name matches nothing, :class:`InputError` for
+    JSON lines unless their ``records`` are asked for: keys and braces would be learned, scored or counted as text.
     """
     found: dict[Path, Document] = {}
     for name in names:
-        for path in _files(name):
+        files = _files(name)
+        if not records:
+            refuse_records(files, alone=not Path(name).is_dir())
+        for path in files:
             found.setdefault(path.resolve(), Document(path))
     return tuple(found.values())
+
+
+def refuse_records(paths: Sequence[Path], *, alone: bool) -> None:
+    """Raise :class:`InputError` for JSON lines among ``paths``; in a folder (not ``alone``) if all are."""
+    found = [path for path in paths if path.suffix.lower() in RECORDS]
+    if found and (alone or len(found) == len(paths)):
+        raise InputError(
+            f"{found[0]} is JSON, and would be read as the text that it is",
+            why="keys and braces would be learned and counted too",
+            origin="data.paths",
+            fix="for texts make a dataset with megatron-run data prepare, for conversations add --plugin data=instruct",
+        )
+    if found:
+        _LOG.warning("%s and other JSON lines in its folder are read as the text that they are", found[0])
 
 
 def _files(name: str) -> Sequence[Path]:
@@ -69,9 +109,9 @@ def _files(name: str) -> Sequence[Path]:
     if path.is_file():
         if not path.stat().st_size:
             raise DataError(f"data file {path} is empty", origin="data.paths")
-        if not _holds_text(path):
-            why = f"a NUL is among its first {_PROBE} bytes"
-            raise DataError(f"data file {path} is not text", why=why, origin="data.paths", fix="name text files")
+        if what := foreign(_start(path)):
+            fix = "name text files; megatron-run data prepare reads .gz, .zst and .parquet too"
+            raise DataError(f"data file {path} is not text", why=what.why, origin="data.paths", fix=fix)
         return [path]
     if has_magic(name):
         matches = sorted(Path(match) for match in glob(str(path), recursive=True))  # noqa: PTH207  # absolute too
@@ -117,7 +157,7 @@ def _walk(folder: Path, without: frozenset[str]) -> Iterator[Path]:
     without |= {"__pycache__"}
 
     def fail(cause: OSError) -> None:
-        raise unreadable(Path(cause.filename), cause) from cause
+        raise unreadable(Path(cause.filename), cause, "data.paths") from cause
 
     seen: set[Path] = set()  # a link may lead to a folder around it, or to one that is walked anyway
     for parent, folders, files in os.walk(folder, onerror=fail, followlinks=True):
@@ -134,20 +174,19 @@ def _walk(folder: Path, without: frozenset[str]) -> Iterator[Path]:
 
 
 def _holds_text(path: Path) -> bool:
-    """Whether ``path`` is a file that is not empty and has no NUL byte near its start."""
+    """Whether ``path`` is a file that is not empty and begins as text does."""
     if not path.is_file():
         return False
+    start = _start(path)
+    return bool(start) and foreign(start) is None
+
+
+def _start(path: Path) -> bytes:
     try:
-        with path.open("rb") as file:
-            start = file.read(_PROBE)
-    except OSError as cause:
-        raise unreadable(path, cause) from cause
-    return bool(start) and b"\0" not in start
-
-
-def unreadable(path: Path, cause: OSError) -> DataError:
-    """The error of a file of text that cannot be read."""
-    return DataError(f"{path} cannot be read", why=cause.strerror or str(cause), origin="data.paths")
+        return start_of(path)
+    except DataError as error:
+        error.origin = "data.paths"
+        raise
 
 
 #: Skipped folders: installed packages, tests, applications, generated tables, and modules that newer Pythons dropped.

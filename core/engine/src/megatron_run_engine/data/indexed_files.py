@@ -31,6 +31,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Self, TypeAlias
 import numpy as np
 
 from megatron_run.errors import DataError, advice, near_path
+from megatron_run_engine.data.user_files import refuse_pointer
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -208,7 +209,7 @@ class Reader:
     """
 
     def __init__(self, prefix: str | Path) -> None:
-        self.path = index_path(prefix)
+        self.prefix, self.path = prefix, index_path(prefix)
         index, data = _mapped(self.path), _mapped(tokens_path(prefix))
         self.dtype, n, d, has_modes = self._header(index)
         self.lengths = np.frombuffer(index, "<i4", n, _HEADER.size)
@@ -311,16 +312,19 @@ class Reader:
             raise self._fault(at + 8 * last, f"the last document ends at sequence {self.documents[-1]} of {n}")
 
 
+def prefix_of(path: str) -> Path:
+    """The prefix of the dataset ``path``, one of ``data.paths``: itself, or that of one of its two files."""
+    prefix = Path(path).expanduser()
+    return prefix.with_suffix("") if prefix.suffix in (".bin", ".idx") else prefix
+
+
 def open_tokens(path: str) -> Reader:
     """Open the dataset of token ids ``path``, one of ``data.paths``: a prefix, or the name of one of its two files.
 
     Raises :class:`DataError` for files that are missing, damaged, or hold other numbers.
     """
-    prefix = Path(path).expanduser()
-    if prefix.suffix in (".bin", ".idx"):
-        prefix = prefix.with_suffix("")
     try:
-        reader = Reader(prefix)
+        reader = Reader(prefix_of(path))
     except DataError as error:
         error.origin = error.origin or "data.paths"
         raise
@@ -358,6 +362,7 @@ def _mapped(path: Path) -> mmap.mmap | bytes:
         fix = advice(meant, "name the prefix that <prefix>.bin and <prefix>.idx share")
         raise DataError(f"{path} does not exist", why="an indexed dataset is a pair of files", fix=fix)
     with _naming(path, "read"), path.open("rb") as file:
+        refuse_pointer(path)
         size = os.fstat(file.fileno()).st_size
         return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if size else b""
 

@@ -12,25 +12,28 @@ from megatron_run_engine.data.tokenizer import (
     TOKENIZER,
     TOKENIZER_CONFIG,
     JsonTokenizer,
+    SentencePieceTokenizer,
+    byte_characters,
     open_tokenizer,
 )
 from megatron_run_engine.data.tokenizer_files import SENTENCEPIECE, find_file, find_tokenizer, read_tokenizer
 from megatron_run_engine.data.tokenizer_folder import FolderTokenizer
 from megatron_run_engine.data.user_cache import replacing, user_cache
 
+#: The names under which a tokenizer is kept, by its form.
+SENTENCEPIECE_MODEL = f"tokenizer{SENTENCEPIECE}"
+KEPT = (TOKENIZER, SENTENCEPIECE_MODEL)
+
 
 def byte_tokenizer_json() -> bytes:
     """The ids of :class:`ByteTokenizer` as a file of the `tokenizers` library, for programs that read only those.
 
-    Its tokens are GPT-2's characters for bytes: printable ones for themselves, the others from U+0100 on.
+    Its tokens are :func:`byte_characters`.
     """
     import tokenizers
     from tokenizers import decoders, models, pre_tokenizers
 
-    plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in plain]
-    vocabulary = {chr(byte): byte for byte in plain} | {chr(256 + place): byte for place, byte in enumerate(others)}
-    made = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    made = tokenizers.Tokenizer(models.BPE(vocab=byte_characters(), merges=[]))
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     made.decoder = decoders.ByteLevel()
     made.add_special_tokens([END_OF_DOCUMENT[0]])  # gets the next id, ByteTokenizer.end_of_document
@@ -50,14 +53,16 @@ def same_vocabulary(first: Path | None, second: Path | None) -> bool:
 def _vocabulary(file: Path | None) -> Mapping[str, int]:
     import tokenizers
 
+    if file is not None and file.suffix == SENTENCEPIECE:
+        return SentencePieceTokenizer(file).vocabulary
     opened = tokenizers.Tokenizer.from_buffer(byte_tokenizer_json()) if file is None else read_tokenizer(file)
     return opened.get_vocab(with_added_tokens=True)
 
 
 def kept_files(name: str | Path) -> dict[str, bytes]:
-    """The tokenizer ``name`` as files that say all of it by themselves, by their names: ``tokenizer.json`` and others.
+    """The tokenizer ``name`` as files that say all of it by themselves, by their names: one of ``KEPT`` and others.
 
-    Empty for bytes and for a SentencePiece model, which have no such form. Raises :class:`DataError`.
+    Empty for bytes, which need none. Raises :class:`DataError`.
     """
     if str(name) == "bytes":
         return {}
@@ -65,7 +70,7 @@ def kept_files(name: str | Path) -> dict[str, bytes]:
     if folder is not None:
         return folder.files()
     if path.suffix == SENTENCEPIECE:
-        return {}
+        return {SENTENCEPIECE_MODEL: path.read_bytes()}
     if path.name.endswith((".txt", "vocab.json")):
         return {TOKENIZER: read_tokenizer(path).to_str().encode()}
     return {TOKENIZER: path.read_bytes()}
@@ -78,7 +83,7 @@ def exported_files(name: str | Path) -> dict[str, bytes]:
     no id.
     """
     files = kept_files(name)
-    if not files or TOKENIZER_CONFIG in files:
+    if TOKENIZER not in files or TOKENIZER_CONFIG in files:
         return files
     tokenizer = open_tokenizer(str(name))
     assert isinstance(tokenizer, JsonTokenizer), "it has files"
@@ -88,12 +93,15 @@ def exported_files(name: str | Path) -> dict[str, bytes]:
 def json_file(name: str) -> Path | None:
     """Return the JSON file of the tokenizer ``name``: in the user's cache where it, or what is beside it, differs.
 
-    The other :func:`kept_files` lie beside it. None for bytes and for SentencePiece, and without a cache.
+    The other :func:`kept_files` lie beside it. A SentencePiece model has none and is returned itself. None for bytes,
+    and without a cache.
     """
     files = kept_files(name)
     if not files:
         return None
     path = find_file(Path(name).expanduser())
+    if SENTENCEPIECE_MODEL in files:
+        return path
     there = {beside: path if beside == TOKENIZER else path.with_name(beside) for beside in files}
     if all(place.is_file() and place.read_bytes() == files[beside] for beside, place in there.items()):
         return path

@@ -20,6 +20,7 @@ from megatron_run_engine.data.batches import sample_index
 from megatron_run_engine.data.indexed_files import Reader, open_tokens
 from megatron_run_engine.data.kept_tokenizer import json_file
 from megatron_run_engine.data.option_types import AT_COMMAS, SPLITS, SplitShares, validation_notice
+from megatron_run_engine.data.token_ids import require_ids
 from megatron_run_engine.data.tokenizer import Tokenizer, open_tokenizer
 
 if TYPE_CHECKING:
@@ -99,8 +100,11 @@ class PreparedTexts(DataSource):
 
     @cached_property
     def readers(self) -> tuple[Reader, ...]:
-        """One a dataset."""
-        return tuple(open_tokens(path) for path in self._paths)
+        """One a dataset. Raises :class:`DataError` for ids that the tokenizer does not have."""
+        readers = tuple(open_tokens(path) for path in self._paths)
+        for reader in readers:
+            require_ids(reader, self.tokenizer.vocab_size)
+        return readers
 
     def bounds(self, reader: Reader, split: Split) -> tuple[int, int]:
         """The first document of ``split``, and the one after its last."""
@@ -130,7 +134,7 @@ class PreparedTexts(DataSource):
 
     @property
     def tokenizer_file(self) -> Path | None:
-        """The JSON file of ``data.tokenizer``, None for bytes and SentencePiece."""
+        """The file of ``data.tokenizer`` that is kept beside the weights, None for bytes."""
         return json_file(self._tokenizer_name)
 
     def encode(self, text: str) -> Sequence[int]:

@@ -32,9 +32,10 @@ import numpy as np
 import xxhash
 
 from megatron_run.errors import DataError, plural
-from megatron_run_engine.data.documents import Document, Shares, split_streams, token_type, unreadable
+from megatron_run_engine.data.documents import Document, Shares, split_streams, token_type
 from megatron_run_engine.data.option_types import SPLITS
-from megatron_run_engine.data.user_cache import locked, replacing, user_cache
+from megatron_run_engine.data.user_cache import YOUNG, locked, replacing, user_cache
+from megatron_run_engine.data.user_files import unreadable
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -51,8 +52,6 @@ SMALLEST = 2**20
 PIECE, COMPARED = 2**24, 64
 #: Entries that no run has opened for so many days are removed when another one is written.
 KEPT_DAYS = 30.0
-#: Nanoseconds for which the clock of a file system may stand still: a younger file can change unseen.
-_YOUNG = 2_000_000_000
 _MAGIC = b"MRTOKEN1"
 _END = struct.Struct("<QQ8s")
 
@@ -100,7 +99,7 @@ def open_streams(documents: Sequence[Document], tokenizer: Tokenizer, shares: Sh
             begun = time.time_ns()
             path = folder / f"{_name(documents, made_by)}.tokens"
             streams = _find_or_write(path, documents, making)
-            if begun - max(max(each.st_mtime_ns, each.st_ctime_ns) for each in stats) > _YOUNG:
+            if begun - max(max(each.st_mtime_ns, each.st_ctime_ns) for each in stats) > YOUNG:
                 with replacing(link) as file:
                     file.write(path.stem.encode())
             return streams
@@ -125,14 +124,14 @@ def _stat(document: Document) -> os.stat_result:
     try:
         return document.path.stat()
     except OSError as cause:
-        raise unreadable(document.path, cause) from cause
+        raise unreadable(document.path, cause, "data.paths") from cause
 
 
 def _code() -> str:
     """The hash of the code that makes streams."""
     here = Path(__file__).parent
-    files = [here / f"{name}.py" for name in ("documents", "tokenizer", "tokenizer_files", "token_cache")]
-    files += sorted((here / "tokenizer_folder").glob("*.py"))
+    names = ("documents", "tokenizer", "tokenizer_files", "token_cache", "user_files", "lost_text")
+    files = [*(here / f"{name}.py" for name in names), *sorted((here / "tokenizer_folder").glob("*.py"))]
     return xxhash.xxh3_128_hexdigest(b"".join(file.read_bytes() for file in files))
 
 
@@ -148,6 +147,7 @@ def _in_memory(documents: Sequence[Document], making: Making) -> Streams:
     parts: dict[Split, list[NDArray[Any]]] = {split: [np.empty(0, token_type(making.tokenizer))] for split in SPLITS}
     for split, tokens in making.streams((each.path, each.read()) for each in documents):
         parts[split].append(tokens)
+    _tell_lost(making.tokenizer.lost)
     return {split: np.concatenate(arrays) for split, arrays in parts.items()}
 
 
@@ -178,10 +178,16 @@ def _write(path: Path, documents: Sequence[Document], making: Making) -> None:
             "bytes": sizes,
             "pieces": [xxhash.xxh3_64_hexdigest(piece) for piece in _pieces(_mapped(file))],
             "tokenizer": making.tokenizer.identity,
+            "lost": making.tokenizer.lost,
             "text": _title([document.path for document in documents]),
         }
         record = json.dumps(about).encode()
         file.write(record + _END.pack(len(record), xxhash.xxh3_64_intdigest(record), _MAGIC))
+
+
+def _tell_lost(lost: int) -> None:
+    if lost:
+        _LOG.warning("data.tokenizer has no token for %s of the text, which are left out", plural(lost, "character"))
 
 
 def _title(paths: Sequence[Path]) -> str:
@@ -226,6 +232,7 @@ def _open(path: Path) -> Streams:
         piece, told = pieces[index]
         if xxhash.xxh3_64_hexdigest(piece) != told:
             raise _DamagedError(f"bytes {index * PIECE} to {index * PIECE + len(piece)} have changed")
+    _tell_lost(about.get("lost", 0))
     streams, start = {}, 0
     for split in SPLITS:
         streams[split] = np.frombuffer(tokens[start : start + about["bytes"][split]], about["dtype"])

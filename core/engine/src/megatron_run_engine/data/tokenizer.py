@@ -15,11 +15,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from megatron_run.errors import DataError
-from megatron_run_engine.data.tokenizer_files import (
-    SENTENCEPIECE,
-    find_tokenizer,
-    opened,
-)
+from megatron_run_engine.data.lost_text import counter_of_lost
+from megatron_run_engine.data.tokenizer_files import SENTENCEPIECE, find_tokenizer, opened
 from megatron_run_engine.data.tokenizer_folder import FolderTokenizer, template_for
 
 if TYPE_CHECKING:
@@ -33,9 +30,10 @@ END_OF_DOCUMENT = (
 
 #: The name under which a tokenizer's file is kept beside the weights that were trained with it.
 TOKENIZER = "tokenizer.json"
-#: The file beside it that names special tokens, and those that may hold its chat template. They go where it goes.
+#: The file beside it that names special tokens.
 TOKENIZER_CONFIG = "tokenizer_config.json"
-CHAT_TEMPLATES = ("chat_template.jinja", TOKENIZER_CONFIG)
+#: All files beside it that say how it is used.
+BESIDE = ("chat_template.jinja", TOKENIZER_CONFIG, "special_tokens_map.json", "added_tokens.json")
 
 
 class Tokenizer(ABC):
@@ -47,6 +45,8 @@ class Tokenizer(ABC):
     unit: str
     vocab_size: int
     end_of_document: int
+    #: Characters that no token stands for, in all that was encoded so far; white space is not counted.
+    lost: int = 0
 
     @property
     @abstractmethod
@@ -77,15 +77,15 @@ class Tokenizer(ABC):
         """The texts of special tokens by their names at Hugging Face, such as ``bos_token``; empty if not said."""
         return {}
 
-    def special_ids(self) -> dict[str, int]:
+    def special_ids(self, end: int | None = None) -> dict[str, int]:
         """The ids that begin (``bos``), end (``eos``) and fill (``pad``) a text, as far as they are said.
 
-        ``eos`` is ``end_of_document`` where only that is known.
+        Where no ``eos`` is said, it is ``end``, which ended the documents of a run, or else ``end_of_document``.
         """
+        end = self.end_of_document if end is None else end
         ids = {kind: self.vocabulary.get(self.special.get(f"{kind}_token", "")) for kind in ("bos", "eos", "pad")}
         found = {kind: number for kind, number in ids.items() if number is not None}
-        known = self.end_of_document in self.vocabulary.values()
-        return {"eos": self.end_of_document, **found} if known or "eos" in found else found
+        return {"eos": end, **found} if end in self.vocabulary.values() else found
 
     def special_tokens(self) -> dict[str, tuple[str, int]]:
         """Text and id of each token of :attr:`special`, by its name without ``_token``."""
@@ -115,8 +115,11 @@ class Tokenizer(ABC):
         return {}
 
     @abstractmethod
-    def decode(self, tokens: Sequence[int]) -> str:
-        """Return the text of ``tokens``. Tokens without text, such as ``end_of_document``, are left out."""
+    def decode(self, tokens: Sequence[int], *, special: bool = False) -> str:
+        """Return the text of ``tokens``. Tokens without text, such as ``end_of_document``, are left out.
+
+        ``special`` tokens are left out too, as from what a model writes, or stand by their names, as in a dataset.
+        """
 
 
 class ByteTokenizer(Tokenizer):
@@ -145,7 +148,7 @@ class ByteTokenizer(Tokenizer):
         starts = np.repeat(np.arange(len(text)), [len(character.encode()) for character in text])
         return self.encode(text.encode(), "the text").astype(np.int64), starts, starts + 1
 
-    def decode(self, tokens: Sequence[int]) -> str:
+    def decode(self, tokens: Sequence[int], *, special: bool = False) -> str:
         """Decode the bytes as UTF-8, with U+FFFD for invalid ones."""
         return bytes(token for token in tokens if token < 256).decode("utf-8", errors="replace")
 
@@ -167,6 +170,7 @@ class JsonTokenizer(Tokenizer):
         highest = max(vocabulary.values(), default=-1)  # ids may have gaps, so their number is not enough
         self.end_of_document = highest + 1 if end is None else end
         self.vocab_size = max(highest, self.end_of_document) + 1
+        self._lost = counter_of_lost(self._tokenizer, byte_characters())
 
     def _special_names(self) -> frozenset[str]:
         added = self._tokenizer.get_added_tokens_decoder().values()
@@ -217,26 +221,34 @@ class JsonTokenizer(Tokenizer):
         """Return the ids of a UTF-8 document, without the special tokens that a template would add, such as [CLS]."""
         text = _text(content, source)
         with self._naming(source):
-            return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, np.int64)
+            found = self._tokenizer.encode(text, add_special_tokens=False)
+        self._count_lost(text)
+        return np.array(found.ids, np.int64)
 
     def encode_batch(self, documents: Sequence[tuple[object, bytes]]) -> Sequence[NDArray[np.integer[Any]]]:
         """Return the ids of each (source, content), by as many threads as the library takes."""
         texts = [_text(content, source) for source, content in documents]
         with self._naming("a document"):
             encoded = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)  # fast: no offsets
+        self._count_lost(*texts)
         return [np.array(each.ids, np.int64) for each in encoded]
 
     def encode_places(self, text: str) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
         """Return the ids of ``text`` as :meth:`encode` does, and where their tokens lie in it."""
         with self._naming("the text"):
             found = self._tokenizer.encode(text, add_special_tokens=False)
+        self._count_lost(text)
         places = np.array(found.offsets, np.int64).reshape(-1, 2)
         return np.array(found.ids, np.int64), places[:, 0], places[:, 1]
 
-    def decode(self, tokens: Sequence[int]) -> str:
-        """Return the text of ``tokens`` without special tokens."""
+    def _count_lost(self, *texts: str) -> None:
+        if self._lost is not None:
+            self.lost += sum(map(self._lost.count, texts))
+
+    def decode(self, tokens: Sequence[int], *, special: bool = False) -> str:
+        """Return the text of ``tokens``."""
         with self._naming("ids"):
-            text = str(self._tokenizer.decode(list(tokens), skip_special_tokens=True))
+            text = str(self._tokenizer.decode(list(tokens), skip_special_tokens=not special))
         return _cleaned_up(text) if self._folder is not None and self._folder.cleans_up else text
 
     @contextmanager
@@ -285,10 +297,14 @@ class SentencePieceTokenizer(Tokenizer):
         """Return the ids of ``text`` as :meth:`encode` does, and where their tokens lie in it."""
         found = self._model.encode_as_offset_mapping(text)
         places = np.array(found["offsets"], np.int64).reshape(-1, 2)
-        return np.array(found["ids"], np.int64), places[:, 0], places[:, 1]
+        starts, stops = places[:, 0], places[:, 1]
+        for token in range(len(places) - 2, -1, -1):  # only the last byte of a character is given its place
+            if starts[token] == stops[token] == starts[token + 1]:
+                stops[token] = stops[token + 1]
+        return np.array(found["ids"], np.int64), starts, stops
 
-    def decode(self, tokens: Sequence[int]) -> str:
-        """Return the text of ``tokens``; control symbols have none."""
+    def decode(self, tokens: Sequence[int], *, special: bool = False) -> str:
+        """Return the text of ``tokens``; control symbols have none, and no text stands for them."""
         return str(self._model.decode([token for token in tokens if token < self._model.get_piece_size()]))
 
 
@@ -351,6 +367,13 @@ def _sentencepiece(path: Path) -> Any:
     except (RuntimeError, OSError) as cause:
         why = " ".join(str(cause).split())
         raise DataError(f"tokenizer file {path} is broken", why=why, origin="data.tokenizer") from cause
+
+
+def byte_characters() -> dict[str, int]:
+    """The characters by which GPT-2's vocabulary names bytes: printable ones themselves, others from U+0100 on."""
+    plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in plain]
+    return {chr(byte): byte for byte in plain} | {chr(256 + place): byte for place, byte in enumerate(others)}
 
 
 def open_tokenizer(name: str) -> Tokenizer:

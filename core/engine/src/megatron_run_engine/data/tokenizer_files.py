@@ -19,6 +19,7 @@ from megatron_run.errors import DataError, near_path
 from megatron_run.safe_folder import SafeFolder, parse_json
 from megatron_run_engine.data.tokenizer_folder import FolderTokenizer, files_decide, read_folder
 from megatron_run_engine.data.user_cache import replacing
+from megatron_run_engine.data.user_files import refuse_pointer
 
 if TYPE_CHECKING:
     import tokenizers
@@ -52,13 +53,23 @@ def find_file(path: Path) -> Path:
     if path.is_dir():
         for name in FILES:
             if (path / name).is_file():
-                return path / name
+                return _fetched(path / name)
         raise _fault(f"folder {path} holds no tokenizer", fix=f"it would be one of {', '.join(FILES)}")
     if path.name.endswith("merges.txt"):
         path = path.with_name(f"{path.name.removesuffix('merges.txt')}vocab.json")
     if not path.is_file():
         known = "name a tokenizer.json, a folder, vocab.json, vocab.txt or a .model file, or say bytes"
         raise _fault(f"tokenizer file {path} does not exist", fix=near_path(path) or known)
+    return _fetched(path)
+
+
+def _fetched(path: Path) -> Path:
+    """``path``. Raises :class:`DataError` where git-lfs has left a pointer in its place."""
+    try:
+        refuse_pointer(path)
+    except DataError as error:
+        error.origin = "data.tokenizer"
+        raise
     return path
 
 

@@ -35,6 +35,8 @@ def user_cache(name: str) -> Path:
     return folder
 
 
+#: Nanoseconds for which the clock of a file system may stand still: a younger file can change unseen.
+YOUNG = 2_000_000_000
 #: The variable by which torch is told where compiled libraries are kept, and how its own choice begins.
 COMPILED, _SHARED = "TORCHINDUCTOR_CACHE_DIR", "torchinductor_"
 

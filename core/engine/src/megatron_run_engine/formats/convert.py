@@ -5,7 +5,6 @@ A saved step is read as ``Weights``; ``Weights`` are written as a folder of one 
 
 from __future__ import annotations
 
-import hashlib
 import os
 import platform
 import time
@@ -29,20 +28,14 @@ from megatron_run.registry.choose_format import format_to_read, format_to_write
 from megatron_run.registry.discover import plain_name
 from megatron_run_engine.checkpoint.adapted import MergedReader, open_step
 from megatron_run_engine.checkpoint.files import FileSystem, followed, lock, read_whole, saving
-from megatron_run_engine.checkpoint.manifest import About, DataRecord, TokenizerRecord, make_manifest
+from megatron_run_engine.checkpoint.kept_files import SOURCE, TokenizerFiles, kept_tokenizer, source_files
+from megatron_run_engine.checkpoint.manifest import About, DataRecord, make_manifest
 from megatron_run_engine.checkpoint.saving import LOCK, Commit
 from megatron_run_engine.checkpoint.shard_file import NAMES, write_shard, written_type
 from megatron_run_engine.checkpoint.step_folder import CHECKPOINTS, IMPORTED, Checkpoints, find_step
-from megatron_run_engine.data.tokenizer import TOKENIZER, open_tokenizer
+from megatron_run_engine.data.tokenizer import open_tokenizer
 from megatron_run_engine.formats.gpt_tensors import gpt_options, logical_shapes, names_fault
-from megatron_run_engine.formats.kept_files import (
-    SOURCE,
-    files_beside,
-    kept_tokenizer,
-    source_files,
-    special_tokens,
-    tokenizer_files,
-)
+from megatron_run_engine.formats.kept_files import files_beside, given_tokenizer, special_tokens
 from megatron_run_engine.run_folder.changes import digest
 
 if TYPE_CHECKING:
@@ -168,15 +161,16 @@ def read_step(checkpoints: Checkpoints, step: int) -> Weights:
     else:
         fields = {field for record in manifest.tensors.values() for field in record}
         readers = {field: _readers(manifest, reader, field) for field in sorted(fields)}
+    home = checkpoints.path.parent
     return Weights(
         config=config,
         tensors=readers.pop(MASTER),
         step=step,
-        sequence_length=identity.get("train.sequence_length"),
+        sequence_length=manifest.about.longest,
         moments=readers,
-        tokenizer=kept_tokenizer(checkpoints, manifest),
+        tokenizer=kept_tokenizer(home, manifest.about),
         special_tokens=special_tokens(checkpoints, manifest),
-        files=source_files(checkpoints.path.parent),
+        files=source_files(home),
     )
 
 
@@ -198,10 +192,10 @@ def write_folder(weights: Weights, folder: Path, source: str, bad: Counter[str] 
     """
     identity = _identity(weights)
     _check_names(weights)
-    files, kept = FileSystem(), tokenizer_files(weights)
+    files, kept = FileSystem(), given_tokenizer(weights)
     with saving(f"{folder} could not be written"), new_folder(folder, files):
         _write_file(folder / CONFIG, _config_text(weights, source, folder, kept).encode(), files)
-        for name, content in kept.items():
+        for name, content in {} if kept is None else kept.contents.items():
             _write_file(folder / name, content, files)
         if weights.files:
             files.make_folder(folder / SOURCE)
@@ -334,16 +328,16 @@ def _identity(weights: Weights) -> dict[str, Any]:
     return {f"{section}.{key}": value for section, keys in _sections(weights).items() for key, value in keys.items()}
 
 
-def _config_text(weights: Weights, source: str, folder: Path, kept: Mapping[str, bytes]) -> str:
+def _config_text(weights: Weights, source: str, folder: Path, kept: TokenizerFiles | None) -> str:
     """``config.yaml``, which names the weights. Options that the source does not determine are left out."""
     sections = {"run": {"init_from": str(folder.absolute())}, **_sections(weights)}
-    if kept:
-        sections["data"] = {"use": "text", "tokenizer": str(folder.absolute() / TOKENIZER)}
+    if kept is not None:
+        sections["data"] = {"use": "text", "tokenizer": str(folder.absolute() / kept.name)}
     sections["model"] = {key: value for key, value in sections["model"].items() if key in {"use", *weights.config}}
     return f"# Imported from {source.splitlines()[0]}\n{yaml_text({'version': 1, **sections})}"
 
 
-def _about(weights: Weights, identity: Mapping[str, Any], kept: Mapping[str, bytes]) -> About:
+def _about(weights: Weights, identity: Mapping[str, Any], kept: TokenizerFiles | None) -> About:
     return About(
         step=weights.step,
         run=IMPORTED,
@@ -356,14 +350,8 @@ def _about(weights: Weights, identity: Mapping[str, Any], kept: Mapping[str, byt
         topology={"world": 1},
         config=digest(identity),
         identity=identity,
-        tokenizer=_tokenizer_record(weights.tokenizer, kept),
+        tokenizer=None if kept is None else kept.record,
     )
-
-
-def _tokenizer_record(place: Path | None, kept: Mapping[str, bytes]) -> TokenizerRecord | None:
-    if not kept:
-        return None
-    return TokenizerRecord(name=str(place), sha256=hashlib.sha256(kept[TOKENIZER]).hexdigest())
 
 
 def count_values(manifest: Manifest) -> int:

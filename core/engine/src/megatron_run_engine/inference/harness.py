@@ -61,11 +61,11 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # the harness has no anno
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[tuple[str, str], list[int], list[int]]], **_: Any
     ) -> list[tuple[float, bool]]:
-        longest = self._model.positions + 1
-        windows = []
-        for _texts, context, continuation in requests:
-            tokens = [*context, *continuation][-longest:]
-            windows.append(Window.of(tokens, max(1, len(tokens) - len(continuation))))
+        longest = self._model.positions
+        windows = [
+            Window.ending([*context, *continuation], len(continuation), longest)
+            for _, context, continuation in requests
+        ]
         return [(each.logprob, each.greedy) for each in self._score(windows)]
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:

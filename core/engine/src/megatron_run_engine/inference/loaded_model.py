@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,7 @@ from megatron_run_engine.inference.stepping import Stepper
 from megatron_run_engine.inference.text_stream import Completion, TextStream
 from megatron_run_engine.runtime.generation import Generation, Sampling, TextTokens
 from megatron_run_engine.runtime.world import World
+from megatron_run_engine.training.checked_plugins import open_split
 from megatron_run_engine.training.environments import find_world
 from megatron_run_engine.training.process import join_world
 from megatron_run_engine.training.tasks import Reader, TaskResult, make_work, run_task
@@ -94,12 +96,15 @@ def load(
     """Load a model in this process: of a run folder, a saved step, an imported folder, or one of another program.
 
     None is the latest run; ``step`` is one of its steps, by default the newest. ``device`` is ``auto``, ``cpu`` or
-    ``cuda``. ``sets`` change configuration keys, as ``{"train.precision": "bf16"}``. In a program that torchrun or srun
+    ``cuda``. ``sets`` change configuration keys, as ``{"train.precision": "bf16"}``. What an import of the folder would
+    note is given as warnings. In a program that torchrun or srun
     has started, this process is one rank of the model: every rank calls this and the model's methods alike. Raises
     :class:`~megatron_run.errors.RunError`.
     """
     world = find_world(os.environ)
     source = find_source(None if path is None else Path(path).expanduser(), step)
+    for note in source.notes:
+        warnings.warn(note, stacklevel=2)
     words = () if isinstance(sets, Mapping) else tuple(sets)
     values = {"run.device": device, **(sets if isinstance(sets, Mapping) else {})}
     run = plan(source, Request(sets=words, values=values, nproc=None if world is None else world.size))
@@ -204,8 +209,12 @@ class LoadedModel:
         are read at once; ``progress`` is told after each pass. Raises :class:`InputError` for an unknown task,
         :class:`DataError` for what it cannot read.
         """
-        seed, samples = self.run.config.train.seed, self.source.has_samples
-        reader = Reader(self.data, self.positions, seed, self.vocab_size, has_samples=samples)
+        train, source, opens = self.run.config.train, self.source, None
+        if self.data is not None and source.has_samples:
+            length = source.sample_length if self.positions == source.longest else self.positions
+            plugin = self.run.one("data")
+            opens = partial(open_split, plugin, self.data, sequence_length=length or self.positions, seed=train.seed)
+        reader = Reader(self.data, self.positions, self.vocab_size, opens)
         works = [make_work(task, reader, stride) for task in tasks]  # all mistakes come before the first takes its time
         return [run_task(*work, self.network, batch, progress) for work in works]
 

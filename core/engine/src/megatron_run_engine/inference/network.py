@@ -20,7 +20,14 @@ from megatron_run_engine.runtime.execute import Executor
 from megatron_run_engine.runtime.generation import Network
 from megatron_run_engine.runtime.messages import Messenger
 from megatron_run_engine.runtime.parameter_init import describe_parameters, fill
-from megatron_run_engine.training.build import Programs, build_chunks, make_context, make_layers, with_vocabulary
+from megatron_run_engine.training.build import (
+    Programs,
+    build_chunks,
+    make_context,
+    make_layers,
+    read_fields,
+    with_vocabulary,
+)
 
 if TYPE_CHECKING:
     from torch.nn import Parameter
@@ -29,6 +36,10 @@ if TYPE_CHECKING:
     from megatron_run.planning import ResolvedRun
     from megatron_run_engine.inference.source import Source
     from megatron_run_engine.runtime.world import World
+
+
+#: Keys by which a request names a tokenizer.
+_TOKENIZERS = frozenset({"data", "data.use", "data.tokenizer"})
 
 
 class _ForwardOnly(Schedule):
@@ -63,7 +74,7 @@ def plan(source: Source, request: Request) -> ResolvedRun:
     Weights are used in fp32, as they are saved, unless train.precision is set; nothing else of how the model was
     trained is taken over. A tokenizer may be given with the plugin of kind data. No file that ``source`` names as a
     plugin is run, unless ``request`` names it too. Raises :class:`InputError` for ``parallel.sequence`` and
-    ``parallel.chunks``, which only training has.
+    ``parallel.chunks``, which only training has, and :class:`DataError` for a tokenizer that is lost.
     """
     found = Found(source.config, f"what is saved in {source.path}")
     ours = {
@@ -72,6 +83,8 @@ def plan(source: Source, request: Request) -> ResolvedRun:
         "observer": {"use": []},
     }
     words = (*request.plugins, *request.sets, *request.values)
+    if source.lost is not None and _TOKENIZERS.isdisjoint(word.partition("=")[0] for word in words):
+        raise source.lost
     silent = "data" not in source.config and not any(word.startswith(("data=", "data.")) for word in words)
     run = resolve(replace(request, configs=(ours, found)), [_ForwardOnly(), *([_NoText()] if silent else [])])
     if run.config.parallel.sequence:
@@ -106,8 +119,10 @@ def build_network(
     options = run.one("model").options
     assert options is not None  # planning has validated them
     device = torch.device(world.device)
-    context = make_context(run, topology, groups, device, options if data is None else with_vocabulary(run, data))
-    model, _, chunks = build_chunks(run, context, make_layers(run, context))
+    # A model of the data's fields: what packs documents is read as in training when its samples are scored.
+    given = (options,) if data is None else (with_vocabulary(run, data), data.fields)
+    context = make_context(run, topology, groups, device, *given)
+    model, positions, chunks = build_chunks(run, context, make_layers(run, context))
     if not model.predicts_next:
         raise InputError(
             f"{run.one('model')} does not predict the next token",
@@ -128,8 +143,9 @@ def build_network(
         activity=activity,
     )
     executor = Executor(chunks, context.gradients, messenger, world.rank, activity)
-    program = Programs(run, topology.stage, world.backend).forward_only(1)
-    return Network(context, model, chunks, executor, program, run.layout[-1].stage), data
+    forwards = Programs(run, topology.stage, world.backend).forward_only
+    reads = read_fields(run, model, positions)
+    return Network(context, model, chunks, executor, forwards, reads, run.layout[-1].stage), data
 
 
 def _check(infos: dict[Parameter, ParamInfo], source: Source) -> None:

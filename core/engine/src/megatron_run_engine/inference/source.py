@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_run.config.yaml import bare, parse
 from megatron_run.contracts.optimizer import MASTER
-from megatron_run.errors import CheckpointError, InputError
+from megatron_run.errors import CheckpointError, DataError, InputError
 from megatron_run.registry.choose_format import format_to_read
 from megatron_run_engine.checkpoint.adapted import MergedReader, open_step
+from megatron_run_engine.checkpoint.kept_files import SOURCE, kept_tokenizer, tokenizer_of
 from megatron_run_engine.checkpoint.step_folder import find_step
 from megatron_run_engine.formats.end_tokens import end_tokens
-from megatron_run_engine.formats.kept_files import SOURCE
 from megatron_run_engine.run_folder.changes import nested
 from megatron_run_engine.run_folder.folder import last_config
 
@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 
     from megatron_run_engine.runtime.parameter_init import ReadBox
 
-#: The tokenizer's file in folders of other programs, as the `tokenizers` library names it.
-TOKENIZER = "tokenizer.json"
 #: What the model needs of a saved configuration: everything else is decided anew when it is put to use.
 _KEPT = ("model", "data")
 #: The section of the kind that a run's own layers come from.
@@ -37,7 +35,9 @@ class Source:
 
     ``step`` counts the updates that it has seen. The section ``data`` is there where a tokenizer is known. ``shapes``
     are those of the logical tensors, by name; empty where only reading tells. ``ends`` are the tokens at which a text
-    ends, as its program says them; None where nothing does, and the tokenizer decides.
+    ends, as its program says them; None where nothing does, and the tokenizer decides. ``sample_length`` is that of the
+    samples of a run, which may be shorter than what the model reads. ``notes`` are lines for the user: what reading it
+    lost. ``lost`` says that its tokenizer is not there, unless the user names one.
     """
 
     path: Path
@@ -46,11 +46,20 @@ class Source:
     shapes: Mapping[str, tuple[int, ...]]
     read: ReadBox
     ends: tuple[int, ...] | None = None
+    sample_length: int | None = None
+    notes: tuple[str, ...] = ()
+    lost: DataError | None = None
 
     @property
     def has_samples(self) -> bool:
         """Whether the section ``data`` names samples too, and not only a tokenizer."""
         return bool(self.config.get("data", {}).keys() - {"use", "tokenizer"})
+
+    @property
+    def longest(self) -> int | None:
+        """The longest sequence that the model reads, as far as is saved."""
+        length: int | None = self.config.get("train", {}).get("sequence_length")
+        return length
 
 
 def find_source(path: Path | None, step: int | None = None, *, verified: bool = False) -> Source:
@@ -70,13 +79,25 @@ def find_source(path: Path | None, step: int | None = None, *, verified: bool = 
     reader = open_step(checkpoints, chosen, manifest, verify=not verified)
     config = nested(manifest.about.identity)
     found: dict[str, Any] = {name: config[name] for name in _KEPT if name in config}
-    found["train"] = {key: config["train"][key] for key in ("sequence_length",) if key in config.get("train", {})}
-    layers = _layers(checkpoints.path.parent)
+    found["train"] = {} if manifest.about.longest is None else {"sequence_length": manifest.about.longest}
+    home, lost = checkpoints.path.parent, None
+    layers = _layers(home)
     if layers is not None:
         found[_LAYERS] = layers
-    home = checkpoints.path.parent
-    if "data" not in found and (home / TOKENIZER).is_file():
-        found["data"] = _tokenizer(home)
+    kept = kept_tokenizer(home, manifest.about)
+    if "data" not in found and kept is not None:
+        found["data"] = _tokenizer(kept)
+    elif found.get("data", {}).get("tokenizer"):
+        try:
+            tokenizer = tokenizer_of(home, manifest.about, str(found["data"]["tokenizer"]))
+            found["data"] = {**found["data"], "tokenizer": tokenizer}
+            end = None if manifest.about.tokenizer is None else manifest.about.tokenizer.end
+            if (
+                end is not None and "end_of_document" in found["data"]
+            ):  # prepared data records it, in a file that need not be here
+                found["data"]["end_of_document"] = end
+        except DataError as error:
+            lost = error
     return Source(
         path=checkpoints.folder(chosen),
         config=found,
@@ -84,6 +105,8 @@ def find_source(path: Path | None, step: int | None = None, *, verified: bool = 
         shapes=reader.with_adapters() if isinstance(reader, MergedReader) else reader.shapes(),
         read=lambda name, starts, sizes: reader.read(name, MASTER, starts, sizes),
         ends=end_tokens(home / SOURCE),
+        sample_length=config.get("train", {}).get("sequence_length"),
+        lost=lost,
     )
 
 
@@ -109,12 +132,12 @@ def _foreign(path: Path) -> Source:
 
     config = {"model": {"use": "gpt", **weights.config}, "train": {"sequence_length": weights.sequence_length}}
     if weights.tokenizer is not None:
-        config["data"] = {"use": "text", "tokenizer": str(weights.tokenizer)}
-    return Source(path, config, weights.step, {}, read, end_tokens(path))
+        config["data"] = _tokenizer(weights.tokenizer)
+    return Source(path, config, weights.step, {}, read, ends=end_tokens(path), notes=weights.notes)
 
 
-def _tokenizer(folder: Path) -> dict[str, Any]:
-    return {"use": "text", "tokenizer": str(folder / TOKENIZER)}
+def _tokenizer(place: Path) -> dict[str, Any]:
+    return {"use": "text", "tokenizer": str(place)}
 
 
 def _layers(run_folder: Path) -> dict[str, Any] | None:

@@ -231,6 +231,9 @@ def _train_here(run: ResolvedRun) -> RunResult:
 
 def _start_local(run: ResolvedRun, request: Request, options: LaunchOptions) -> RunResult:
     """Start the ranks, and start them again as often as ``options`` allow and it makes sense."""
+    from megatron_run.planning.decided import pinned
+
+    request = pinned(request, run)
     fork = forks_ranks(run.config.run.start_method, check_local_devices(run))
     for notice in untold(run.notices):
         options.tell(notice)
@@ -306,6 +309,9 @@ def run_task(run: ResolvedRun, request: Request, task: Task, options: LaunchOpti
     if (world := find_world(os.environ)) is not None:
         why = f"{world.launcher} has started this process as one of {world.size} ranks"
         raise InputError("this command starts its ranks itself", why=why, fix=f"leave {world.launcher} out")
+    from megatron_run.planning.decided import pinned
+
+    request = pinned(request, run)
     fork = forks_ranks(run.config.run.start_method, check_local_devices(run))
     with tempfile.TemporaryDirectory(prefix="megatron-run-task-") as scratch:
         folder = RunFolder(Path(scratch), 1)

@@ -113,6 +113,9 @@ class DecoderChunk(nn.Module):
 
         #: Whether every layer here can keep what it needs of earlier tokens (:class:`megatron_run.contracts.Decoding`).
         self.caches = all(getattr(block.attention.core, "caches", False) for block in blocks.values())
+        scaling = spec.rope_scaling
+        #: The longest text that is read with other angles than longer ones; None where all have the same.
+        self.angle_switch = None if scaling is None else scaling.switch(spec.sequence_length)
         self.runner, self._forward_pass, self._routers = context.segments, ForwardPass(layers, context.train), routers
         self._mixed: list[Router] = []
         self.watch_routers(blocks.values())
@@ -225,7 +228,7 @@ class DecoderChunk(nn.Module):
     def _loss(self, logits: Tensor, labels: Tensor, loss_mask: Tensor) -> tuple[Tensor, Tensor]:
         """Logits [s, b, p/t], labels and mask [b, s] -> (summed loss, number of tokens), scalars.
 
-        A sum, not a mean: the trainer divides by the number of tokens (``Trainer._seed``).
+        A sum, not a mean: the trainer divides by the number of tokens (``LossWeights``).
         """
         assert self.cross_entropy is not None
         return _summed(self.cross_entropy(logits, labels), loss_mask)

@@ -31,6 +31,8 @@ class Rotary(nn.Module):
 
     cos: Tensor  # [s, 1, 1, r/2]
     sin: Tensor  # [s, 1, 1, r/2]
+    short_cos: Tensor  # [s, 1, 1, r/2], of texts up to ``switch``
+    short_sin: Tensor  # [s, 1, 1, r/2]
 
     def __init__(self, context: BuildContext, spec: TransformerSpec, *, local: bool = False) -> None:
         super().__init__()
@@ -42,26 +44,41 @@ class Rotary(nn.Module):
         exponents = torch.arange(0, self.features, 2, dtype=torch.float64, device=device) / self.features
         positions = torch.arange(spec.sequence_length, dtype=torch.float64, device=device)
         frequencies = theta**-exponents
-        longer = frequencies if scaling is None else scaled(frequencies, scaling, theta, spec.sequence_length)
-        angles = torch.outer(positions, longer)[:, None, None, :]
+        #: The longest text whose angles are other than those of longer ones; None where all texts have the same.
+        self.switch = None if scaling is None else scaling.switch(spec.sequence_length)
         size = 1.0 if scaling is None else scaling.attention_factor
-        self.register_buffer("cos", (angles.cos() * size).to(context.dtypes.param), persistent=False)
-        self.register_buffer("sin", (angles.sin() * size).to(context.dtypes.param), persistent=False)
+        lengths = {"": spec.sequence_length} | ({} if self.switch is None else {"short_": self.switch})
+        for name, length in lengths.items():
+            longer = frequencies if scaling is None else scaled(frequencies, scaling, theta, length)
+            angles = torch.outer(positions, longer)[:, None, None, :]
+            self.register_buffer(f"{name}cos", (angles.cos() * size).to(context.dtypes.param), persistent=False)
+            self.register_buffer(f"{name}sin", (angles.sin() * size).to(context.dtypes.param), persistent=False)
 
     def forward(self, x: Tensor, decoding: Decoding | None = None, positions: Tensor | None = None) -> Tensor:
         """Rotate queries or keys: [s, b, n, d] -> [s, b, n, d]; by default token i is at position i."""
-        positions = positions if decoding is None else decoding.positions
-        if positions is not None:
-            places = positions.t()  # [s, b]
-            cos, sin = self.cos[places, 0], self.sin[places, 0]  # [s, b, 1, r/2]
-        else:
-            start = 0 if decoding is None else decoding.first
-            cos, sin = self.cos[start : start + len(x)], self.sin[start : start + len(x)]
+        cos, sin = self._turns(len(x), decoding, positions)  # [s, b or 1, 1, r/2]
         if fuses(x):
             return rotated(x, cos, sin)
         first, second = x[..., : self.features].chunk(2, dim=-1)  # each [s, b, n, r/2]
         turned = (first * cos - second * sin, second * cos + first * sin)
         return torch.cat(turned if self.features == x.shape[-1] else (*turned, x[..., self.features :]), dim=-1)
+
+    def _turns(self, columns: int, decoding: Decoding | None, positions: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Cosines and sines of a pass over ``columns``. A text has the angles of its length so far."""
+        positions = positions if decoding is None else decoding.positions
+        start = 0 if decoding is None else decoding.first
+        if positions is None:
+            short = self.switch is not None and start + columns <= self.switch
+            cos, sin = (self.short_cos, self.short_sin) if short else (self.cos, self.sin)
+            return cos[start : start + columns], sin[start : start + columns]
+        places = positions.t()  # [s, b]
+        cos, sin = self.cos[places, 0], self.sin[places, 0]
+        if self.switch is None or (decoding is None and columns > self.switch):
+            return cos, sin
+        # Texts of a batch end in its last column; packed documents have the angles of their row.
+        ends = positions[:, -1] + 1 if decoding is not None else positions.new_full((len(positions),), columns)
+        long = (ends > self.switch)[:, None, None]
+        return torch.where(long, cos, self.short_cos[places, 0]), torch.where(long, sin, self.short_sin[places, 0])
 
 
 def rotaries(context: BuildContext, spec: TransformerSpec, layers: Iterable[int]) -> dict[int, Rotary]:
@@ -84,8 +101,7 @@ def scaled(frequencies: Tensor, scaling: RopeScaling, theta: float, length: int)
     ``llama3`` by a ramp over the turns in the original length (Grattafiori et al. 2024, "The Llama 3 Herd of Models",
     as Meta published it), ``yarn`` by a ramp over the features between those that make ``high`` and ``low`` turns
     (Peng et al. 2023, "YaRN", section 3.2). ``longrope`` has found a divisor for each (Ding et al. 2024, "LongRoPE"),
-    and others for sequences no longer than the first ones: the ``length`` of the model's sequences decides, not that of
-    each text, so that a text's angles do not change while it grows.
+    and others for sequences of a ``length`` no longer than the first ones.
     """
     if scaling.kind == "longrope":
         return frequencies / frequencies.new_tensor(scaling.long if length > scaling.original else scaling.short)

@@ -85,8 +85,8 @@ class RopeScaling:
 
     Below ``low`` turns over the original length a pair of features turns ``factor`` times slower, above ``high`` turns
     as before, and between them by a ramp (:mod:`megatron_run_engine.nn.rotary`). ``attention_factor`` multiplies
-    queries and keys. ``short`` and ``long`` are for longrope how many times slower each pair turns, in models of
-    sequences up to the original length and in those of longer ones.
+    queries and keys. ``short`` and ``long`` are for longrope how many times slower each pair turns, in texts up to the
+    original length and in longer ones.
     """
 
     kind: RopeScalingKind
@@ -97,6 +97,10 @@ class RopeScaling:
     attention_factor: float = 1.0
     short: tuple[float, ...] = ()
     long: tuple[float, ...] = ()
+
+    def switch(self, longest: int) -> int | None:
+        """The longest text that has other angles than texts of ``longest`` tokens; None if there is none."""
+        return self.original if self.kind == "longrope" and longest > self.original else None
 
 
 def check_heads(hidden: int, heads: int, otherwise: str = "") -> None:

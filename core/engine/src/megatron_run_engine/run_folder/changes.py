@@ -64,6 +64,8 @@ FREE_OF_MODEL = frozenset(
 #: Keys besides those of the model that give the saved state its meaning: which moments there are, and how many tokens a
 #: sample has, in which the position in the data is counted.
 _RULE, _SAMPLE = "optimizer.rule", "train.sequence_length"
+#: Names a file, whose content decides what is learned, and not where it lies.
+_TOKENIZER = "data.tokenizer"
 #: The length of a run, of which one key is set.
 LENGTH = frozenset({"train.steps", "train.samples"})
 
@@ -95,6 +97,19 @@ def with_added_options(saved: Mapping[str, Any], run: ResolvedRun) -> dict[str, 
     usual = {key: field.get_default() for key, field in fields.items() if key in now}
     plain: dict[str, Any] = json.loads(json.dumps(usual, default=str))
     return {**plain, **saved}
+
+
+def with_moved_tokenizer(saved: Mapping[str, Any], now: Mapping[str, Any], home: Path) -> dict[str, Any]:
+    """The identity ``saved``, with the tokenizer's name of ``now`` where that is the file kept in the run at ``home``.
+
+    A run that was carried elsewhere has the same tokenizer under another path.
+    """
+    name = now.get(_TOKENIZER)
+    if not isinstance(saved.get(_TOKENIZER), str) or not isinstance(name, str) or saved[_TOKENIZER] == name:
+        return dict(saved)
+    from megatron_run_engine.checkpoint.kept_files import is_kept  # with NumPy, which no other launch needs
+
+    return {**saved, _TOKENIZER: name} if is_kept(home, name) else dict(saved)
 
 
 def digest(keys: Mapping[str, Any]) -> str:

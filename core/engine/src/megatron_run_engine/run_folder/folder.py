@@ -15,6 +15,7 @@ from typing import Any, Literal, NamedTuple
 from megatron_run.errors import CheckpointError, ExitCode, InputError
 from megatron_run.safe_folder import SafeFolder, parse_json
 from megatron_run_engine.checkpoint.step_folder import CHECKPOINTS, Checkpoints
+from megatron_run_engine.data.user_files import byte_lines
 
 State = Literal["starting", "running", "finished", "stopped", "failed"]
 
@@ -246,11 +247,12 @@ def _columns(path: Path) -> Columns:
         content = b""
     except OSError as error:
         raise InputError(f"{path} cannot be read", why=error.strerror or str(error)) from error
-    lines = content[: content.rfind(b"\n") + 1].splitlines()  # a killed run leaves half a line at the end
+    lines = byte_lines(content[: content.rfind(b"\n") + 1])  # a killed run leaves half a line at the end
     read = (_row(path, number, line) for number, line in enumerate(lines, 1))
-    rows = {row["step"]: row for row in read if "changes" not in row}  # a changed configuration is no step
+    # A line without a loss says what was changed before a step, in folders of early versions.
+    rows = {row["step"]: row for row in read if "changes" not in row or "loss" in row}
     ordered = [rows[step] for step in sorted(rows)]
-    names = dict.fromkeys(name for row in ordered for name in row)
+    names = dict.fromkeys(name for row in ordered for name in row if name not in ("resumed", "changes"))
     return {name: [row.get(name) for row in ordered] for name in names}
 
 

@@ -39,6 +39,7 @@ from megatron_run_engine.run_folder.changes import (
     has_trained,
     identity,
     with_added_options,
+    with_moved_tokenizer,
 )
 from megatron_run_engine.run_folder.folder import RunFolder, is_run_id
 
@@ -284,7 +285,7 @@ def _read_record(path: Path) -> dict[str, Any] | None:
 def _check_same_run(path: Path, record: dict[str, Any], keys: dict[str, Any], run: ResolvedRun) -> tuple[Change, ...]:
     """Return what was changed with permission or before a step. Raises :class:`InputError` for all else."""
     check_names(run.request, run)
-    before = with_added_options(record.get("identity", {}), run)
+    before = with_moved_tokenizer(with_added_options(record.get("identity", {}), run), keys, path)
     found = find_changes(before, keys, run.request.allow_plugin_change)
     refusal = find_refusal(found, run.request, path)
     if refusal is not None and has_trained(path):

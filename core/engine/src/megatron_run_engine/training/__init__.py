@@ -4,5 +4,5 @@
 weights and ranks; ``calibration`` measures the machine; ``environments`` finds the world that a process was started in,
 ``process`` prepares it.
 
-Imports: capture, checkpoint, config, contracts, data, errors, nn, pipeline, planning, registry, run_folder, runtime, safe_folder.
-"""  # noqa: E501  # the imports stand on one line
+Imports: capture, checkpoint, config, contracts, data, errors, nn, pipeline, planning, registry, run_folder, runtime.
+"""

@@ -281,3 +281,9 @@ def build_chunks(
     for chunk in chunks:
         layers.finish(cast("nn.Module", chunk))
     return model, positions, chunks
+
+
+def read_fields(run: ResolvedRun, model: Model, positions: Iterable[int]) -> tuple[str, ...]:
+    """The names of the fields of a sample that the chunks at ``positions`` of the layout read."""
+    wanted = [field.name for position in positions for field in as_fields(model.fields(position, run.layout))]
+    return tuple(dict.fromkeys(wanted))

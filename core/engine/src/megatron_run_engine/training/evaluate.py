@@ -14,23 +14,23 @@ from typing import TYPE_CHECKING
 import torch
 
 from megatron_run.contracts import EvalMetrics, Microbatch
-from megatron_run.errors import DataError, InputError
+from megatron_run.errors import InputError
 from megatron_run_engine.data.batches import fields, sample_at
 from megatron_run_engine.runtime.execute import StepInputs
 from megatron_run_engine.runtime.generation import Generation, Network, Sampling, TextTokens
-from megatron_run_engine.runtime.metrics import Metrics
-from megatron_run_engine.training.numbers import LANGUAGE_MODEL, Losses
+from megatron_run_engine.training.build import read_fields
+from megatron_run_engine.training.checked_plugins import open_split
+from megatron_run_engine.training.sample_losses import score_samples
 from megatron_run_engine.training.tasks import Reader, make_work, perplexity_of, run_task
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from torch import Tensor
 
     from megatron_run.contracts import Chunk, Dataset
     from megatron_run.planning import ResolvedRun
     from megatron_run_engine.training.build import Assembly
-    from megatron_run_engine.training.loader import BatchLoader
 
 #: What a model must not see to be asked for logits.
 _ANSWERS = ("labels", "loss_mask")
@@ -66,7 +66,7 @@ def _pass(network: Network, microbatch: Microbatch) -> Tensor | None:
     """Logits [b, s, k] in fp32; None on a stage without the head."""
     rows, columns = microbatch.fields["tokens"].shape
     boundary = partial(network.model.boundary, micro_batch_size=rows, sequence_length=columns)
-    record = network.executor.run(network.program, StepInputs(lambda _: microbatch, boundary))
+    record = network.executor.run(network.forwards(1), StepInputs(lambda _: microbatch, boundary))
     return record.logits[0].transpose(0, 1).float() if record.logits else None
 
 
@@ -80,22 +80,21 @@ class Evaluator:
     """Scores ``eval.batches`` global batches of the validation split, the same samples in every evaluation.
 
     ``samples`` holds their indices, the same for every layout. Of a split smaller than one global batch all samples are
-    scored; the loader fills the last microbatches with samples whose loss mask is zero.
+    scored.
     """
 
-    def __init__(self, run: ResolvedRun, assembly: Assembly, loader: BatchLoader, dataset: Dataset) -> None:
-        self._run, self._assembly, self._loader, self._dataset = run, assembly, loader, dataset
+    def __init__(self, run: ResolvedRun, assembly: Assembly, dataset: Dataset) -> None:
+        self._run, self._assembly, self._dataset = run, assembly, dataset
         train = run.config.train
-        self._per_microbatch = train.micro_batch_size * run.sizes.data
-        self._per_batch = train.global_batch_size // self._per_microbatch
         batches = min(len(dataset) // train.global_batch_size, run.config.eval.batches)
         drawn = range(batches * train.global_batch_size or len(dataset))
         self.samples = [sample_at(dataset, train.seed, position) for position in drawn]
-        self._microbatches = -(-len(drawn) // self._per_microbatch)
 
         if run.config.eval.tasks and not assembly.model.predicts_next:
             raise InputError(f"eval.tasks scores next tokens, and {run.one('model')} does not predict them")
-        reader = Reader(assembly.data, train.sequence_length, train.seed, assembly.context.vocab_size)
+        length = train.sequence_length
+        opens = partial(open_split, run.one("data"), assembly.data, sequence_length=length, seed=train.seed)
+        reader = Reader(assembly.data, length, assembly.context.vocab_size, opens)
         self._judge = assembly.data.judge("validation", train.sequence_length, train.seed)
         self._tasks = [make_work(task, reader) for task in run.config.eval.tasks]
 
@@ -113,15 +112,13 @@ class Evaluator:
     def evaluate(self, step: int) -> EvalMetrics:
         """Score the model after ``step`` steps. Collective over the world."""
         self._assembly.context.groups.activity.enter("evaluate")
-        metrics = Metrics(self._assembly.context.device)
-        report = Losses(self._assembly.model, metrics).report
         set_training(self._assembly.chunks, training=False)
-        for first in range(0, self._microbatches, self._per_batch):
-            self._run_batch(first, min(self._per_batch, self._microbatches - first), report)
+        network, train = network_of(self._run, self._assembly), self._run.config.train
+        at_once = train.global_batch_size // (train.micro_batch_size * self._run.sizes.data)
+        found = score_samples(network, self._dataset, self.samples, train.micro_batch_size, at_once)
         judged = self._judged()
         set_training(self._assembly.chunks, training=True)
-        loss, tokens = self._language_loss(metrics)
-        return EvalMetrics(step, "validation", loss, perplexity_of(loss), tokens, judged)
+        return EvalMetrics(step, "validation", found.loss, perplexity_of(found.loss), found.tokens, judged)
 
     def _judged(self) -> Mapping[str, float]:
         """What the data makes of the model's logits for its validation split; nothing where it judges nothing."""
@@ -132,30 +129,12 @@ class Evaluator:
         size = self._run.config.train.micro_batch_size
         return dict(self._judge(answers(network, self._dataset, names, size).numpy()))
 
-    def _run_batch(self, first: int, microbatches: int, report: Callable[[int, str, Tensor, Tensor], None]) -> None:
-        """Run ``microbatches`` microbatches from ``first`` on. One batch at a time bounds the memory of messages."""
-        run, assembly = self._run, self._assembly
-        train = run.config.train
-        boundary = partial(
-            assembly.model.boundary, micro_batch_size=train.micro_batch_size, sequence_length=train.sequence_length
-        )
-        microbatch = self._loader.evaluation(self._dataset, self.samples[first * self._per_microbatch :])
-        program = assembly.programs.forward_only(microbatches)
-        assembly.executor.run(program, StepInputs(microbatch, boundary, report))
-
-    def _language_loss(self, metrics: Metrics) -> tuple[float, int]:
-        sums = metrics.collect(self._assembly.context.groups).tolist()
-        total, weight = sums[metrics.names.index(LANGUAGE_MODEL)]
-        if not weight:
-            raise DataError("the validation samples hold no token that counts", why="their loss_mask is zero")
-        # Every tensor-parallel rank reports the same tokens: the factor cancels in the mean, but not in the count.
-        return total / weight, round(weight / self._run.sizes.tensor)
-
 
 def network_of(run: ResolvedRun, assembly: Assembly) -> Network:
     """The model in training, as what generates and scores tokens sees it."""
-    program = assembly.programs.forward_only(1)
-    return Network(assembly.context, assembly.model, assembly.chunks, assembly.executor, program, run.layout[-1].stage)
+    forwards, reads = assembly.programs.forward_only, read_fields(run, assembly.model, assembly.positions)
+    last = run.layout[-1].stage
+    return Network(assembly.context, assembly.model, assembly.chunks, assembly.executor, forwards, reads, last)
 
 
 def set_training(chunks: Iterable[Chunk], *, training: bool) -> None:

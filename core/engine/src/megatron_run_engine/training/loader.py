@@ -6,11 +6,11 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from megatron_run.contracts import Microbatch
-from megatron_run.contracts.data import as_fields
-from megatron_run_engine.data.batches import SampleStream, fields
+from megatron_run_engine.data.batches import SampleStream
+from megatron_run_engine.training.build import read_fields
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
     from torch import Tensor
 
@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from megatron_run_engine.training.build import Assembly
 
 
-#: The field of a sample that says which of its tokens count.
-LOSS_MASK = "loss_mask"
 #: Microbatches of a step that are loaded in the one before. A GPU computes the first few longer than the host needs to
 #: load the others; a graph of the whole step needs all of them.
 AHEAD = 8
@@ -33,10 +31,10 @@ class BatchLoader:
         self._train = run.config.train
         self._device = assembly.context.device
         self._data_rank, self._data_size = assembly.context.topology.data_rank, run.sizes.data
-        wanted = [field.name for p in assembly.positions for field in as_fields(assembly.model.fields(p, run.layout))]
-        self._names = tuple(dict.fromkeys(wanted))
-        # On a CPU, the host would load later what it loads earlier.
-        self._ahead = AHEAD if self._device.type == "cuda" else 0
+        self._names = read_fields(run, assembly.model, assembly.positions)
+        # On a CPU, the host would load later what it loads earlier. A mean over tokens needs all masks at first.
+        ahead = AHEAD if self._train.loss_mean == "microbatch" else self._train.global_batch_size
+        self._ahead = ahead if self._device.type == "cuda" else 0
         self._loaded: dict[tuple[int, int], dict[str, Tensor]] = {}  # by consumed samples and microbatch
 
     def load_ahead(self, dataset: Dataset, consumed: int, microbatches: int) -> None:
@@ -64,24 +62,6 @@ class BatchLoader:
         first = consumed + self._first_sample(index)
         positions = range(first, first + self._train.micro_batch_size)
         return SampleStream(dataset, self._train.seed).fields(positions, self._names, self._device)
-
-    def evaluation(self, dataset: Dataset, samples: Sequence[int]) -> Callable[[int], Microbatch]:
-        """Return the loader of an evaluation over ``samples``, which are indices into ``dataset``.
-
-        Where the samples end, the first one is repeated with a loss mask of zeros, so that every rank has a microbatch.
-        """
-        size = self._train.micro_batch_size
-
-        def microbatch(index: int) -> Microbatch:
-            sample0 = self._first_sample(index)
-            indices = samples[sample0 : sample0 + size]
-            filled = [*indices, *[samples[0]] * (size - len(indices))]
-            loaded = fields(dataset, filled, self._names, self._device)
-            if len(indices) < size and LOSS_MASK in loaded:
-                loaded[LOSS_MASK][len(indices) :] = 0
-            return Microbatch(index, 0, sample0, loaded, train=False)
-
-        return microbatch
 
     def _first_sample(self, index: int) -> int:
         """Return a microbatch's first index in the global batch. Data-parallel ranks take microbatches in turn."""

@@ -12,32 +12,74 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, cast, get_args
+from typing import TYPE_CHECKING, NamedTuple, cast, get_args
 
 from megatron_run.contracts import EvalMetrics
 from megatron_run.contracts.data import Split
 from megatron_run.contracts.schema import TASKS, read_task
 from megatron_run.errors import DataError, InputError
-from megatron_run.safe_folder import parse_json
 from megatron_run_engine.data.documents import Document, find_documents
-from megatron_run_engine.runtime.generation.scoring import IGNORED, Score, Window, score, text_windows
+from megatron_run_engine.data.user_files import json_line, read_text, text_lines
+from megatron_run_engine.runtime.generation.scoring import Score, Window, score, text_windows
+from megatron_run_engine.training.sample_losses import score_samples
 
 if TYPE_CHECKING:
-    from megatron_run.contracts import DataSource
+    from megatron_run.contracts import Dataset, DataSource
     from megatron_run_engine.runtime.generation import Network
 
 #: Tokens that a window scores of WikiText-103 (appendix E.1).
 WIKITEXT_STRIDE = 32
+#: UTF-8 has at most 4 bytes in a character, before which may be a token of the space that a tokenizer adds.
+_MOST_TOKENS_OF_A_CHARACTER = 5
 #: How a model gets the tokenizer that its own data do not have.
 _TOKENIZER = "--plugin data=text,tokenizer=FILE"
 
 
+class Found(NamedTuple):
+    """The mean loss in nats of the ``tokens`` that a task scored, and the task's metrics."""
+
+    loss: float
+    tokens: int
+    metrics: Mapping[str, float]
+
+
+#: Is told how many windows or samples are scored.
+Tell = Callable[[int], object]
+
+
 @dataclass(frozen=True)
-class Work:
-    """What a task gives the model to score, and how its metrics follow from the scores, in the same order."""
+class TextWork:
+    """The windows of texts, and how a task's metrics follow from their scores, in the same order."""
 
     windows: Sequence[Window]
     metrics: Callable[[Sequence[Score]], Mapping[str, float]]
+
+    def __len__(self) -> int:
+        return len(self.windows)
+
+    def score(self, network: Network, batch: int, tell: Tell | None) -> Found:
+        """Score the windows, ``batch`` in a pass. Collective over the world."""
+        scores = score(network, self.windows, batch, tell)
+        return Found(_loss(scores), sum(each.targets for each in scores), self.metrics(scores))
+
+
+@dataclass(frozen=True)
+class SplitWork:
+    """The samples of a split, scored as a training's evaluation scores them."""
+
+    dataset: Dataset
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def score(self, network: Network, batch: int, tell: Tell | None) -> Found:
+        """Score all samples, ``batch`` in a microbatch. Collective over the world."""
+        loss, tokens = score_samples(network, self.dataset, range(len(self.dataset)), batch, progress=tell)
+        return Found(loss, tokens, {"perplexity": perplexity_of(loss)})
+
+
+#: What a task gives the model to score.
+Work = TextWork | SplitWork
 
 
 @dataclass(frozen=True)
@@ -61,14 +103,18 @@ class TaskResult:
 class Reader:
     """Encodes text for a model that reads ``longest`` tokens at once, with the tokenizer of ``data``.
 
-    ``has_samples`` is false where ``data`` is there for its tokenizer only.
+    ``opens`` opens a split of the model's own data, its samples as long as those of its training; it is None where
+    ``data`` is there for its tokenizer only.
     """
 
     def __init__(
-        self, data: DataSource | None, longest: int, seed: int, vocab_size: int, *, has_samples: bool = True
+        self,
+        data: DataSource | None,
+        longest: int,
+        vocab_size: int,
+        opens: Callable[[Split], Dataset] | None = None,
     ) -> None:
-        self.data, self.longest, self._seed, self._vocab_size = data, longest, seed, vocab_size
-        self._has_samples = has_samples
+        self.data, self.longest, self._vocab_size, self._opens = data, longest, vocab_size, opens
 
     def encode(self, text: str) -> list[int]:
         """The tokens of ``text``. Raises :class:`DataError` if it cannot be text, or the model does not know one."""
@@ -83,37 +129,43 @@ class Reader:
             )
         return list(tokens)
 
-    def split(self, name: Split) -> list[Window]:
-        """Every sample of the model's own data in the split ``name``. Raises :class:`DataError` without data."""
-        if self.data is None or not self._has_samples:
+    def bytes_of_first(self, text: str, tokens: Sequence[int]) -> float:
+        """How many bytes of ``text`` the first of its ``tokens`` stands for.
+
+        Of a character that several tokens share, each stands for an equal part.
+        """
+        assert self.data is not None  # it has made the tokens
+        pieces = [self.data.decode(tokens[: count + 1]) or "" for count in range(_MOST_TOKENS_OF_A_CHARACTER)]
+        whole = (len(piece.encode()) / count for count, piece in enumerate(pieces, 1) if text.startswith(piece))
+        return next(whole, len(pieces[0].encode()))
+
+    def split(self, name: Split) -> Dataset:
+        """The model's own data in the split ``name``. Raises :class:`DataError` without data."""
+        if self._opens is None:
             raise DataError("this model came without data", why=f"{name} is a split of a run's own data")
-        dataset = self.data.dataset(name, self.longest, self._seed)
-        return [_sample(dataset[number]) for number in range(len(dataset))]
-
-
-def _sample(sample: Mapping[str, object]) -> Window:
-    tokens, labels, mask = (cast("Sequence[float]", sample[name]) for name in ("tokens", "labels", "loss_mask"))
-    targets = [int(label) if counts else IGNORED for label, counts in zip(labels, mask, strict=True)]
-    return Window([int(token) for token in tokens], targets)
+        return self._opens(name)
 
 
 def perplexity(source: str, reader: Reader, stride: int | None) -> Work:
     """Perplexity of text files, each read as one text, or of ``train``, ``validation`` or ``test`` of the run's data.
 
     Every token but the first of a text is scored. Without a stride windows do not overlap. Metrics: ``perplexity``, and
-    for text ``bits_per_byte``.
+    for text ``bits_per_byte``, by the bytes of the tokens that are scored.
     """
     if source in get_args(Split) and not Path(source).exists():
-        return Work(reader.split(cast("Split", source)), lambda scores: {"perplexity": perplexity_of(_loss(scores))})
-    texts = [_text(document.path) for document in _documents(source)]
-    windows = [window for text in texts for window in _windows(text, reader, stride or reader.longest)]
-    size = sum(len(text.encode()) for text in texts)
+        return SplitWork(reader.split(cast("Split", source)))
+    windows, size = list[Window](), 0.0
+    for text in (read_text(document.path) for document in _documents(source)):
+        tokens = reader.encode(text)
+        if len(tokens) > 1:
+            windows += _windows(tokens, reader, stride or reader.longest)
+            size += len(text.encode()) - reader.bytes_of_first(text, tokens)
 
     def metrics(scores: Sequence[Score]) -> dict[str, float]:
         bits = -math.fsum(each.logprob for each in scores) / math.log(2)
         return {"perplexity": perplexity_of(_loss(scores)), "bits_per_byte": bits / size}
 
-    return Work(windows, metrics)
+    return TextWork(windows, metrics)
 
 
 def _documents(source: str) -> tuple[Document, ...]:
@@ -128,18 +180,21 @@ def wikitext(source: str, reader: Reader, stride: int | None) -> Work:
     """Word-level perplexity of WikiText-103's test set in its published form of tokens between spaces (appendix E.1).
 
     The text is first freed of what the tokenisation left in it; the sum of losses is divided by the number of original
-    tokens. Metrics: ``perplexity`` by original tokens, ``token_ratio`` of the model's tokens to them.
+    tokens. The first token of both kinds is not scored, and not counted. Metrics: ``perplexity`` by original tokens,
+    ``token_ratio`` of the model's tokens to them.
     """
-    raw = _text(Path(source))
-    original = len(raw.strip().split(" "))
-    windows = _windows(detokenize(raw), reader, min(stride or WIKITEXT_STRIDE, reader.longest))
+    raw = read_text(Path(source))
+    original = len(raw.strip().split(" ")) - 1
+    if not original:
+        raise DataError(f"{source} has nothing to score", why="task wikitext counts the words after the first")
+    windows = _windows(reader.encode(detokenize(raw)), reader, min(stride or WIKITEXT_STRIDE, reader.longest))
 
     def metrics(scores: Sequence[Score]) -> dict[str, float]:
         total = -math.fsum(each.logprob for each in scores)
         scored = sum(each.targets for each in scores)
         return {"perplexity": perplexity_of(total / original), "token_ratio": scored / original}
 
-    return Work(windows, metrics)
+    return TextWork(windows, metrics)
 
 
 def lambada(source: str, reader: Reader, _: int | None) -> Work:
@@ -148,10 +203,10 @@ def lambada(source: str, reader: Reader, _: int | None) -> Work:
     ``source`` has a passage a line, as text or as JSON with the field ``text``. Metric: ``accuracy``.
     """
     windows = [_cloze(passage, reader) for passage in _passages(Path(source))]
-    return Work(windows, lambda scores: {"accuracy": sum(each.greedy for each in scores) / len(scores)})
+    return TextWork(windows, lambda scores: {"accuracy": sum(each.greedy for each in scores) / len(scores)})
 
 
-#: Is told a task, how many windows it has, and how many of them are scored.
+#: Is told a task, how many windows or samples it has, and how many of them are scored.
 ReportProgress = Callable[[str, int, int], object]
 #: Makes the work of a task from its source.
 Maker = Callable[[str, Reader, "int | None"], Work]
@@ -164,7 +219,7 @@ def check_files(tasks: Iterable[str]) -> None:
     for name, source in map(read_task, tasks):
         try:
             if name != "perplexity":
-                _text(Path(source))
+                read_text(Path(source))
             elif source not in get_args(Split):
                 find_documents([source])
         except DataError as error:
@@ -182,7 +237,7 @@ def make_work(task: str, reader: Reader, stride: int | None = None) -> tuple[str
     except ValueError as error:
         raise InputError(str(error)) from error
     work = MAKERS[name](source, reader, stride)
-    if not any(target != IGNORED for window in work.windows for target in window.targets):
+    if not len(work):
         raise DataError(f"{source} has nothing to score", why=f"task {name} found no token after another one")
     return name, source, work
 
@@ -190,10 +245,9 @@ def make_work(task: str, reader: Reader, stride: int | None = None) -> tuple[str
 def run_task(
     name: str, source: str, work: Work, network: Network, batch: int = 8, progress: ReportProgress | None = None
 ) -> TaskResult:
-    """Score a task, ``batch`` windows in a pass. Collective over the world."""
-    tell = partial(progress, f"{name}={source}", len(work.windows)) if progress else None
-    scores = score(network, work.windows, batch, tell)
-    return TaskResult(name, source, _loss(scores), sum(each.targets for each in scores), work.metrics(scores))
+    """Score a task, ``batch`` windows or samples in a pass. Collective over the world."""
+    tell = partial(progress, f"{name}={source}", len(work)) if progress else None
+    return TaskResult(name, source, *work.score(network, batch, tell))
 
 
 def _loss(scores: Sequence[Score]) -> float:
@@ -205,25 +259,16 @@ def perplexity_of(loss: float) -> float:
     return math.exp(min(loss, 700.0))
 
 
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except OSError as cause:
-        raise DataError(f"{path} cannot be read", why=cause.strerror or str(cause)) from cause
-    except UnicodeDecodeError as cause:
-        raise DataError(f"{path} is no text", why=f"byte {cause.start} is not UTF-8") from cause
-
-
-def _windows(text: str, reader: Reader, stride: int) -> list[Window]:
+def _windows(tokens: Sequence[int], reader: Reader, stride: int) -> list[Window]:
     if not 1 <= stride <= reader.longest:
         raise InputError(f"stride {stride}: it must be from 1 to the model's {reader.longest} positions")
-    return text_windows(reader.encode(text), reader.longest, stride)
+    return text_windows(tokens, reader.longest, stride)
 
 
 def _passages(path: Path) -> list[str]:
     """The passages of a file, a line each. Raises :class:`DataError` with the line of one that is no passage."""
     passages = []
-    for number, line in enumerate(_text(path).splitlines(), 1):
+    for number, line in text_lines(path):
         if not line.strip():
             continue
         passage = _json_text(line, path, number) if line.lstrip().startswith("{") else line
@@ -235,7 +280,7 @@ def _passages(path: Path) -> list[str]:
 
 def _json_text(line: str, path: Path, number: int) -> str:
     try:
-        text = parse_json(line)["text"]
+        text = json_line(line)["text"]
     except (ValueError, KeyError) as cause:
         raise DataError(
             f"line {number} of {path} is no passage", why="JSON with the field 'text' is expected"
@@ -249,11 +294,21 @@ def _json_text(line: str, path: Path, number: int) -> str:
 
 
 def _cloze(passage: str, reader: Reader) -> Window:
-    """The window that scores the last word. It is encoded apart, so that no token reaches across into it."""
-    context, word = passage.strip().rsplit(maxsplit=1)
-    before, target = reader.encode(context), reader.encode(f" {word}")
-    tokens = [*before, *target][-(reader.longest + 1) :]
-    return Window.of(tokens, max(1, len(tokens) - len(target)))
+    """The window that scores the tokens of the last word: those in which the passage differs from its context alone.
+
+    Both are encoded from their beginning, since a tokenizer may treat the first word of a text unlike the others.
+    Raises :class:`DataError` for a word that has no token.
+    """
+    passage = passage.strip()
+    context = passage.rsplit(maxsplit=1)[0]
+    whole, before = reader.encode(passage), reader.encode(context)
+    pairs = enumerate(zip(whole, before, strict=False))
+    shared = next((place for place, (one, other) in pairs if one != other), len(before))
+    if shared >= len(whole):
+        raise DataError(f"the last word of {passage!r} has no token", why="the tokenizer leaves it out")
+    if len(whole) == 1:
+        raise DataError(f"the last word of {passage!r} has nothing before it", why="one token is all of it")
+    return Window.ending(whole, len(whole) - shared, reader.longest)
 
 
 #: What WikiText's tokenisation did to its texts, as pattern and original.

@@ -24,8 +24,8 @@ from megatron_run_engine.training.health.faulting import install_faults
 from megatron_run_engine.training.health.guards import Guards
 from megatron_run_engine.training.health.launches import watch_launches
 from megatron_run_engine.training.loader import BatchLoader
+from megatron_run_engine.training.loss_weights import LossWeights
 from megatron_run_engine.training.numbers import (
-    LANGUAGE_MODEL,
     MISMATCH,
     STOP,
     HostNumbers,
@@ -48,8 +48,6 @@ from megatron_run_engine.training.tracing import start_tracing
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-    from torch import Tensor
 
     from megatron_run.contracts.activity import Activity
     from megatron_run.planning import ResolvedRun
@@ -95,7 +93,8 @@ class Trainer:
         self._progress = Progress()
         self._resumed = Resumed(self._progress)
         self._losses = Losses(assembly.model, self._context.metrics)
-        self._steps = StepRunner(assembly, self._seed)
+        self._weights = LossWeights(run, assembly)
+        self._steps = StepRunner(assembly, self._weights.seed)
         self._launches = watch_launches(self._context, assembly.graph_capture, assembly.chunks)
         self._graphs: CapturePolicy | None = None
         # Both ride on the all-reduce of the metrics, so that agreeing to stop or to recapture costs no collective.
@@ -109,7 +108,7 @@ class Trainer:
         self._dataset = opened("train", train.sequence_length, train.seed, total_samples(train))
         held_out = run.config.eval.batches * train.global_batch_size
         validation = opened("validation", train.sequence_length, train.seed, held_out)
-        self._evaluator = Evaluator(run, assembly, self._loader, validation)
+        self._evaluator = Evaluator(run, assembly, validation)
         self._checkpoints = Checkpointing(run, assembly, folder, self._dataset)
         if run.sizes.world > 1:
             records = {"train": self._checkpoints.data, "validation": fingerprint(validation)}
@@ -211,11 +210,12 @@ class Trainer:
         optimizer.zero_grad()
         self._context.gradients.start_step(microbatches, optimizer.grad_ready)
         self._losses.start_step()
+        load = self._guards.watched(step, self._loader.training(self._dataset, step, self._progress.position))
         inputs = StepInputs(
-            microbatch=self._guards.watched(step, self._loader.training(self._dataset, step, self._progress.position)),
+            microbatch=self._weights.start_step(microbatches, load),
             boundary=self._boundary,
             report=self._losses.report,
-            seed=partial(self._seed, microbatches),
+            seed=partial(self._weights.seed, microbatches),
             start_grad_sync=optimizer.start_grad_sync,
         )
         with self._launches.launching(timed=clock is not None):
@@ -236,7 +236,7 @@ class Trainer:
             self._stop_meter.add(float(code))
         sums = context.metrics.collect(context.groups)  # all-reduced: every rank decides from the same numbers
         scale = scaler.scale.clone()  # the scale of this step: update() below changes it in place
-        found_inf = optimizer.unscale_(scaler.inv_scale * self._per_token(sums, batch))
+        found_inf = optimizer.unscale_(scaler.inv_scale)
         scaler.update(found_inf)
         norm = optimizer.clip_(self._run.config.train.clip_norm)
         zeros = optimizer.count_zeros() if self._run.config.train.count_zeros else torch.full_like(norm, torch.nan)
@@ -260,30 +260,3 @@ class Trainer:
             with self._activity.within("data", "of the next step"):
                 following = self._batches.microbatches(self._batches.at(progress.samples + batch))
                 self._loader.load_ahead(self._dataset, progress.position + batch, following)
-
-    def _seed(self, microbatches: int, name: str, weight: Tensor) -> Tensor:
-        """Return the gradient with which a loss starts its backward, loss scale included.
-
-        Every loss is a mean over microbatches, and the language-model loss of one a mean over its tokens. With
-        ``loss_mean=token`` that is a mean over all its positions, until ``_per_token`` corrects it.
-        """
-        train = self._run.config.train
-        per = torch.ones_like(weight, dtype=torch.float32)
-        if name == LANGUAGE_MODEL:
-            # A microbatch whose loss mask is all zero has weight 0: clamp, or its gradient is 0/0.
-            every = train.micro_batch_size * train.sequence_length
-            per = per * every if train.loss_mean == "token" else weight.clamp(min=1).float()
-        return (self._assembly.scaler.scale / (microbatches * per)).reshape(())
-
-    def _per_token(self, sums: Tensor, batch: int) -> Tensor | float:
-        """Positions over counted tokens of a global batch: a factor for all gradients, 1 unless ``loss_mean=token``.
-
-        The number of tokens is known only after the forwards, when the metrics' all-reduce has it on every rank. The
-        factor therefore rides on the unscaling: no collective, no wait, no second pass over the data. It is 1 where no
-        token is masked. It multiplies auxiliary losses too, as in Megatron-LM.
-        """
-        if self._run.config.train.loss_mean == "microbatch":
-            return 1.0
-        # Every tensor-parallel rank reports the same tokens.
-        tokens = sums[self._context.metrics.names.index(LANGUAGE_MODEL), 1] / self._run.sizes.tensor
-        return (batch * self._run.config.train.sequence_length / tokens.clamp(min=1)).float()

@@ -174,7 +174,7 @@ class DataSource(ABC):
 
     @property
     def tokenizer_file(self) -> Path | None:
-        """The JSON file of the `tokenizers` library that makes tokens of text, None without one.
+        """The tokenizer's file, a JSON file of the `tokenizers` library or a SentencePiece model; None without one.
 
         It is kept beside the weights, and weights that were trained with another one are refused.
         """

@@ -62,7 +62,8 @@ class ChunkOut:
     """The result of a chunk's forward.
 
     ``x`` [s, b, h] goes to the next position; the last position returns None. ``losses`` maps a name to (sum, weight),
-    both scalars: the language-model loss ``lm`` summed over tokens, and the number of tokens; an auxiliary loss, and 1.
+    both scalars: the language-model loss ``lm`` summed over tokens, and the number of tokens; an auxiliary loss, and 1,
+    or with ``train.loss_mean=token`` a sum and a number as :meth:`Model.counts` has them.
     ``logits`` [s, b, p/t], this rank's part of the padded vocabulary, come from the last chunk if its microbatch has no
     labels. ``beside`` holds what goes along with ``x``, by the names of :attr:`Boundary.beside`: an encoder's output,
     for instance. A chunk may hand on what it received.
@@ -266,6 +267,14 @@ class Model(ABC):
         None. ``sequence_length`` is the length of a whole sample, of which a rank holds ``1 / context.sequence_shards``
         between layers.
         """
+
+    def counts(self, fields: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """How many tokens each loss counts in a microbatch: scalars by the names of losses that are sums over tokens.
+
+        With ``train.loss_mean=token`` a loss named here is divided by its number over the global batch, any other by
+        the number of microbatches. ``fields`` are those of the last position. The number of ``lm`` is its weight.
+        """
+        return {"lm": fields["loss_mask"].sum()}
 
     def before_update(self, *, skipped: bool) -> None:  # noqa: B027  # most models do nothing
         """Change parameters by a rule of the model's own. Collective: called once a step, on every rank.

@@ -74,7 +74,8 @@ class PluginInfo:
     plugin provides ``kind=name`` without saying so. A format provides ``import``, ``export`` or ``launch-script``.
     ``conflicts`` are abilities that must not be present. ``suggests`` are configuration values that the plugin would
     like where the user said nothing (interleaved: two stages with two chunks each); ``suggests_with`` adds some where
-    an option of the plugin has a certain value: ``{"variant=v": {"parallel.chunks": 2}}``.
+    an option of the plugin has a certain value: ``{"variant=v": {"parallel.chunks": 2}}``. ``decides`` are options of
+    the plugin, None by default, that a run without them decides when it begins, and then keeps: today's date.
 
     Layers that provide ``parallel.tensor`` are built once on the meta device, for any value of that key, before
     anything is started or written. So their errors are reported early.
@@ -110,6 +111,7 @@ class PluginInfo:
     conflicts: frozenset[str] = frozenset()
     suggests: Mapping[str, Any] = field(default_factory=dict)
     suggests_with: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    decides: Mapping[str, Callable[[], Any]] = field(default_factory=dict)
     check_config: Callable[[Config, Any], Iterable[str]] | None = None
     check_device: Callable[[str, Any], None] | None = None
     state_version: int = 1

@@ -115,7 +115,11 @@ class TrainSection(Section):
     lr_wsd_shape: Literal["exponential", "minus_sqrt", "linear", "cosine"] = Field(
         "exponential", description="shape of wsd's final decay"
     )
-    weight_decay: float = Field(0.01, ge=0, description="decoupled; not on biases and other 1-D parameters")
+    weight_decay: float = Field(
+        0.01,
+        ge=0,
+        description="decoupled in AdamW, L2 in Adam and SGD; not on biases and other 1-D parameters",
+    )
     weight_decay_end: float | None = Field(None, ge=0, description="weight decay at the end of the run")
     weight_decay_shape: Shape = Field("constant", description="ramp to train.weight_decay_end")
     clip_norm: float = Field(1.0, ge=0, description="largest gradient norm; 0: no clipping")

@@ -36,6 +36,7 @@ from megatron_run.contracts.topology import Sizes
 from megatron_run.errors import Findings, RunError
 from megatron_run.pipeline.plan import Plan
 from megatron_run.planning.choosing import apply_suggestions, choose_plugins, kind_section, rule_notices, with_options
+from megatron_run.planning.decided import apply_decided
 from megatron_run.planning.plans import layers_of, microbatch_counts, plan_run
 from megatron_run.planning.rank_grid import (
     ExpertSplit,
@@ -151,7 +152,7 @@ class _Resolver:
         chosen = choose_plugins(
             merged, self._objects, catalog, self._findings, self._notices, plan_only=self._plan_only
         )
-        merged = apply_suggestions(merged, chosen, self._notices)
+        merged = apply_decided(apply_suggestions(merged, chosen, self._notices), chosen)
         self._notices += rule_notices(merged)
         plugins = {}
         for kind, many in chosen.items():

@@ -11,6 +11,7 @@ import csv
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from io import StringIO
 from itertools import combinations
 from pathlib import Path
 from typing import NamedTuple
@@ -96,7 +97,7 @@ def read_table(file: Path, vocabulary: int, recompute: Recompute | None, memory:
     Raises :class:`InputError` for a file that cannot be read, a column that is missing, and a row that is no run.
     """
     try:
-        lines = list(csv.reader(file.read_text(encoding="utf-8-sig").splitlines()))
+        lines = list(csv.reader(StringIO(file.read_text(encoding="utf-8-sig"))))
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise InputError(f"{file} cannot be read", why=str(error)) from None
     if not lines:

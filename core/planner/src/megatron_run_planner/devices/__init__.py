@@ -212,7 +212,7 @@ def read_device(word: str) -> Device:
             fix=did_you_mean(word, known) or f"the devices are {', '.join(known)}, or a YAML file",
         )
     try:
-        nodes = parse(file.read_text(encoding="utf-8"), str(file))
+        nodes = parse(file.read_text(encoding="utf-8-sig"), str(file))
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"{file} cannot be read", why=str(error)) from None
     told = {key: bare(node) for key, node in nodes.items()}

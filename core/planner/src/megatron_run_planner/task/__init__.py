@@ -44,8 +44,8 @@ class Task:
 
     ``split`` is its sections ``train`` and ``parallel`` over ``ranks``; ``steps`` is None when the run has no length.
     ``schedule`` is named with its options, and ``counts`` are the layers of each place where the user gave them.
-    ``reading`` says which parts of the model were read as others, and why; of one that is not ``known``, parameters
-    and FLOPs too.
+    ``ramp_up`` are the first batch and increment of ``train.ramp_up``, empty without it. ``reading`` says which parts
+    of the model were read as others, and why; of one that is not ``known``, parameters and FLOPs too.
     """
 
     model: Model
@@ -56,6 +56,7 @@ class Task:
     sections: Mapping[str, Any]
     reading: str = ""
     known: bool = True
+    ramp_up: tuple[int, ...] = ()
 
     def with_parameters(self, count: int) -> Task:
         """The task with so many parameters of the model, counted elsewhere: those not read count in every layer."""
@@ -129,7 +130,9 @@ def read_task(request: Request, ranks: int | None) -> Task:
             model.layers, parallel, [index % split.pipeline for index in range(split.pipeline * split.chunks)]
         )
     steps = train.steps or (train.samples and train.samples // train.global_batch_size)
-    return Task(model, split, _schedule(merged, split), counts, steps, _sections(merged), reading, word in KNOWN)
+    ramp_up = (train.ramp_up.start, train.ramp_up.increment) if train.ramp_up else ()
+    schedule, sections = _schedule(merged, split), _sections(merged)
+    return Task(model, split, schedule, counts, steps, sections, reading, word in KNOWN, ramp_up)
 
 
 def _schedule(merged: ConfigSource, split: Split) -> str:

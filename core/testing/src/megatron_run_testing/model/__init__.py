@@ -256,11 +256,12 @@ class _Bench:
         _equal("loss of a second evaluation", losses[1], losses[0])
 
     def mask_counts(self) -> None:
-        """The weight is the number of unmasked labels, and a masked label changes nothing."""
+        """The weight is the number of unmasked labels, as ``Model.counts`` says, and a masked label changes nothing."""
         built, microbatch = self.built(), self.microbatch()
         mask = microbatch.fields["loss_mask"]
         total, weight = built.forward(microbatch)[0].losses["lm"]
         _equal("weight of the loss", weight.double(), mask.sum().double())
+        _equal("Model.counts of the loss", built.model.counts(microbatch.fields)["lm"].double(), weight.double())
         labels = torch.where(mask > 0, microbatch.fields["labels"], 0)
         changed = replace(microbatch, fields={**microbatch.fields, "labels": labels})
         _equal("loss after changing masked labels", built.forward(changed)[0].losses["lm"][0], total)

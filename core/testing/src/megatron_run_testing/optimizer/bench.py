@@ -141,6 +141,14 @@ class SavedState:
         """What :meth:`read` returns: a ``ReadState`` that also lists its fields, as that of a saved step."""
         return self.read(name, field, starts, sizes)
 
+    def load_into(self, optimizer: Optimizer) -> None:
+        """Load it as a resumed run does: masters alone, saved before a first step, are weights without state.
+
+        A rule that PyTorch gives no state before its first step (Lion, RMSprop) then has none to save.
+        """
+        updated = any(field != MASTER for _, field in self.tensors)
+        (optimizer.load_state if updated else optimizer.load_weights)(self)
+
     def shapes(self, name: str) -> dict[str, Shape]:
         """The shapes of the fields of ``name``."""
         return {field: tuple(value.shape) for (owner, field), value in self.tensors.items() if owner == name}

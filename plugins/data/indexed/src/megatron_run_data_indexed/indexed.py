@@ -16,7 +16,7 @@ from megatron_run_data_indexed import megatron_order
 from megatron_run_data_indexed.blend import blend, normalised, places_in
 from megatron_run_data_indexed.cache import cached, key, within
 from megatron_run_data_indexed.megatron_order import GPTIndex
-from megatron_run_data_indexed.preparation.about import about_path, made_with
+from megatron_run_data_indexed.preparation.about import about_path, ends_of, made_with
 from megatron_run_data_indexed.samples import (
     Blend,
     GPTSamples,
@@ -29,9 +29,10 @@ from megatron_run_data_indexed.samples import (
     Shuffled,
     blend_of,
 )
-from megatron_run_engine.data.indexed_files import Reader, open_tokens
+from megatron_run_engine.data.indexed_files import Reader, open_tokens, prefix_of
 from megatron_run_engine.data.option_types import SPLITS
 from megatron_run_engine.data.packing import PACKED_FIELDS, PackedDocuments, same_shape
+from megatron_run_engine.data.token_ids import require_ids
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -58,6 +59,7 @@ class Indexed(DataSource):
         readers = tuple(open_tokens(path) for path in self._options.paths)
         for reader in readers:
             self._check_vocabulary(reader.path.with_suffix(""))
+            require_ids(reader, self.vocab_size)
         return readers
 
     def _check_vocabulary(self, prefix: Path) -> None:
@@ -93,13 +95,36 @@ class Indexed(DataSource):
     def _form(self) -> SampleForm:
         options = self._options
         asked = options.mask_end, options.reset_positions, options.reset_attention
-        if any(asked) and self.end_of_text is None:
-            raise InputError(
-                "the token that ends a document is not known",
-                why="data.mask_end, data.reset_positions and data.reset_attention look for it",
-                fix="set data.end_of_document to its id, or data.tokenizer",
-            )
+        if any(asked):
+            self._check_ends()
         return SampleForm(self.end_of_text, *asked)
+
+    @cached_property
+    def _ends(self) -> dict[int | None, Path]:
+        """The tokens that end documents, each with a dataset: as asked for, as prepared, or the tokenizer's."""
+        prefixes = [prefix_of(path) for path in self._options.paths]
+        if self._options.end_of_document is not None:
+            return {self._options.end_of_document: prefixes[0]}
+        return ends_of(prefixes, None if self._tokenizer is None else self._tokenizer.end_of_document)
+
+    def _check_ends(self) -> None:
+        """Raise :class:`InputError` unless one known token ends the documents of all datasets."""
+        looks = "data.mask_end, data.reset_positions and data.reset_attention look for it"
+        if self.end_of_text is not None and len(self._ends) == 1:
+            return
+        if len(self._ends) > 1:
+            each = ", ".join(f"{prefix}: {'none' if end is None else end}" for end, prefix in self._ends.items())
+            raise InputError(
+                f"documents end with different tokens ({each})",
+                why=looks,
+                origin="data.paths",
+                fix="prepare them with one --end-of-document, or set data.end_of_document to an id",
+            )
+        raise InputError(
+            "the token that ends a document is not known",
+            why=looks,
+            fix="set data.end_of_document to its id, or data.tokenizer",
+        )
 
     @property
     def fields(self) -> tuple[Field, ...]:
@@ -255,7 +280,7 @@ class Indexed(DataSource):
 
     @property
     def tokenizer_file(self) -> Path | None:
-        """The JSON file of ``data.tokenizer``, None without one."""
+        """The file of ``data.tokenizer`` that is kept beside the weights, None without one."""
         if self._options.tokenizer is None:
             return None
         from megatron_run_engine.data.kept_tokenizer import json_file
@@ -281,7 +306,5 @@ class Indexed(DataSource):
 
     @property
     def end_of_text(self) -> int | None:
-        """``data.end_of_document``, or the tokenizer's."""
-        if self._options.end_of_document is not None:
-            return self._options.end_of_document
-        return None if self._tokenizer is None else self._tokenizer.end_of_document
+        """``data.end_of_document``, what ``data prepare`` has recorded, or the tokenizer's, in this order."""
+        return next((end for end in self._ends if end is not None), None)

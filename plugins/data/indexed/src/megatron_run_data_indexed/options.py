@@ -41,7 +41,9 @@ class IndexedOptions(BaseModel):
     )
     vocab_size: int | None = Field(None, ge=2, description="token ids; unset: those of data.tokenizer")
     end_of_document: int | None = Field(
-        None, ge=0, description="token that ends a document; unset: that of data.tokenizer"
+        None,
+        ge=0,
+        description="token that ends a document; unset: as prepared, else data.tokenizer's",
     )
     mask_end: bool = Field(
         False, description="leave the token after an end of document out of the loss (Megatron's --eod-mask-loss)"

@@ -217,14 +217,16 @@ class Known:
     def __getitem__(self, index: int) -> Mapping[str, NDArray[Any]]:
         """Sample ``index``."""
         sample = self._samples[index]
-        highest, ids = max(int(sample[name].max()) for name in ("tokens", "labels")), self._vocab_size()
-        if highest >= ids:
-            raise DataError(
-                f"token {highest} of the data is not among the {ids} ids of its vocabulary",
-                why=".bin and .idx files do not say which tokenizer made them",
-                origin="data.paths",
-                fix="set data.tokenizer, or data.vocab_size, to that of the tokenizer that did",
-            )
+        ids = self._vocab_size()
+        for tokens in (sample["tokens"], sample["labels"]):
+            wrong = next((end for end in (int(tokens.min()), int(tokens.max())) if not 0 <= end < ids), None)
+            if wrong is not None:
+                raise DataError(
+                    f"token {wrong} of the data is not among the {ids} ids of its vocabulary",
+                    why="the files are so large that not all of them was read before the first step",
+                    origin="data.paths",
+                    fix="megatron-run data inspect PREFIX --check tells its file and byte",
+                )
         return sample
 
 

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import date, datetime
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from megatron_run.contracts import DataSource, PluginInfo, Split
 from megatron_run.contracts.data import Field as BatchField
@@ -32,6 +33,13 @@ if TYPE_CHECKING:
     from megatron_run.contracts.schema import Config
 
 
+def _moment(text: str | None) -> str | None:
+    """``text``, if it is a date. Raises ValueError."""
+    if text is not None:
+        datetime.fromisoformat(text)
+    return text
+
+
 class InstructOptions(BaseModel):
     """The keys of section ``data`` when it uses instruct."""
 
@@ -43,6 +51,9 @@ class InstructOptions(BaseModel):
     )
     template: str = Field(
         "auto", description="file of a Jinja chat template; auto: the tokenizer's, else lines of Role: text"
+    )
+    date: Annotated[str | None, AfterValidator(_moment)] = Field(
+        None, description="what templates read as today, as 2026-11-30 or 2026-11-30T12:00; unset: the run's first day"
     )
     packing: Literal["documents", "none"] = Field(
         "documents", description="documents: conversations share rows unseen by each other; none: one a row, padded"
@@ -74,7 +85,8 @@ class Instruct(DataSource):
 
     @cached_property
     def _templates(self) -> Templates:
-        return Templates(self._options.template, self._tokenizer, self._options.tokenizer)
+        options = self._options
+        return Templates(options.template, self._tokenizer, options.tokenizer, options.date)
 
     @property
     def vocab_size(self) -> int:
@@ -118,7 +130,8 @@ class Instruct(DataSource):
             cut = sum(len(read.tokens[number]) > sequence_length + 1 for number in kept)
             told = _told(dataset, cut, len(read.tokens) - len(kept), read.malformed)
             plain = "; without a chat template, turns are lines of Role: text" * self._templates.of(tools=False).plain
-            self._summaries[sequence_length] = told + plain
+            lacking = "".join(f"; not learned, since responses lack it: {text!r}" for text in self._templates.unopened)
+            self._summaries[sequence_length] = told + plain + lacking
         return dataset
 
     def summary(self, sequence_length: int, seed: int) -> str:
@@ -129,7 +142,7 @@ class Instruct(DataSource):
 
     def _encoded(self, split: Split) -> _Read:
         read = _Read()
-        for line in lines_of(find_documents(self._options.paths)):
+        for line in lines_of(find_documents(self._options.paths, records=True)):
             if not self._shares.holds(line.content, split):
                 continue
             try:
@@ -176,7 +189,7 @@ class Instruct(DataSource):
 
     @property
     def tokenizer_file(self) -> Path | None:
-        """The JSON file of ``data.tokenizer``, None for bytes and SentencePiece."""
+        """The file of ``data.tokenizer`` that is kept beside the weights, None for bytes."""
         return json_file(self._options.tokenizer)
 
     def encode(self, text: str) -> Sequence[int]:
@@ -218,8 +231,15 @@ def check_config(config: Config, options: InstructOptions) -> Iterator[str]:  # 
 
 @hookimpl
 def megatron_run_plugin_info() -> PluginInfo:
-    """Plugin instruct of kind data."""
-    return PluginInfo("data", "instruct", options=InstructOptions, check_config=check_config)
+    """Plugin instruct of kind data.
+
+    Responses are of unequal length: a mean of microbatch means would weigh a token by its microbatch's other ones, and
+    so make the update a matter of ``train.micro_batch_size``.
+    """
+    suggests, decides = {"train.loss_mean": "token"}, {"date": lambda: date.today().isoformat()}
+    return PluginInfo(
+        "data", "instruct", options=InstructOptions, suggests=suggests, decides=decides, check_config=check_config
+    )
 
 
 @hookimpl

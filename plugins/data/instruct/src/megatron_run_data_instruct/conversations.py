@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from megatron_run.safe_folder import parse_json
 from megatron_run_data_instruct.renderer import BEGIN, END
 from megatron_run_data_instruct.template import NoConversation
+from megatron_run_engine.data.user_files import byte_lines, json_line
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -40,7 +39,7 @@ class Line(NamedTuple):
 def lines_of(documents: Sequence[Document]) -> Iterator[Line]:
     """Yield the lines of ``documents`` that are not blank."""
     for document in documents:
-        for number, content in enumerate(document.read().split(b"\n"), start=1):
+        for number, content in enumerate(byte_lines(document.read()), start=1):
             if content.strip():
                 yield Line(document.path, number, content.strip())
 
@@ -48,12 +47,8 @@ def lines_of(documents: Sequence[Document]) -> Iterator[Line]:
 def conversation(content: bytes) -> Conversation:
     """The conversation of a line. Raises :class:`NoConversation`."""
     try:
-        record = parse_json(content)
-    except UnicodeDecodeError as cause:
-        raise NoConversation(f"byte {cause.start} is not UTF-8") from cause
-    except json.JSONDecodeError as cause:
-        raise NoConversation(f"it is no JSON: {cause.msg} at character {cause.pos}") from cause
-    except ValueError as cause:  # too deep, or a number of thousands of digits
+        record = json_line(content)
+    except ValueError as cause:
         raise NoConversation(str(cause)) from cause
     if not isinstance(record, dict):
         raise NoConversation(f"it is {_kind(record)}, and must be an object")

@@ -14,6 +14,7 @@ import sys
 import weakref
 from collections.abc import Mapping
 from datetime import datetime
+from functools import partial
 from typing import Any, NoReturn
 
 import jinja2
@@ -39,16 +40,17 @@ class Broken(Exception):
 class Renderer:
     """The template ``source``, in its process until this object is gone; ``seconds`` limit a rendering.
 
+    ``date``, in the form of ISO 8601, is what the template reads as today; None is the moment of a rendering.
     Raises :class:`Broken`.
     """
 
-    def __init__(self, source: str, seconds: int = _SECONDS) -> None:
+    def __init__(self, source: str, seconds: int = _SECONDS, date: str | None = None) -> None:
         words = (sys.executable, "-P", __file__, str(seconds))
         self._process = subprocess.Popen(
             words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
         )
         weakref.finalize(self, _end, self._process)
-        self._ask(source)
+        self._ask({"source": source, "date": date})
 
     def render(self, variables: Mapping[str, Any]) -> str:
         """The text for ``variables``, which JSON can hold. Raises :class:`Refused` and :class:`Broken`."""
@@ -100,13 +102,13 @@ class _Generation(Extension):
         return f"{BEGIN}{caller()}{END}"
 
 
-def compiled(source: str) -> jinja2.Template:
-    """The template ``source`` in Jinja's immutable sandbox. Raises :class:`Broken`."""
+def compiled(source: str, date: str | None = None) -> jinja2.Template:
+    """The template ``source`` in Jinja's immutable sandbox, for which ``date`` is today. Raises :class:`Broken`."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
     )
     environment.filters["tojson"] = _to_json
-    environment.globals.update(raise_exception=_refuse, strftime_now=_now)
+    environment.globals.update(raise_exception=_refuse, strftime_now=partial(_now, date))
     try:
         return environment.from_string(source)
     except jinja2.TemplateSyntaxError as cause:
@@ -129,8 +131,9 @@ def _refuse(message: str) -> NoReturn:
     raise jinja2.TemplateError(message)
 
 
-def _now(form: str) -> str:
-    return datetime.now().astimezone().strftime(form)
+def _now(date: str | None, form: str) -> str:
+    moment = datetime.now() if date is None else datetime.fromisoformat(date)
+    return moment.astimezone().strftime(form)
 
 
 def _to_json(
@@ -145,7 +148,7 @@ def _to_json(
 
 
 def serve(seconds: int) -> None:
-    """Answer each line of standard input: first a template, then what it is rendered with."""
+    """Answer each line of standard input: first a template and its date, then what it is rendered with."""
     resource.setrlimit(resource.RLIMIT_AS, (_MEMORY, _MEMORY))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     template = None
@@ -156,7 +159,7 @@ def serve(seconds: int) -> None:
         answer = {"text": ""}
         try:
             if template is None:
-                template = compiled(json.loads(line))
+                template = compiled(**json.loads(line))
             else:
                 answer["text"] = rendered(template, json.loads(line))
         except Refused as cause:

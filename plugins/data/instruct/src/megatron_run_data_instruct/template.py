@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_run.errors import DataError
 from megatron_run_data_instruct.renderer import BEGIN, END, Broken, Refused, Renderer, compiled, rendered
+from megatron_run_engine.data.user_files import read_text, unreadable
 
 if TYPE_CHECKING:
     from megatron_run_engine.data.tokenizer import Tokenizer
@@ -37,14 +38,17 @@ class NoConversation(Exception):
 class ChatTemplate:
     """The template ``source``, read from ``path``; ``tokens`` are the special tokens that it may name.
 
+    ``date`` is what it reads as today, None for the day of its rendering. ``unopened`` is what its prompt for an answer
+    ends with where an answer does not begin with it, such as the opening of a thought; empty until one was rendered.
     Raises :class:`DataError` if it is no template.
     """
 
-    def __init__(self, source: str, path: object, tokens: Mapping[str, str]) -> None:
+    def __init__(self, source: str, path: object, tokens: Mapping[str, str], date: str | None = None) -> None:
         self._path, self._tokens, self._marks = path, dict(tokens), bool(_MARKS.search(source))
         self.plain = source == PLAIN  # ours: it needs no process of its own
         with self._broken():
-            self._render = partial(rendered, compiled(source)) if self.plain else Renderer(source).render
+            self._render = partial(rendered, compiled(source)) if self.plain else Renderer(source, date=date).render
+        self.unopened = ""
 
     def render(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None
@@ -52,7 +56,8 @@ class ChatTemplate:
         """The text of ``messages``, and the characters of it, from and to, that are responses.
 
         ``tools`` are those that the model may call, as JSON schemas. Where the template marks nothing, a response
-        is what its turn adds to the prompt before it. Raises :class:`NoConversation` where the template refuses the
+        is what its turn adds to the prompt before it. Of a prompt that opens a thought, it adds to what both begin
+        with. Raises :class:`NoConversation` where the template refuses the
         messages, or renders a turn otherwise once others follow.
         """
         marked = self._text(messages, tools, prompt=False)
@@ -64,13 +69,32 @@ class ChatTemplate:
                 continue
             before = self._text(messages[:number], tools, prompt=True)
             until = self._text(messages[: number + 1], tools, prompt=False)
-            if not (until.startswith(before) and marked.startswith(until)):
+            start = self._start(messages[:number], tools, before, until)
+            if start is None or not marked.startswith(until):
                 raise NoConversation(
                     f"the template renders message {number} otherwise when others follow; mark what is learned with "
                     "{% generation %} in a template of your own"
                 )
-            spans.append((len(before), len(until)))
+            spans.append((start, len(until)))
         return marked, spans
+
+    def _start(
+        self,
+        earlier: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None,
+        before: str,
+        until: str,
+    ) -> int | None:
+        """Where in ``until`` the answer to ``before`` starts; None where ``until`` does not go on from that prompt."""
+        if until.startswith(before):
+            return len(before)
+        both = next(
+            (place for place, pair in enumerate(zip(before, until, strict=False)) if pair[0] != pair[1]), len(until)
+        )
+        if not earlier or both <= len(self._text(earlier, tools, prompt=False)):
+            return None
+        self.unopened = before[both:]
+        return both
 
     def _text(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None, *, prompt: bool
@@ -129,24 +153,29 @@ def _without_marks(text: str) -> tuple[str, list[tuple[int, int]]]:
 class Templates:
     """The template for a conversation: the file ``name`` or, for ``auto``, those of ``tokenizer``, or :data:`PLAIN`.
 
-    A tokenizer may come with another one for conversations with tools. Raises :class:`DataError` if a file cannot be
-    read.
+    A tokenizer may come with another one for conversations with tools. ``date`` is what they read as today. Raises
+    :class:`DataError` if a file cannot be read.
     """
 
-    def __init__(self, name: str, tokenizer: Tokenizer, place: object) -> None:
+    def __init__(self, name: str, tokenizer: Tokenizer, place: object, date: str | None = None) -> None:
         tokens = tokenizer.special
         if name != "auto":
             path = Path(name).expanduser()
-            self._of = dict.fromkeys((False, True), ChatTemplate(_read(path), path, tokens))
+            self._of = dict.fromkeys((False, True), ChatTemplate(_read(path), path, tokens, date))
             return
         sources = {tools: tokenizer.template(tools=tools) for tools in (False, True)}
         made = {
-            source: ChatTemplate(source, place, tokens)
+            source: ChatTemplate(source, place, tokens, date)
             if source is not None
             else ChatTemplate(PLAIN, "this plugin", tokens)
             for source in dict.fromkeys(sources.values())
         }
         self._of = {tools: made[source] for tools, source in sources.items()}
+
+    @property
+    def unopened(self) -> list[str]:
+        """What prompts for an answer end with and answers lack, so far (:class:`ChatTemplate`)."""
+        return list(dict.fromkeys(each.unopened for each in self._of.values() if each.unopened))
 
     def of(self, *, tools: bool) -> ChatTemplate:
         """The one that renders conversations with ``tools``, or without."""
@@ -155,11 +184,9 @@ class Templates:
 
 def _read(path: Path) -> str:
     try:
-        with path.open("rb") as file:
-            content = file.read(_LARGEST + 1)
-        if len(content) > _LARGEST:
-            raise DataError(f"{path} is too large", why=f"more than {_LARGEST >> 20} MiB", origin="data.template")
-        return content.decode()
-    except (OSError, UnicodeDecodeError) as cause:
-        why = getattr(cause, "strerror", None) or "it is not UTF-8"
-        raise DataError(f"{path} cannot be read", why=why, origin="data.template") from cause
+        large = path.stat().st_size > _LARGEST
+    except OSError as cause:
+        raise unreadable(path, cause, "data.template") from cause
+    if large:
+        raise DataError(f"{path} is too large", why=f"more than {_LARGEST >> 20} MiB", origin="data.template")
+    return read_text(path, "data.template")

@@ -119,7 +119,7 @@ class Nlu(DataSource):
 
     @property
     def tokenizer_file(self) -> Path | None:
-        """The JSON file of ``data.tokenizer``."""
+        """The file of ``data.tokenizer`` that is kept beside the weights."""
         return json_file(self._options.tokenizer)
 
     def encode(self, text: str) -> Sequence[int]:

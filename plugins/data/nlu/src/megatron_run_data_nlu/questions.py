@@ -5,7 +5,6 @@ A file that is not what its task publishes raises :class:`DataError` with its na
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from typing import Any, Literal
 
 from megatron_run.errors import DataError
 from megatron_run.safe_folder import parse_json
+from megatron_run_engine.data.user_files import json_line, read_text, text_lines
 
 Task = Literal["mnli", "qqp", "squad1", "squad2", "race"]
 Part = Literal["train", "validation", "test"]
@@ -79,9 +79,9 @@ def read_choices(task: Task, path: Path) -> Iterator[Choice]:
     if task == "race":
         yield from _race(path)
     elif path.suffix == ".jsonl":
-        for number, line in enumerate(_text(path).splitlines(), 1):
+        for number, line in text_lines(path):
             with _place(path, f"line {number}"):
-                yield from _entailment(parse_json(line), path.stem)
+                yield from _entailment(json_line(line), path.stem)
     else:
         yield from _TABLES[task](path)
 
@@ -89,7 +89,7 @@ def read_choices(task: Task, path: Path) -> Iterator[Choice]:
 def read_questions(path: Path) -> Iterator[Question]:
     """The questions of a file of SQuAD."""
     with _place(path, "it"):
-        for article in parse_json(_text(path))["data"]:
+        for article in parse_json(read_text(path))["data"]:
             for paragraph in article["paragraphs"]:
                 for asked in paragraph["qas"]:
                     given = () if asked.get("is_impossible") else asked["answers"]
@@ -123,7 +123,7 @@ _TABLES: Mapping[str, Callable[[Path], Iterator[Choice]]] = MappingProxyType({"m
 def _race(path: Path) -> Iterator[Choice]:
     """A passage with its questions; a blank of a question is filled with each option, which else follows it."""
     with _place(path, "it"):
-        passage = parse_json(_text(path))
+        passage = parse_json(read_text(path))
         group = path.parent.name if path.parent.name in ("middle", "high") else ""
         for asked, options, answer in zip(passage["questions"], passage["options"], passage["answers"], strict=True):
             filled = [asked.replace("_", option) if "_" in asked else f"{asked} {option}" for option in options]
@@ -133,21 +133,11 @@ def _race(path: Path) -> Iterator[Choice]:
 
 def _rows(path: Path) -> Iterator[tuple[dict[str, str], str]]:
     """The rows of a table with a header, and where each is; a quotation mark is a character like others."""
-    lines = _text(path).split("\n")
-    table = csv.reader(lines, delimiter="\t", quoting=csv.QUOTE_NONE)
-    header = next(table, [])
-    for number, cells in enumerate(table, 2):
-        if cells:
-            yield dict(zip(header, cells, strict=False)), f"line {number}"
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except OSError as cause:
-        raise DataError(f"{path} cannot be read", why=cause.strerror or str(cause)) from cause
-    except UnicodeDecodeError as cause:
-        raise DataError(f"{path} is no text", why=f"byte {cause.start} is not UTF-8") from cause
+    lines = text_lines(path)
+    header = next(lines, (1, ""))[1].split("\t")
+    for number, line in lines:
+        if line:
+            yield dict(zip(header, line.split("\t"), strict=False)), f"line {number}"
 
 
 @contextmanager

@@ -11,6 +11,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from megatron_run.contracts import Weights
 from megatron_run.errors import CheckpointError, InputError
 from megatron_run_engine.checkpoint.files import FileSystem, followed
@@ -99,9 +101,11 @@ _EMBEDDINGS = {
 _ORDER = {"bert.pooler.dense": ("head.pooler.dense", "hh"), "cls.seq_relationship": ("head.order", "2h")}
 _WORD_BIAS = "cls.predictions.bias"
 #: What old files hold as well: positions as numbers, and what follows from the word embedding and its bias.
-_REPEATED = frozenset(
-    {"bert.embeddings.position_ids", "cls.predictions.decoder.weight", "cls.predictions.decoder.bias"}
-)
+_SAME = {
+    "cls.predictions.decoder.weight": "bert.embeddings.word_embeddings.weight",
+    "cls.predictions.decoder.bias": _WORD_BIAS,
+}
+_REPEATED = frozenset({"bert.embeddings.position_ids", *_SAME})
 
 
 def is_bert(source: Path) -> bool:
@@ -116,7 +120,7 @@ def read(source: Path) -> Weights:
     """
     config = {**_DEFAULTS, **read_json(followed(source / CONFIG))}
     reasons = must_be(config, _ONLY)
-    if "quantization_config" in config:
+    if config.get("quantization_config") is not None:
         reasons.append("its weights are quantised")
     if reasons:
         raise CheckpointError(f"{source} cannot be imported", why="; ".join(reasons))
@@ -132,6 +136,8 @@ def read(source: Path) -> Weights:
     found = {name: tensors.entries[full].shape for name, full in named.items() if name not in ignored}
     if fault := shapes_fault(found, {theirs: shape for theirs, (_, shape) in rows.items()}):
         raise CheckpointError(f"the tensors in {source} do not match its {CONFIG}", why=fault)
+    if fault := _untied(tensors):
+        raise CheckpointError(f"{source} cannot be imported", why=fault)
     model = {ours: config[theirs] for ours, theirs in _KEYS.items()}
     model |= {"use": "bert", "norm_order": "post", "head": head, "activation": _ACTIVATIONS[config["hidden_act"]]}
     tokenizer = source / "tokenizer.json"
@@ -178,6 +184,15 @@ def write(weights: Weights, folder: Path) -> None:
     }
     write_json(folder / CONFIG, content, files)
     files.sync_folder(folder)
+
+
+def _untied(tensors: Tensors) -> str:
+    """What of an output layer of its own, which our model does not have, the files hold."""
+    for repeated, first in _SAME.items():
+        both = repeated in tensors.entries and first in tensors.entries
+        if both and not torch.equal(tensors.reader(repeated)(), tensors.reader(first)()):
+            return f"{repeated} differs from {first}, of which it is a copy in models like ours"
+    return ""
 
 
 def _sizes(config: Mapping[str, Any]) -> dict[str, int]:

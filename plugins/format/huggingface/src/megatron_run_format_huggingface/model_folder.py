@@ -143,16 +143,16 @@ def _size(tensors: Iterable[Tensor]) -> int:
 
 
 CONFIG = "config.json"
-#: Files beside it that come back as they were: what begins and ends a text, how it is generated.
+#: The file beside it that comes back as it was: every token that ends a text, and how texts are generated.
 _GENERATION = "generation_config.json"
-_TRAVEL = (_GENERATION, "tokenizer_config.json", "special_tokens_map.json")
 #: Keys of ``config.json`` that its export takes over from the source.
 _TAKEN_OVER = ("bos_token_id", "eos_token_id", "pad_token_id")
 _HALVES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 #: So many families are named where none fits.
 _NEAREST = 3
-#: The word embedding in our names.
-WORD = "embedding.word.weight"
+#: The word embedding in our names, its module, and the key that says whether the output layer has the same weights.
+WORD, _WORD_MODULE, _TIED = "embedding.word.weight", "embedding.word", "tie_word_embeddings"
+_OWN_HEAD = "{head}.weight differs from the word embedding and is kept, though tie_word_embeddings is true"
 #: Types of unquantised weights.
 _WEIGHTS = ("F64", "F32", "F16", "BF16")
 #: Buffers in old files: masks and angles, which follow from the configuration.
@@ -178,6 +178,9 @@ def read(source: Path) -> Weights:
     config = {**family.defaults, **config}
     options, longest = _model(source, family, config)
     tensors = Tensors(source)
+    own_head = bool(config[_TIED]) and _has_other_head(tensors, family)
+    if own_head:
+        options["tie_embeddings"] = False
     described = gpt_options(Weights(options, {}, sequence_length=longest), family.model)
     most = len(tensors.entries), tensors.values // described.hidden_size
     shapes = logical_shapes(described, longest, *most, family.model)
@@ -197,9 +200,9 @@ def read(source: Path) -> Weights:
         options,
         readers,
         sequence_length=longest,
-        notes=(*family.notes(config), *_other_head(tensors, left_out, family, rows)),
+        notes=(*family.notes(config), *([_OWN_HEAD.format(head=family.head)] if own_head else [])),
         tokenizer=source if holds_tokenizer(source) else None,
-        files={name: source / name for name in (CONFIG, *_TRAVEL) if (source / name).is_file()},
+        files={name: source / name for name in (CONFIG, _GENERATION) if (source / name).is_file()},
     )
 
 
@@ -223,22 +226,22 @@ def write(weights: Weights, folder: Path) -> None:
     rows, files = family.rows(options, shapes), FileSystem()
     head = f"{family.head}.weight"
     names = {row.theirs: row.theirs if row.theirs == head else family.prefix + row.theirs for row in rows}
-    tensors = ((names[row.theirs], partial(_packed, row, weights.tensors, _HALVES.get(half))) for row in rows)
-    write_tensor_files(folder, tensors, files, SHARD)
+    packing = _Packing(weights.tensors, _HALVES.get(half))
+    write_tensor_files(folder, ((names[row.theirs], partial(packing.pack, row)) for row in rows), files, SHARD)
+    dtype = half if half in _HALVES and not packing.wide else "float32"
     config = {
         "model_type": family.model_type,
         **family.config(options),
         family.positions: longest_sequence(options, weights.sequence_length),
-        "dtype": half if half in _HALVES else "float32",
-        "torch_dtype": half if half in _HALVES else "float32",  # the key's name in older versions
+        "dtype": dtype,
+        "torch_dtype": dtype,  # the key's name in older versions
         **(special_ids(weights) if not came_as else {key: came_as.get(key) for key in _TAKEN_OVER}),
     }
     write_json(folder / CONFIG, config, files)
     if not came_as and weights.special_tokens:
         write_json(folder / _GENERATION, special_ids(weights), files)
-    for name in _TRAVEL:
-        if name in weights.files:
-            write_json(folder / name, read_json(weights.files[name]), files)
+    if _GENERATION in weights.files:
+        write_json(folder / _GENERATION, read_json(weights.files[_GENERATION]), files)
     files.sync_folder(folder)
 
 
@@ -247,18 +250,27 @@ def special_ids(weights: Weights) -> dict[str, int | None]:
     return {key: weights.special_tokens.get(key.removesuffix("_token_id")) for key in _TAKEN_OVER}
 
 
-def _packed(row: Row, tensors: Mapping[str, ReadTensor], half: torch.dtype | None) -> Tensor:
-    """Their tensor, in the type ``half`` if that rounds nothing."""
-    packed = row.pack(tensors)
-    narrow = packed if half is None else packed.to(half)
-    return narrow if torch.equal(narrow.to(packed.dtype), packed) else packed
+class _Packing:
+    """Makes their tensors, in the type ``half`` where that rounds nothing; ``wide`` tells whether it would have."""
+
+    def __init__(self, tensors: Mapping[str, ReadTensor], half: torch.dtype | None) -> None:
+        self._tensors, self._half, self.wide = tensors, half, False
+
+    def pack(self, row: Row) -> Tensor:
+        """The tensor of ``row``."""
+        packed = row.pack(self._tensors)
+        narrow = packed if self._half is None else packed.to(self._half)
+        if torch.equal(narrow.to(packed.dtype), packed):
+            return narrow
+        self.wide = True
+        return packed
 
 
 def _model(source: Path, family: Family, config: Config) -> tuple[dict[str, object], int]:
     """The ``model`` section and the longest sequence. Raises :class:`CheckpointError`."""
     try:
         reasons = family.unsupported(config)
-        if "quantization_config" in config:
+        if config.get("quantization_config") is not None:
             reasons.append("its weights are quantised")
         if reasons:
             raise CheckpointError(f"{source} cannot be imported", why="; ".join(reasons))
@@ -274,15 +286,14 @@ def _quantised(tensors: Tensors, full_names: dict[str, str]) -> str:
     return f"{other} has values of type {kinds[other]}" if other else ""
 
 
-def _other_head(tensors: Tensors, left_out: set[str], family: Family, rows: list[Row]) -> tuple[str, ...]:
-    """A note where the files of a tied model hold another output layer, which is ``left_out``, as by transformers."""
-    word = next(row.theirs for row in rows if row.ours == (WORD,))
-    full = next(name for name in tensors.entries if name.removeprefix(family.prefix) == word)
-    for head in left_out & tensors.entries.keys():
-        if not torch.equal(tensors.reader(head)(), tensors.reader(full)()):
-            what = f"{head} differs from the word embedding and was left out, since tie_word_embeddings is true"
-            return (f"{what}; to keep it, set tie_word_embeddings to false in {CONFIG}",)
-    return ()
+def _has_other_head(tensors: Tensors, family: Family) -> bool:
+    """Whether the files hold an output layer that is not the word embedding, which transformers then keeps apart."""
+    word = next(theirs for theirs, ours in family.tensors.items() if ours == _WORD_MODULE)
+    head = f"{family.head}.weight"
+    full = next((name for name in tensors.entries if name.removeprefix(family.prefix) == f"{word}.weight"), None)
+    if full is None or head not in tensors.entries:
+        return False
+    return not torch.equal(tensors.reader(head)(), tensors.reader(full)())
 
 
 def _family_for(options: GptOptions, model: str, first: str = "") -> Family:

@@ -133,7 +133,11 @@ def windows(usual: Callable[[Config, int], bool], switch: Mapping[bool, Mapping[
 
     def write(options: Config) -> dict[str, Any]:
         pattern, window = options["window_pattern"], options["attention_window"]
-        found = {"sliding_window": window, "layer_types": [SLIDING if each else FULL for each in pattern]}
+        found: dict[str, Any] = {"layer_types": [SLIDING if each else FULL for each in pattern]}
+        if (
+            window is not None
+        ):  # some families' code makes the mask of a window, of its default, also where none is used
+            found["sliding_window"] = window
         return found | dict(switch[window is not None] if switch else {})
 
     def unsupported(config: Config) -> list[str]:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -20,12 +18,13 @@ from megatron_run_format_megatron.rank_files import Found, count_of, is_sharded,
 from megatron_run_format_megatron.tensor_names import Network, our_tensors
 from megatron_run_format_megatron.torch_dist import is_distributed, read_distributed
 
-if TYPE_CHECKING:
-    from megatron_run.contracts import ReadTensor
-
 #: The file that names the newest step.
 LATEST = "latest_checkpointed_iteration.txt"
 _WORD, _HEAD = "embedding.word.weight", "output.weight"
+_OWN_HEAD = (
+    "the output layer differs from the word embedding and is kept, "
+    "though untie_embeddings_and_output_weights is not set"
+)
 _STEP = re.compile(r"[0-9]{1,18}")
 
 
@@ -53,14 +52,18 @@ def read(source: Path) -> Weights:
     if reasons:
         raise CheckpointError(f"{source} cannot be imported", why="; ".join(reasons))
     tensors = our_tensors(layout, found.tensors, str(source))
-    head = None if found.arguments.get("untie_embeddings_and_output_weights") else tensors.pop(_HEAD, None)
+    tied = not found.arguments.get("untie_embeddings_and_output_weights")
+    own_head = tied and _HEAD in tensors and _WORD in tensors and not torch.equal(tensors[_HEAD](), tensors[_WORD]())
+    if tied and not own_head:
+        tensors.pop(_HEAD, None)
     longest = found.arguments.get("max_position_embeddings" if not is_rotated(found.arguments) else "seq_length")
+    config = {setting.key.removeprefix("model."): setting.value for setting in settings}
     return Weights(
-        config={setting.key.removeprefix("model."): setting.value for setting in settings},
+        config=config | ({"tie_embeddings": False} if own_head else {}),
         tensors=tensors,
         step=found.step,
         sequence_length=longest if isinstance(longest, int) else None,
-        notes=(*_notes(found, vocabulary), *_other_head(head, tensors)),
+        notes=(*_notes(found, vocabulary), *([_OWN_HEAD] if own_head else [])),
     )
 
 
@@ -114,10 +117,3 @@ def _notes(found: Found, vocabulary: Setting) -> list[str]:
     if precision and not found.masters:
         notes.append(f"weights are those of the {precision} model: the optimizer's fp32 values are not taken")
     return notes
-
-
-def _other_head(head: ReadTensor | None, tensors: Mapping[str, ReadTensor]) -> Iterator[str]:
-    """A note where a tied model has an output layer of other values than the word embedding; it is left out."""
-    if head is not None and _WORD in tensors and not torch.equal(head(), tensors[_WORD]()):
-        what = "the output layer differs from the word embedding and was left out, since the arguments say tied"
-        yield f"{what} (untie_embeddings_and_output_weights is not set)"

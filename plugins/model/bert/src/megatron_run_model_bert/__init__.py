@@ -23,12 +23,14 @@ from megatron_run_model_bert.heads import (
     MaskedTokens,
     Pretraining,
     Span,
+    counted,
 )
 from megatron_run_model_bert.options import BertOptions
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
+    from torch import Tensor
     from torch.nn import Parameter
 
     from megatron_run.contracts import Microbatch, ParallelLayers
@@ -106,6 +108,10 @@ class Bert(Model):
             return (*first, *layers)
         order = (SWAPPED,) if self._options.head == "pretraining" else ()
         return (*first, *layers, "labels", "loss_mask", *order)
+
+    def counts(self, fields: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """What the head counts of the mask. The order of sentences is a mean over samples, of which each counts."""
+        return {"lm": counted(self._options.head, fields["loss_mask"]).sum()}
 
     def boundary(self, microbatch: Microbatch, micro_batch_size: int, sequence_length: int) -> Boundary:
         """Return the shape of the residual stream, [s, b, h], or [s/t, b, h] with sequence parallelism."""

@@ -229,7 +229,7 @@ class Classification(Head):
     def _loss(self, logits: Tensor, labels: Tensor, loss_mask: Tensor) -> tuple[Tensor, Tensor]:
         """Logits [1, b, k], labels and mask [b, s] -> summed loss, and the number of samples."""
         loss = F.cross_entropy(_wide(logits[0]), labels[:, 0], reduction="none")
-        mask = loss_mask[:, 0].to(loss.dtype)
+        mask = counted("classification", loss_mask)[:, 0].to(loss.dtype)
         return (loss * mask).sum(), mask.sum()
 
 
@@ -255,8 +255,13 @@ class Span(Head):
         """Logits [s, b, 2], labels and mask [b, s] -> loss summed over both ends, and the number of ends."""
         ends = _wide(logits).permute(1, 0, 2)  # [b, s, 2]
         loss = F.cross_entropy(ends, labels[:, :2], reduction="none")  # [b, 2]
-        mask = loss_mask[:, :2].to(loss.dtype)
+        mask = counted("span", loss_mask).to(loss.dtype)
         return (loss * mask).sum(), mask.sum()
+
+
+def counted(head: str, loss_mask: Tensor) -> Tensor:
+    """What the loss of ``head`` reads of the mask [b, s]: a sample's class, both ends of its span, or all tokens."""
+    return loss_mask[:, : {"classification": 1, "choice": 1, "span": 2}.get(head)]
 
 
 def _wide(logits: Tensor) -> Tensor:

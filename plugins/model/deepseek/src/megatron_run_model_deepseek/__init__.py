@@ -10,17 +10,19 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from megatron_run.contracts import Model, PluginInfo
 from megatron_run.hookspecs import hookimpl
 from megatron_run_engine.builtin.model.gpt import Gpt, GptOptions, expert_notices
 from megatron_run_engine.nn import Rotary, TransformerSpec, attention_fields, tie_to_word
 from megatron_run_model_deepseek.latent_attention import LatentAttention, LatentShape
-from megatron_run_model_deepseek.prediction import MTP_LOSS, PredictingChunk, Predictor, predictor_spec
+from megatron_run_model_deepseek.prediction import PredictingChunk, Predictor, counted, loss_name, predictor_spec
 
 if TYPE_CHECKING:
-    from torch import nn
+    from collections.abc import Mapping
+
+    from torch import Tensor, nn
     from torch.nn import Parameter
 
     from megatron_run.contracts import Chunk, ParallelLayers
@@ -48,6 +50,17 @@ class DeepSeekOptions(GptOptions):
     bias: Literal[False] = Field(False, description="there are no biases")
     tie_embeddings: bool = Field(False, description="output layer and embedding share weights")
     dropout: float = Field(0.0, ge=0, lt=1, description="on embedding, attention and residual connections")
+
+    @field_validator("position")
+    @classmethod
+    def _rope_rotates_pairs(cls, position: Any, info: ValidationInfo) -> Any:  # noqa: ARG003
+        """Whatever the size of a head is: ``rope_head_size`` alone rotates, which is even."""
+        return position
+
+    @field_validator("rope_fraction")
+    @classmethod
+    def _something_rotates(cls, fraction: float, info: ValidationInfo) -> float:  # noqa: ARG003  # as of gpt
+        return fraction
 
     @model_validator(mode="before")
     @classmethod
@@ -122,7 +135,7 @@ class DeepSeek(Gpt):
         super().__init__(context, options)
         self._shape, self._predicted, self._coefficient = options.latents, options.mtp_layers, options.mtp_loss_coeff
         if self._predicted:
-            self.metric_names = (*self.metric_names, MTP_LOSS)
+            self.metric_names = (*self.metric_names, *map(loss_name, range(1, self._predicted + 1)))
 
     @property
     def shares_words(self) -> bool:
@@ -170,6 +183,13 @@ class DeepSeek(Gpt):
         last = position == len(layout) - 1 and self._predicted
         more = attention_fields(self._context, self._spec) if last else ()
         return (*found, *(name for name in more if name not in found))
+
+    def counts(self, fields: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """What the next token's loss and those of the predictors count."""
+        documents = fields.get("documents")
+        depths = range(1, self._predicted + 1)
+        further = {loss_name(depth): counted(fields["loss_mask"], depth, documents).sum() for depth in depths}
+        return {**super().counts(fields), **further}
 
     def make_attention(self, layers: ParallelLayers, layer: int, rotary: Rotary | None) -> Attention:
         """The attention of ``layer``."""

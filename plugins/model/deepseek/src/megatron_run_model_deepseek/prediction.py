@@ -35,8 +35,13 @@ if TYPE_CHECKING:
     from megatron_run_engine.nn import TransformerSpec
     from megatron_run_engine.runtime.context import BuildContext
 
-#: The name under which the mean over depths is reported, without its coefficient.
+#: The name under which the loss of the first depth is reported, without its coefficient.
 MTP_LOSS = "model/mtp_loss"
+
+
+def loss_name(depth: int) -> str:
+    """The name of the loss at ``depth``, from 1: each depth counts tokens of its own."""
+    return MTP_LOSS if depth == 1 else f"{MTP_LOSS}_{depth}"
 
 
 class Predictor(nn.Module):
@@ -57,7 +62,7 @@ class Predictor(nn.Module):
         output: nn.Module,
     ) -> None:
         super().__init__()
-        self.depth, self.layer = depth, spec.layers + depth
+        self.depth, self.layer, self.by_token = depth, spec.layers + depth, context.train.loss_mean == "token"
         self.reads = attention_fields(context, spec)
         self.stream_norm = layers.norm(spec.norm, spec.hidden, spec.norm_eps)
         self.token_norm = layers.norm(spec.norm, spec.hidden, spec.norm_eps)
@@ -80,21 +85,16 @@ class Predictor(nn.Module):
         labels: Tensor,
         loss_mask: Tensor,
         *documents: Tensor | None,
-    ) -> Tensor:
-        """Mean loss over the tokens that count, from the block's output [s, b, h]: a scalar.
+    ) -> tuple[Tensor, Tensor]:
+        """The loss of the tokens that count, from the block's output [s, b, h], and its weight: scalars.
 
-        ``logits`` makes [s, b, h] after a norm to the model's logits.
-        A position counts where the token it predicts does and, of packed rows, the token it has been given is of the
-        same document, whose bounds are ``documents`` [b, c].
+        A sum and their number with ``train.loss_mean=token``, else their mean and 1. ``logits`` makes [s, b, h] after a
+        norm to the model's logits; the bounds of packed rows are ``documents`` [b, c].
         """
         losses = self.cross_entropy(logits(self.final_norm(x)), _ahead(labels, self.depth))  # [s, b]
-        counted = _ahead(loss_mask, self.depth)
-        for bounds in documents:
-            if bounds is not None:
-                counted = counted * _same_document(bounds, labels.shape[1], self.depth)
-        counted = counted.t().to(losses.dtype)
-        mean: Tensor = (losses * counted).sum() / counted.sum().clamp(min=1)
-        return mean
+        counts = counted(loss_mask, self.depth, *documents).t().to(losses.dtype)
+        total, weight = (losses * counts).sum(), counts.sum()
+        return (total, weight) if self.by_token else (total / weight.clamp(min=1), torch.ones_like(weight))
 
     def segments(self, logits: Callable[[Tensor], Tensor]) -> tuple[Segment, ...]:
         """Entrance, the block's segments, and the loss; ``logits`` as for :meth:`loss`."""
@@ -110,7 +110,7 @@ class Predictor(nn.Module):
                 7,
                 partial(self.loss, logits),
                 inputs,
-                ("mtp",),
+                ("mtp", "mtp_weight"),
                 parameters_of(self.final_norm, *self._output),
             ),
         )
@@ -147,20 +147,31 @@ class PredictingChunk(DecoderChunk):
         return (*super().segments(), *(segment for segments, _ in self._predicting for segment in segments))
 
     def run_head(self, x: Tensor, microbatch: Microbatch, reported: list[dict[str, Tensor]]) -> ChunkOut:
-        """As of every decoder, and in training the mean loss of the predictors."""
+        """As of every decoder, and in training the losses of the predictors."""
         out = super().run_head(x, microbatch, reported)
         if not microbatch.train or "labels" not in microbatch.fields:
             return out
-        found = []
-        for segments, names in self._predicting:
+        share, found = self.coefficient / len(self._predicting), dict(out.losses)
+        for depth, (segments, names) in enumerate(self._predicting, 1):
             environment: dict[str, Any] = {**dict.fromkeys(("documents", "positions")), **microbatch.fields, "x": x}
             self.runner.run(segments, microbatch, environment)
             x = environment["x"]
             reported += [{name: environment[name] for name in names}] if names else []
-            found.append(environment["mtp"])
-        mean = torch.stack(found).mean()
-        loss = (self.coefficient * mean, mean.new_full((), self.coefficient))
-        return replace(out, losses={**out.losses, MTP_LOSS: loss})
+            found[loss_name(depth)] = (share * environment["mtp"], share * environment["mtp_weight"])
+        return replace(out, losses=found)
+
+
+def counted(loss_mask: Tensor, depth: int, *documents: Tensor | None) -> Tensor:
+    """1 where a position counts at ``depth``: [b, s].
+
+    The token that it predicts must count and, of packed rows, whose bounds are ``documents`` [b, c], the token that it
+    has been given must be of the same document.
+    """
+    counts = _ahead(loss_mask, depth)
+    for bounds in documents:
+        if bounds is not None:
+            counts = counts * _same_document(bounds, loss_mask.shape[1], depth)
+    return counts
 
 
 def _ahead(x: Tensor, places: int) -> Tensor:

@@ -166,7 +166,7 @@ class Text(DataSource):
 
     @property
     def tokenizer_file(self) -> Path | None:
-        """The JSON file of ``data.tokenizer``, None for bytes and SentencePiece."""
+        """The file of ``data.tokenizer`` that is kept beside the weights, None for bytes."""
         return json_file(self._options.tokenizer)
 
     def encode(self, text: str) -> Sequence[int]:

@@ -65,9 +65,9 @@ class DecoderOptions(BaseModel):
     )
     rope_short_factors: tuple[Positive, ...] = Field(
         (),
-        description="longrope: times slower each pair turns if train.sequence_length is at most rope_original_length",
+        description="longrope: times slower each pair turns in texts of at most rope_original_length tokens",
     )
-    rope_long_factors: tuple[Positive, ...] = Field((), description="longrope: the same if it is above")
+    rope_long_factors: tuple[Positive, ...] = Field((), description="longrope: the same in longer ones")
     attention_window: int | None = Field(
         None, ge=1, description="tokens that a query sees, itself the last of them; unset: all before it"
     )

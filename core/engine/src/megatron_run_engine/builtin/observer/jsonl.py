@@ -23,26 +23,30 @@ LONGEST_LINE = 1 << 24
 
 
 class JsonLines(Observer):
-    """Appends to both files and never changes a line. If a step was repeated, its last line counts."""
+    """Appends to both files and never changes a line. If a step was repeated, its last line counts.
+
+    So every line has a step's numbers; the first step after other values has ``resumed`` and ``changes`` beside them.
+    """
 
     def __init__(self) -> None:
         self._attempt = 0
+        self._begun: dict[str, Any] = {}
         self._metrics: LineFile | None = None
         self._eval: LineFile | None = None
 
     def on_train_start(self, run: RunSummary) -> None:
-        """Open both files in the run folder. A run that goes on with other values gets a line with ``changes``."""
+        """Open both files in the run folder."""
         self._attempt = run.attempt
         self._metrics = LineFile(run.folder / "metrics.jsonl")
         self._eval = LineFile(run.folder / "eval.jsonl")
-        if run.changes:
-            head = {"v": VERSION, "step": run.first_step - 1, "attempt": run.attempt}
-            self._metrics.append({**head, "resumed": str(run.resumed), "changes": run.changes})
+        self._begun = {"resumed": str(run.resumed), "changes": run.changes} if run.changes else {}
 
     def on_step_end(self, metrics: StepMetrics) -> None:
         """Append a line with v, step, attempt and the fields of :class:`StepMetrics`."""
         numbers = asdict(metrics)
-        _opened(self._metrics).append({"v": VERSION, "step": numbers.pop("step"), "attempt": self._attempt, **numbers})
+        head = {"v": VERSION, "step": numbers.pop("step"), "attempt": self._attempt}
+        _opened(self._metrics).append({**head, **numbers, **self._begun})
+        self._begun = {}
 
     def on_eval_end(self, metrics: EvalMetrics) -> None:
         """Append a line with the fields of :class:`EvalMetrics`."""

@@ -13,8 +13,9 @@ from megatron_run_engine.nn.fused.column_sums import Parts, Tile, parts_of
 
 #: Values of a program of the forward, 16 for each thread, and its warps.
 BLOCK, WARPS = 2048, 4
-#: Tile of the backward, and programs at most: see ``column_sums``.
-TILE, PROGRAMS = Tile(16, 128, 4, 2), 1056
+#: Tile of the backward, and programs at most, eight for each multiprocessor: these hide what reads take, and nothing is
+#: fetched ahead.
+TILE, PROGRAMS = Tile(16, 128, 4, 1), 1056
 
 _library = Library("megatron_run_engine", "FRAGMENT")
 _library.define("gelu(Tensor x, bool tanh) -> Tensor")

@@ -14,11 +14,12 @@ from torch.library import Library
 
 #: Features at most: beyond, a program could not keep the sums of a row in its registers.
 WIDEST_NORM = 16384
-#: Values that a program reads at a time, and each of its threads; warps of a program at most.
-TILE, OF_A_THREAD, WARPS = 4096, 16, 16
+#: Values that a program reads at a time, half as many in rows up to ``NARROW``, and each of its threads; warps of a
+#: program at most.
+TILE, NARROW, OF_A_THREAD, WARPS = 4096, 1024, 16, 16
 #: Tiles that a program works on or has on their way, at most; bytes of shared memory at most for those on their way.
 STAGES, AHEAD = 3, 2**16
-#: Programs at most: two for each of the 132 multiprocessors of an H100 or H200, which run two at a time.
+#: Programs at most: two for each of the 132 multiprocessors of an H100 or H200, and twice as many with half a tile.
 PROGRAMS = 264
 
 _library = Library("megatron_run_engine", "FRAGMENT")
@@ -49,7 +50,7 @@ def _gradients(
 
     found = _empty(x, mean)
     (rows, columns), block = x.shape, _block(x)
-    block_rows = max(1, TILE // block)
+    block_rows = rows_of(block)
     warps = min(WARPS, max(1, block * block_rows // (32 * OF_A_THREAD)))
     with torch.cuda.device_of(x):
         kernels.norm_gradient[(len(found[1]),)](
@@ -72,6 +73,11 @@ def _gradients(
     return found
 
 
+def rows_of(block: int) -> int:
+    """Rows that a program reads at a time, of ``block`` features."""
+    return max(1, TILE // (2 if block <= NARROW else 1) // block)
+
+
 def stages_of(tile: int) -> int:
     """Tiles of that many bytes that a program works on or has on their way: one alone takes no shared memory."""
     return min(STAGES, 1 + AHEAD // tile)
@@ -79,7 +85,9 @@ def stages_of(tile: int) -> int:
 
 def _empty(x: Tensor, mean: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     rows, columns = x.shape
-    programs = min(PROGRAMS, max(1, -(-rows // max(1, TILE // _block(x)))))
+    block = _block(x)
+    most = PROGRAMS * (2 if block <= NARROW else 1)
+    programs = min(most, max(1, -(-rows // rows_of(block))))
     sums = [torch.empty((count, columns), dtype=torch.float32, device=x.device) for count in (programs, 0)]
     return torch.empty_like(x), sums[0], torch.empty_like(sums[0]) if mean is not None else sums[1]
 

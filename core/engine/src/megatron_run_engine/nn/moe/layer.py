@@ -135,23 +135,24 @@ class MixtureOfExperts(nn.Module):
         self, weights: Tensor, chosen: Tensor, load: Tensor, decoding: Decoding | None = None
     ) -> tuple[Tensor, ...]:
         """The placement (order [n*k], place [n*k], counts [e]), the spread of the load [3] and, for biases, load."""
-        # In generation the tokens of a pass are those of other texts too: what is dropped would depend on them.
-        if self.spec.capacity_factor is None or decoding is not None:
+        # Outside of training the tokens of a pass are those of other texts too: what is dropped would depend on them.
+        dropping = self.training and decoding is None
+        if self.spec.capacity_factor is None or not dropping:
             placement = place_all(chosen, load)
         else:
             placement = place_within_capacity(chosen, weights, load, self.spec)
         if self.spec.pad:
-            placement = padded(placement, self._slots(chosen, load, decoding))
+            placement = padded(placement, self._slots(chosen, load, dropping=dropping))
         # A copy: a captured segment may not return an input, and a region not what its own segments read.
         choices = () if self.router.expert_bias is None else (load.clone(),)
         return *placement, spread(load, placement.counts), *choices
 
-    def _slots(self, chosen: Tensor, load: Tensor, decoding: Decoding | None) -> int:
+    def _slots(self, chosen: Tensor, load: Tensor, *, dropping: bool) -> int:
         """Slots of an expert: its capacity or, where nothing is dropped, as many as the fullest one of any rank fills.
 
-        Generation may read them on the host: it is never captured.
+        Outside of training they may be read on the host: only training is captured.
         """
-        if decoding is None:
+        if dropping:
             return self.spec.capacity(len(chosen))
         return int(self.dispatcher.peers.gather(load.max()[None]).max())
 

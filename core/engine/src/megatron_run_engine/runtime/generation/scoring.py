@@ -34,6 +34,12 @@ class Window:
         """The window that scores ``tokens[first:]``, each given all before it; ``first`` is at least 1."""
         return cls(tokens[:-1], [IGNORED] * (first - 1) + list(tokens[first:]))
 
+    @classmethod
+    def ending(cls, tokens: Sequence[int], targets: int, longest: int) -> Window:
+        """The window of at most ``longest`` inputs that scores the last ``targets`` of ``tokens``, as many as fit."""
+        kept = tokens[-(longest + 1) :]
+        return cls.of(kept, max(1, len(kept) - targets))
+
 
 class Score(NamedTuple):
     """The score of a window: the log-probability of its targets, in nats, and how many of them were the likeliest."""
@@ -76,7 +82,11 @@ def score(
     copies, copy = topology.sizes.data, topology.peers("data").index(topology.rank)
     # Windows of one length together, the longest first: little padding, and memory runs out at once or never.
     order = sorted(range(len(windows)), key=lambda number: -len(windows[number].inputs))
-    batches = [order[start : start + batch] for start in range(0, len(order), batch)]
+    # And those apart that are read with other angles than longer ones: a pass has those of its longest.
+    switch = network.angle_switch or 0
+    short = next((place for place, number in enumerate(order) if len(windows[number].inputs) <= switch), len(order))
+    sides = (order[:short], order[short:])
+    batches = [side[start : start + batch] for side in sides for start in range(0, len(side), batch)]
     found = torch.zeros(len(windows), 2, dtype=torch.float64)
     for turn in range(0, len(batches), copies):
         # Experts may lie on other copies, so all copies run equally many passes; one too many is not counted.

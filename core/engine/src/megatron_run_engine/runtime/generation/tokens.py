@@ -2,7 +2,8 @@
 
 The texts of a batch end in one column of a table, short ones padded on the left. A *frame* is a first pass over all
 columns, which fills the caches, and passes over one column each that follow. A new frame begins when a text has
-outgrown the model's positions: it then goes on from the newer half of what the model could see. The next token is
+outgrown the model's positions: it then goes on from the newer half of what the model could see. So it does when a text
+has become so long that its positions are encoded in another way. The next token is
 chosen greedily, or by a number that depends on seed, sample and position alone.
 
 Legend: b rows, s columns of a pass, v vocabulary, p padded vocabulary, t tensor-parallel size.
@@ -10,7 +11,7 @@ Legend: b rows, s columns of a pass, v vocabulary, p padded vocabulary, t tensor
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import inf
@@ -107,14 +108,16 @@ def _nucleus(scores: Tensor, top_p: float) -> Tensor:
 class Network:
     """A model on the ranks that share it, as far as a forward needs it.
 
-    ``program`` runs one microbatch forwards on this rank's stage, and ``last`` is the stage that has the head.
+    ``forwards`` makes the program that runs so many microbatches forwards on this rank's stage, ``reads`` are the
+    fields of samples that the stage needs, and ``last`` is the stage that has the head.
     """
 
     context: BuildContext
     model: Model
     chunks: Sequence[Chunk]
     executor: Executor
-    program: Sequence[Instruction]
+    forwards: Callable[[int], Sequence[Instruction]]
+    reads: Sequence[str]
     last: int
 
     @property
@@ -130,6 +133,11 @@ class Network:
         """
         return self.context.sequence_shards == 1 and all(getattr(chunk, "caches", False) for chunk in self.chunks)
 
+    @property
+    def angle_switch(self) -> int | None:
+        """The longest text that is read with other angles than longer ones; None where all have the same."""
+        return next((switch for chunk in self.chunks if (switch := getattr(chunk, "angle_switch", None))), None)
+
     def logits(self, tokens: Tensor, decoding: Decoding | None = None) -> Tensor | None:
         """Logits of ``tokens`` [b, s], int64: fp32 [s, b, v] on every rank of the last stage, None on the others.
 
@@ -138,7 +146,7 @@ class Network:
         microbatch = Microbatch(0, 0, 0, {"tokens": tokens}, train=False, decoding=decoding)
         rows, columns = tokens.shape
         boundary = partial(self.model.boundary, micro_batch_size=rows, sequence_length=columns)
-        record = self.executor.run(self.program, StepInputs(lambda _: microbatch, boundary))
+        record = self.executor.run(self.forwards(1), StepInputs(lambda _: microbatch, boundary))
         if not record.logits:
             return None
         context, here = self.context, record.logits[0]  # [s, b, p/t]
@@ -215,7 +223,9 @@ class Generation:
         """Logits of each text's last token, [b, v], by one pass over what is new."""
         network, starts = self._network, [text.start for text in live]
         windows = [text.window(network.positions) for text in live]
-        if self._frame is None or starts != [text.start for text in live]:
+        # A text that has just become long turns all its keys anew: the caches hold those of a short one.
+        switched = any(len(window) - 1 == network.angle_switch for window in windows)
+        if self._frame is None or switched or starts != [text.start for text in live]:
             self._frame = _Frame(live, windows, network.positions, network.context.device)
         rows = self._frame.keep(live)
         logits = network.logits(*self._frame.next_pass())

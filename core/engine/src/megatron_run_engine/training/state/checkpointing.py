@@ -5,11 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 import platform
-import shutil
 import time
 from dataclasses import asdict
 from datetime import timedelta
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -21,15 +19,15 @@ from megatron_run.planning.batch_size import run_length
 from megatron_run_engine.checkpoint.adapted import record_of
 from megatron_run_engine.checkpoint.async_saver import AsyncSaver, Staging
 from megatron_run_engine.checkpoint.collectives import WorldRanks
-from megatron_run_engine.checkpoint.manifest import About, AdaptersRecord, DataRecord, TokenizerRecord
+from megatron_run_engine.checkpoint.manifest import About, AdaptersRecord, DataRecord
 from megatron_run_engine.checkpoint.saving import Retention, Saver
 from megatron_run_engine.checkpoint.step_folder import Checkpoints
-from megatron_run_engine.data.tokenizer import CHAT_TEMPLATES, TOKENIZER
 from megatron_run_engine.run_folder.changes import digest, identity
 from megatron_run_engine.runtime.comm import create_aside, patience
 from megatron_run_engine.runtime.parameter_init import frozen, shapes_of, trained
 from megatron_run_engine.training.numbers import Progress
 from megatron_run_engine.training.state.init_from import branch, start_from
+from megatron_run_engine.training.state.keeping import Keeping
 from megatron_run_engine.training.state.resuming import Resumed, choose_on_rank0, files_at_once, plugin_records, resume
 
 if TYPE_CHECKING:
@@ -53,7 +51,7 @@ class Checkpointing:
     def __init__(self, run: ResolvedRun, assembly: Assembly, folder: RunFolder, dataset: Dataset) -> None:
         self._run, self._assembly, self._folder = run, assembly, folder
         self.data = fingerprint(dataset)
-        self._tokenizer = keep_tokenizer(assembly.data.tokenizer_file, folder)
+        self._keeping = Keeping(run, folder, assembly.data)
         context, topology = assembly.context, assembly.context.topology
         self._ranks = WorldRanks(context.groups, topology.rank, topology.sizes.world, context.device)
         self._checkpoints, self._activity = Checkpoints(folder.checkpoints), context.groups.activity
@@ -126,6 +124,7 @@ class Checkpointing:
             self._adapters = resumed.adapters or record_of(adapters, base)
             if not self._adapters.base and self._ranks.rank == 0:
                 self._assembly.context.log.warning("%s adapts random weights: set run.init_from", adapters.name)
+        self._keeping.begin(base or resumed.folder)
         self._saver.set_aside(own, self._folder.attempt)
         return resumed
 
@@ -229,27 +228,10 @@ class Checkpointing:
             topology={**asdict(run.sizes), "world": run.sizes.world, "chunks": run.config.parallel.chunks},
             config=digest(keys),
             identity=keys,
-            tokenizer=self._tokenizer,
+            tokenizer=self._keeping.record,
             adapters=self._adapters,
+            positions=self._keeping.positions,
         )
-
-
-def keep_tokenizer(file: Path | None, folder: RunFolder) -> TokenizerRecord | None:
-    """Return the record of a tokenizer's ``file``. Rank 0 copies it into the run folder: it belongs to the weights.
-
-    Its chat template comes with it, so that a model that was tuned on conversations can be tuned on more of them.
-    """
-    if file is None:
-        return None
-    content = file.read_bytes()
-    if folder.rank == 0:
-        temporary = folder.path / f".{TOKENIZER}.part"
-        temporary.write_bytes(content)
-        temporary.replace(folder.path / TOKENIZER)
-        for beside in filter(Path.is_file, map(file.with_name, CHAT_TEMPLATES)):
-            if beside.parent.resolve() != folder.path.resolve():
-                shutil.copyfile(beside, folder.path / beside.name)
-    return TokenizerRecord(name=str(file), sha256=hashlib.sha256(content).hexdigest())
 
 
 def fingerprint(dataset: Dataset) -> DataRecord:

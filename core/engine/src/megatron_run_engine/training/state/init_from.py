@@ -13,9 +13,9 @@ from megatron_run.planning.batch_size import run_length
 from megatron_run.registry.discover import plain_name
 from megatron_run_engine.checkpoint.adapted import open_step
 from megatron_run_engine.checkpoint.collectives import on_all_ranks, on_rank0
+from megatron_run_engine.checkpoint.kept_files import kept_tokenizer, same_tokenizer
 from megatron_run_engine.checkpoint.step_folder import CHECKPOINTS, IMPORTED, Checkpoints, find_step
 from megatron_run_engine.data.kept_tokenizer import reads_bytes, same_vocabulary
-from megatron_run_engine.data.tokenizer import TOKENIZER
 from megatron_run_engine.run_folder.changes import FREE_OF_MODEL, allows_other_data, identity
 from megatron_run_engine.runtime.parameter_init import initial_values
 from megatron_run_engine.training.state.adapting import fill_frozen
@@ -100,13 +100,17 @@ def check_tokenizer(run: ResolvedRun, checkpoints: Checkpoints, step: int) -> No
 
     Raises :class:`DataError` that names both tokenizers, unless ``--allow-change`` names the data.
     """
-    file, about = checkpoints.path.parent / TOKENIZER, checkpoints.manifest(step).about
-    kept = file if about.tokenizer is not None and file.is_file() else None
-    if (kept is None and not reads_bytes(about.identity)) or allows_other_data(run.request, ()):
+    about = checkpoints.manifest(step).about
+    kept = None if about.tokenizer is None else kept_tokenizer(checkpoints.path.parent, about)
+    known = about.tokenizer is not None or reads_bytes(about.identity)
+    if not known or allows_other_data(run.request, ()):
         return
     now = cast("DataSource", run.one("data").create()).tokenizer_file
-    known = now is not None or reads_bytes(identity(run))
-    if not known or not same_vocabulary(kept, now):
+    if about.tokenizer is not None and kept is None:  # it is lost: only the same file will do
+        same = now is not None and same_tokenizer(str(now), about.tokenizer.sha256)
+    else:
+        same = (now is not None or reads_bytes(identity(run))) and same_vocabulary(kept, now)
+    if not same:
         name = run.config.data.options.get("tokenizer", run.one("data"))
         trained = "bytes" if about.tokenizer is None else about.tokenizer.name
         raise DataError(

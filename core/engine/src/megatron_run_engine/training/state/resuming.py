@@ -32,6 +32,7 @@ from megatron_run_engine.run_folder.changes import (
     identity,
     nested,
     with_added_options,
+    with_moved_tokenizer,
 )
 from megatron_run_engine.training.numbers import Progress
 from megatron_run_engine.training.state.adapting import fill_frozen, open_base
@@ -172,7 +173,8 @@ def accept(
     branch of the run at ``source``, which has a configuration of its own.
     """
     allowed = run.request.allow_plugin_change
-    found = find_changes(with_added_options(saved.identity, run), identity(run), allowed)
+    now = identity(run)
+    found = find_changes(with_moved_tokenizer(with_added_options(saved.identity, run), now, source), now, allowed)
     refusal = find_refusal(found, run.request, source, [each.key for each in found] if decided is None else decided)
     if refusal is not None:
         what = f"step {saved.step} belongs to another run"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,6 +41,15 @@ def read_about(prefix: str | Path) -> Mapping[str, Any]:
             fix="prepare the dataset again, or move the file elsewhere",
         )
     return about or {}
+
+
+def ends_of(prefixes: Iterable[Path], usual: int | None) -> dict[int | None, Path]:
+    """The tokens that end documents, each with a dataset in which it does: as recorded, else the ``usual`` one.
+
+    None stands for documents that were prepared without one.
+    """
+    found = ((read_about(prefix).get("end_of_document", usual), prefix) for prefix in prefixes)
+    return {end: prefix for end, prefix in found if end is None or isinstance(end, int)}
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,9 +13,10 @@ from typing import IO, NamedTuple
 
 from megatron_run.errors import DataError, InputError
 from megatron_run_data_indexed.preparation.document_rules import Examiner, Rules, judge, ngrams_of
-from megatron_run_data_indexed.preparation.inputs import Input, blocks, missing
+from megatron_run_data_indexed.preparation.inputs import Input, blocks
 from megatron_run_data_indexed.preparation.records import Reading, read_records, texts
 from megatron_run_engine.data.tokenizer import open_tokenizer
+from megatron_run_engine.data.user_files import packing
 
 #: Bytes read at once.
 _BLOCK = 2**22
@@ -141,22 +141,9 @@ def _written(path: Path) -> Iterator[IO[bytes]]:
     try:
         with ExitStack() as stack:
             plain = stack.enter_context(hidden.open("wb"))
-            yield stack.enter_context(_compressed(path, plain))
+            yield stack.enter_context(packing(path, plain))
         hidden.replace(path)
     except OSError as cause:
         raise DataError(f"{path} cannot be written", why=cause.strerror or str(cause)) from cause
     finally:
         hidden.unlink(missing_ok=True)
-
-
-def _compressed(path: Path, file: IO[bytes]) -> IO[bytes]:
-    if path.suffix == ".gz":
-        return gzip.GzipFile("", "wb", fileobj=file, mtime=0)  # type: ignore[return-value]  # it writes: enough here
-    if path.suffix == ".zst":
-        try:
-            import zstandard
-        except ModuleNotFoundError as cause:
-            raise missing(f"{path} needs the library zstandard", "zst") from cause
-        writer: IO[bytes] = zstandard.ZstdCompressor().stream_writer(file, closefd=False)
-        return writer
-    return file

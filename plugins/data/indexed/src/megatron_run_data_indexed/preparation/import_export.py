@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 from collections.abc import Iterable, Iterator
-from contextlib import nullcontext
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -13,13 +11,13 @@ from typing import Any
 import numpy as np
 
 from megatron_run.errors import DataError, InputError
-from megatron_run.safe_folder import parse_json
 from megatron_run_data_indexed.preparation.inputs import blocks, find_inputs, missing, open_parquet, read_batches
-from megatron_run_data_indexed.preparation.inspect import document
+from megatron_run_data_indexed.preparation.inspect import document, end_of, text_of
 from megatron_run_data_indexed.preparation.records import lines
 from megatron_run_engine.data.indexed_files import Reader, Writer, dtype_for, index_path
 from megatron_run_engine.data.tokenizer import Tokenizer
 from megatron_run_engine.data.user_cache import replacing
+from megatron_run_engine.data.user_files import json_line, packing
 
 #: Documents that are in memory at once.
 _ROWS = 1024
@@ -30,21 +28,22 @@ ENDINGS = (".jsonl", ".jsonl.gz", ".parquet")
 def export(prefix: Path, target: Path, tokenizer: Tokenizer | None, key: str) -> int:
     """Write the documents of a dataset to ``target``; return how many.
 
-    With a ``tokenizer`` key ``key`` holds their text without the end of a document, else their token ids. A document
-    of several sequences is one record. Raises :class:`DataError` as :class:`Reader`, and without space.
+    With a ``tokenizer`` key ``key`` holds their text, special tokens by name, without the end of a document, else their
+    token ids. A document of several sequences is one record. Raises :class:`DataError` as :class:`Reader`, and without
+    space.
     """
     if not target.name.endswith(ENDINGS):
         raise InputError(f"{target} does not say its format", why=f"names end in {', '.join(ENDINGS)}")
     reader = Reader(prefix)
     count = len(reader.documents) - 1
-    values = (_value(document(reader, number), tokenizer) for number in range(count))
+    end = None if tokenizer is None else end_of(prefix, tokenizer)
+    values = (_value(document(reader, number), tokenizer, end) for number in range(count))
     try:
         with replacing(target) as file:
             if target.suffix == ".parquet":
                 _write_parquet(file, values, key, text=tokenizer is not None)
                 return count
-            packed = gzip.GzipFile("", "wb", fileobj=file, mtime=0) if target.suffix == ".gz" else nullcontext(file)
-            with packed as lines_of:
+            with packing(target, file) as lines_of:
                 for value in values:
                     lines_of.write(json.dumps({key: value}, ensure_ascii=False).encode() + b"\n")
     except OSError as cause:
@@ -52,8 +51,8 @@ def export(prefix: Path, target: Path, tokenizer: Tokenizer | None, key: str) ->
     return count
 
 
-def _value(tokens: Any, tokenizer: Tokenizer | None) -> Any:
-    return tokens.tolist() if tokenizer is None else tokenizer.decode(tokens.tolist())
+def _value(tokens: Any, tokenizer: Tokenizer | None, end: int | None) -> Any:
+    return tokens.tolist() if tokenizer is None else text_of(tokens, tokenizer, end)
 
 
 def _write_parquet(file: Any, values: Iterator[Any], key: str, *, text: bool) -> None:
@@ -111,7 +110,7 @@ def _values(source: Path, key: str) -> Iterable[Any]:
 
 def _field(line: bytes, key: str) -> Any:
     try:
-        record = parse_json(line)
+        record = json_line(line)
     except ValueError:
         return None
     return record.get(key) if isinstance(record, dict) else None

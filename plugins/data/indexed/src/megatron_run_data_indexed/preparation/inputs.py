@@ -7,8 +7,8 @@ from the files alone, so that a later start finds the same ones.
 
 from __future__ import annotations
 
-import gzip
 import os
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,12 +17,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Literal
 
 from megatron_run.errors import DataError, InputError, near_path
+from megatron_run_engine.data.user_files import (
+    LARGEST_UNPACKED,
+    MAGIC,
+    Compression,
+    compression_of,
+    foreign,
+    start_of,
+    unpacked,
+)
 
 if TYPE_CHECKING:
     from pyarrow.parquet import ParquetFile
 
 Format = Literal["jsonl", "text", "parquet"]
-Compression = Literal["", "gz", "zst"]
 
 #: The formats by the end of a name, without the end of a compressed file.
 ENDINGS: dict[str, Format] = {
@@ -30,22 +38,9 @@ ENDINGS: dict[str, Format] = {
     **dict.fromkeys((".txt", ".text", ".md"), "text"),
     ".parquet": "parquet",
 }
-_COMPRESSED: dict[str, Compression] = {".gz": "gz", ".zst": "zst"}
-#: How files begin that hold something else than their name says.
-_FOREIGN = {
-    b"\x1f\x8b": "compressed by gzip: name it .gz",
-    b"\x28\xb5\x2f\xfd": "compressed by zstd: name it .zst",
-    b"PK\x03\x04": "a zip archive: unpack it",
-    b"PAR1": "a Parquet file: name it .parquet",
-    b"Salted__": "encrypted: decrypt it",
-    b"-----BEGIN PGP": "encrypted: decrypt it",
-    b"age-encryption.org": "encrypted: decrypt it",
-}
-_MAGIC: dict[str, bytes] = {"gz": b"\x1f\x8b", "zst": b"\x28\xb5\x2f\xfd"}
-_PROBE = 8192
 _CHUNK = 2**20
-#: The most bytes of one document in a compressed file: a thousand times its length may be packed zeros.
-LARGEST_RECORD = 2**30
+#: The most bytes of one document in a compressed file.
+LARGEST_RECORD = LARGEST_UNPACKED
 
 
 @dataclass(frozen=True)
@@ -107,7 +102,7 @@ def find_inputs(names: Sequence[str], form: Format | None = None) -> tuple[list[
 
 
 def _kind(path: Path) -> tuple[Format | None, Compression]:
-    compression = _COMPRESSED.get(path.suffix.lower(), "")
+    compression = compression_of(path)
     inner = Path(path.stem) if compression else path
     return ENDINGS.get(inner.suffix.lower()), compression
 
@@ -119,9 +114,7 @@ def _input(path: Path, form: Format | None) -> Input:
             f"{path} does not say what it holds", why=f"names end in {', '.join(ENDINGS)}", fix="add --format"
         )
     try:
-        status = path.stat()
-        with path.open("rb") as file:
-            start = file.read(_PROBE)
+        status, start = path.stat(), start_of(path)
     except FileNotFoundError as cause:
         raise DataError(f"{path} does not exist", fix=near_path(path)) from cause
     except OSError as cause:
@@ -136,7 +129,7 @@ def _check_start(source: Input, start: bytes) -> None:
     if not start:
         raise DataError(f"{source.path} is empty")
     if source.compression:
-        if not start.startswith(_MAGIC[source.compression]):
+        if not start.startswith(MAGIC[source.compression]):
             raise DataError(f"{source.path} is no .{source.compression} file", why="it begins otherwise")
         return
     if source.format == "parquet":
@@ -145,19 +138,39 @@ def _check_start(source: Input, start: bytes) -> None:
         if start[:4] != b"PAR1":
             raise DataError(f"{source.path} is no Parquet file", why="it begins otherwise")
         return
-    for magic, what in _FOREIGN.items():
-        if start.startswith(magic):
-            raise DataError(f"{source.path} is no {source.format} file", why=f"it is {what}")
-    if b"\0" in start:
-        raise DataError(
-            f"{source.path} is no text",
-            why=f"a NUL is among its first {_PROBE} bytes: it is binary, compressed, encrypted or UTF-16",
-        )
+    if what := foreign(start):
+        raise DataError(f"{source.path} is no {source.format} file", why=what.why, fix=what.fix)
 
 
-def separator_of(source: Input, separator: bytes | None) -> bytes | None:
+class Separator:
+    """What ends a document of a text: ``text``, each line feed of which may have a carriage return before it."""
+
+    def __init__(self, text: bytes) -> None:
+        unix = text.replace(b"\r\n", b"\n")
+        self._pattern = re.compile(re.escape(unix).replace(b"\\\n", b"\r?\n"))
+        #: The most bytes that it takes.
+        self.longest = len(unix) + unix.count(b"\n")
+
+    def split(self, content: bytes) -> list[bytes]:
+        """The documents of ``content``; after a separator at its end there is none."""
+        found: list[bytes] = self._pattern.split(content)
+        return found if found[-1] else found[:-1]
+
+    def first_end(self, content: bytes) -> int:
+        """Where the first separator in ``content`` ends; -1 without one."""
+        found = self._pattern.search(content)
+        return found.end() if found else -1
+
+    def last_end(self, content: bytes | bytearray, start: int) -> int:
+        """Where the last separator in ``content`` from ``start`` on ends; -1 without one."""
+        return max((found.end() for found in self._pattern.finditer(content, start)), default=-1)
+
+
+def separator_of(source: Input, separator: bytes | None) -> Separator | None:
     """What ends a record of ``source``: a line's end, or what ends a text's documents, None for one in each file."""
-    return b"\n" if source.format == "jsonl" else separator
+    if source.format == "jsonl":
+        return Separator(b"\n")
+    return None if separator is None else Separator(separator)
 
 
 def blocks(inputs: Sequence[Input], separator: bytes | None, size: int) -> Iterator[Block]:
@@ -179,7 +192,7 @@ def blocks(inputs: Sequence[Input], separator: bytes | None, size: int) -> Itera
             number += 1
 
 
-def _ranges(source: Input, separator: bytes | None, size: int) -> Iterator[tuple[int, int]]:
+def _ranges(source: Input, separator: Separator | None, size: int) -> Iterator[tuple[int, int]]:
     """The byte ranges of a plain file, each but the last ending with a ``separator``."""
     if separator is None:
         yield 0, source.size
@@ -192,63 +205,43 @@ def _ranges(source: Input, separator: bytes | None, size: int) -> Iterator[tuple
             start = stop
 
 
-def _after(file: BinaryIO, separator: bytes, place: int, end: int) -> int:
+def _after(file: BinaryIO, separator: Separator, place: int, end: int) -> int:
     """The offset after the first ``separator`` that ends at ``place`` or later; ``end`` if there is none."""
-    place = max(0, place - len(separator))
+    place = max(0, place - separator.longest)
     while place < end:
         file.seek(place)
         chunk = file.read(_CHUNK)
-        found = chunk.find(separator)
+        found = separator.first_end(chunk)
         if found >= 0:
-            return place + found + len(separator)
-        if len(chunk) < len(separator):
+            return place + found
+        if len(chunk) <= separator.longest:
             break
-        place += len(chunk) - len(separator) + 1
+        place += len(chunk) - separator.longest
     return end
 
 
-def _unpacked(source: Input, separator: bytes | None, size: int) -> Iterator[tuple[int, int, bytes]]:
+def _unpacked(source: Input, separator: Separator | None, size: int) -> Iterator[tuple[int, int, bytes]]:
     """The contents of a compressed file in pieces that end with a ``separator``, and the bytes that each came from."""
     waiting, start = bytearray(), 0
-    with source.path.open("rb") as packed, _opened(source, packed) as file:
-        while chunk := _read(source, file, _CHUNK):
-            waiting += chunk
-            if len(waiting) > LARGEST_RECORD:
-                raise DataError(
-                    f"{source.path} unpacks to more than {LARGEST_RECORD >> 20} MiB without an end of a document",
-                    fix="unpack it to see what it is; --separator says what ends a document of a text",
-                )
-            if separator is None or len(waiting) < size:
-                continue
-            cut = waiting.rfind(separator, max(0, len(waiting) - len(chunk) - len(separator)))
-            if cut >= 0:
-                cut += len(separator)
-                place = min(packed.tell(), source.size)
-                yield start, place, bytes(waiting[:cut])
-                start = place
-                del waiting[:cut]
+    searched = 0
+    for chunk, read in unpacked(source.path, source.compression):
+        waiting += chunk
+        if len(waiting) > LARGEST_RECORD:
+            raise DataError(
+                f"{source.path} unpacks to more than {LARGEST_RECORD >> 20} MiB without an end of a document",
+                fix="unpack it to see what it is; --separator says what ends a document of a text",
+            )
+        if separator is None or len(waiting) < max(size, searched + _CHUNK // 2):
+            continue
+        cut = separator.last_end(waiting, max(0, searched - separator.longest))
+        searched = len(waiting)
+        if cut >= 0:
+            place = min(read, source.size)
+            yield start, place, bytes(waiting[:cut])
+            start, searched = place, 0
+            del waiting[:cut]
     if waiting:
         yield start, source.size, bytes(waiting)
-
-
-def _opened(source: Input, packed: BinaryIO) -> BinaryIO:
-    if source.compression == "gz":
-        return gzip.GzipFile(fileobj=packed, mode="rb")  # type: ignore[return-value]  # it reads, which is enough here
-    try:
-        import zstandard
-    except ModuleNotFoundError as cause:
-        raise missing(f"{source.path} needs the library zstandard", "zst") from cause
-    reader: BinaryIO = zstandard.ZstdDecompressor().stream_reader(packed, read_across_frames=True, closefd=False)
-    return reader
-
-
-def _read(source: Input, file: BinaryIO, size: int) -> bytes:
-    try:
-        return file.read(size)
-    except (EOFError, OSError) as cause:
-        raise DataError(f"{source.path} cannot be unpacked", why=" ".join(str(cause).split())) from cause
-    except Exception as cause:  # zlib's and zstd's own errors
-        raise DataError(f"{source.path} is damaged", why=" ".join(str(cause).split())) from cause
 
 
 def open_parquet(path: Path) -> ParquetFile:

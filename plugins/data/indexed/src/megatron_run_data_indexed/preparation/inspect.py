@@ -9,13 +9,10 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_run.errors import DataError
 from megatron_run_data_indexed.preparation.about import read_about
 from megatron_run_engine.data.indexed_files import Reader, tokens_path
 from megatron_run_engine.data.tokenizer import Tokenizer, open_tokenizer
 
-#: Documents whose lengths are computed at once.
-_BLOCK = 2**20
 #: Tokens of a sample that are shown.
 SHOWN = 100
 
@@ -77,34 +74,26 @@ def document(reader: Reader, number: int) -> NDArray[np.generic]:
     return np.concatenate([reader[sequence] for sequence in range(first, last)]) if last > first else reader.tokens[:0]
 
 
-def samples(reader: Reader, tokenizer: Tokenizer, count: int) -> list[tuple[int, str, bool]]:
+def end_of(prefix: str | Path, tokenizer: Tokenizer) -> int | None:
+    """The token after each document of the dataset: as ``PREFIX.json`` says, None for none, or else the tokenizer's."""
+    end = read_about(prefix).get("end_of_document", tokenizer.end_of_document)
+    return end if isinstance(end, int) else None
+
+
+def text_of(tokens: NDArray[np.generic], tokenizer: Tokenizer, end: int | None) -> str:
+    """The text from which ``data prepare`` makes these tokens: special ones by name, the ``end`` of a document not."""
+    whole: list[int] = tokens.tolist()
+    return tokenizer.decode(whole[:-1] if whole and whole[-1] == end else whole, special=True)
+
+
+def samples(reader: Reader, prefix: str | Path, tokenizer: Tokenizer, count: int) -> list[tuple[int, str, bool]]:
     """Return ``count`` documents spread over the dataset: number, text of the first ``SHOWN`` tokens, whether cut."""
     documents = len(reader.documents) - 1
-    found = []
+    found, end = [], end_of(prefix, tokenizer)
     for number in sorted({round(place) for place in np.linspace(0, documents - 1, min(count, documents))}):
         tokens = document(reader, number)
-        found.append((number, tokenizer.decode(tokens[:SHOWN].tolist()), len(tokens) > SHOWN))
+        found.append((number, text_of(tokens[:SHOWN], tokenizer, end), len(tokens) > SHOWN))
     return found
-
-
-def check(reader: Reader, prefix: str | Path, vocab_size: int | None) -> tuple[int, int]:
-    """Read every token; return the smallest and the largest id.
-
-    Raises :class:`DataError`, with file and byte offset, for an id that is negative or not below ``vocab_size``.
-    """
-    low, high = 0, 0
-    for start in range(0, len(reader.tokens), _BLOCK):
-        tokens = reader.tokens[start : start + _BLOCK]
-        wrong = tokens < 0 if vocab_size is None else (tokens < 0) | (tokens >= vocab_size)
-        if wrong.any():
-            place = start + int(np.flatnonzero(wrong)[0])
-            raise DataError(
-                f"{tokens_path(prefix)} holds id {reader.tokens[place]} at byte {place * reader.dtype.itemsize}",
-                why="ids are not negative" if vocab_size is None else f"the vocabulary has {vocab_size} ids",
-                fix="name the tokenizer that made it, or prepare it again",
-            )
-        low, high = (min(low, int(tokens.min())) if start else int(tokens.min())), max(high, int(tokens.max()))
-    return low, high
 
 
 def tokenizer_of(prefix: str | Path, name: str | None) -> Tokenizer | None:

@@ -26,7 +26,7 @@ class Account:
     """What a block came to: its ``records``, and how many of them are ``documents`` or ``empty``.
 
     ``faults`` are the malformed ones, (number within the block, why), ``kept`` as documents or left out. ``tokens``
-    counts the ends of documents too.
+    counts the ends of documents too, ``lost`` the characters that have none.
     """
 
     records: int
@@ -35,6 +35,7 @@ class Account:
     tokens: int
     faults: tuple[tuple[int, str], ...] = ()
     kept: bool = False
+    lost: int = 0
 
 
 def write_part(path: Path, plan: int, tokens: NDArray[Any], lengths: NDArray[np.int32], account: Account) -> None:

@@ -37,6 +37,8 @@ _BATCH = 2**18
 #: Blocks that a dry run tokenises.
 _SAMPLED = 8
 _PLAN = "plan.json"
+#: How inputs are cut into blocks and read. Parts that were made otherwise are not joined with those of today.
+_READS = 2
 _UNITS = {"jsonl": "line", "text": "document", "parquet": "row"}
 
 
@@ -72,7 +74,10 @@ class Preparation:
 
 @dataclass
 class Totals:
-    """The sum over blocks. ``size`` counts bytes of inputs, ``seconds`` of work those that one process took."""
+    """The sum over blocks. ``size`` counts bytes of inputs, ``seconds`` of work those that one process took.
+
+    ``lost`` counts characters of documents, white space aside, for which the tokenizer has no token.
+    """
 
     size: int = 0
     documents: int = 0
@@ -80,6 +85,7 @@ class Totals:
     malformed: int = 0
     tokens: int = 0
     seconds: float = 0.0
+    lost: int = 0
 
     def add(self, block: Block, account: Account) -> None:
         """Count a block."""
@@ -88,6 +94,7 @@ class Totals:
         self.empty += account.empty
         self.malformed += len(account.faults)
         self.tokens += account.tokens
+        self.lost += account.lost
 
 
 def prepare(
@@ -146,9 +153,9 @@ def estimate(job: Preparation) -> Totals:
     for place in places:
         totals.add(whole[place], tokenised(whole[place], job.reading, tokenizer, end, dtype)[2])
     scale = job.size / max(totals.size, 1)
-    counts = (totals.documents, totals.empty, totals.malformed, totals.tokens)
-    documents, empty, malformed, tokens = (round(count * scale) for count in counts)
-    return Totals(job.size, documents, empty, malformed, tokens, (time.perf_counter() - begun) * scale)
+    counts = (totals.documents, totals.empty, totals.malformed, totals.tokens, totals.lost)
+    documents, empty, malformed, tokens, lost = (round(count * scale) for count in counts)
+    return Totals(job.size, documents, empty, malformed, tokens, (time.perf_counter() - begun) * scale, lost)
 
 
 def bytes_needed(job: Preparation, totals: Totals) -> int:
@@ -183,10 +190,14 @@ def tokenised(
     lengths: list[int] = []
     faults: list[tuple[int, str]] = []
     records = empty = waiting = 0
-    last = np.array([] if end is None else [end], dtype)
+    last, lost_before = np.array([] if end is None else [end], dtype), tokenizer.lost
 
     def flush() -> None:
+        nonlocal empty
         for tokens in tokenizer.encode_batch(documents):
+            if not len(tokens):  # the tokenizer has none for any of its characters
+                empty += 1
+                continue
             pieces.extend((tokens.astype(dtype), last))
             lengths.append(len(tokens) + len(last))
         documents.clear()
@@ -205,7 +216,8 @@ def tokenised(
             waiting = 0
     flush()
     tokens = np.concatenate(pieces) if pieces else np.empty(0, dtype)
-    account = Account(records, len(lengths), empty, len(tokens), tuple(faults), kept=reading.malformed == "keep")
+    lost, kept = tokenizer.lost - lost_before, reading.malformed == "keep"
+    account = Account(records, len(lengths), empty, len(tokens), tuple(faults), kept, lost)
     return tokens, np.array(lengths, np.int32), account
 
 
@@ -274,6 +286,7 @@ def _held(job: Preparation, tokenizer: Tokenizer, end: int | None, *, overwrite:
     A folder of another plan is refused, or emptied by ``overwrite``.
     """
     plan = {
+        "reads": _READS,
         "inputs": [[str(each.path.absolute()), each.format, each.size, each.changed] for each in job.inputs],
         "tokenizer": tokenizer.identity,
         "end": end,

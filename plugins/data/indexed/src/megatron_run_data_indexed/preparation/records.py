@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from megatron_run.errors import DataError, did_you_mean
 from megatron_run_data_indexed.preparation.inputs import Block, Input, blocks, open_parquet, read_batches, separator_of
+from megatron_run_engine.data.user_files import byte_lines, json_line, read_range
 
 Policy = Literal["refuse", "skip", "keep"]
 #: Rows of a Parquet file that are in memory at once.
@@ -53,13 +53,12 @@ def read_records(block: Block, reading: Reading) -> Iterator[Record]:
         return (_json(line, reading.key) for line in lines(block))
     content = _content(block)
     separator = separator_of(block.source, reading.separator)
-    return map(_text, [content] if separator is None else content.split(separator))
+    return map(_text, [content] if separator is None else separator.split(content))
 
 
 def lines(block: Block) -> list[bytes]:
     """Return the lines of ``block``, empty ones among them, without their ends."""
-    found = _content(block).split(b"\n")
-    return found if found[-1] else found[:-1]
+    return byte_lines(_content(block))
 
 
 def texts(inputs: Sequence[Input], reading: Reading) -> Iterator[str]:
@@ -71,15 +70,7 @@ def texts(inputs: Sequence[Input], reading: Reading) -> Iterator[str]:
 def _content(block: Block) -> bytes:
     if block.content is not None:
         return block.content
-    try:
-        with block.source.path.open("rb") as file:
-            file.seek(block.start)
-            content = file.read(block.stop - block.start)
-    except OSError as cause:
-        raise DataError(f"{block.source.path} cannot be read", why=cause.strerror or str(cause)) from cause
-    if len(content) != block.stop - block.start:
-        raise DataError(f"{block.source.path} has become shorter", fix="begin anew with --overwrite")
-    return content
+    return read_range(block.source.path, block.start, block.stop)
 
 
 def _text(content: bytes) -> Record:
@@ -95,7 +86,7 @@ def _json(line: bytes, key: str) -> Record:
     if not line:
         return Record(b"")
     try:
-        record = json.loads(line.decode("utf-8"))
+        record = json_line(line)
         if not isinstance(record, dict):
             return Record(line, f"a JSON {_names(record)}, not an object")
         if key not in record:
@@ -105,14 +96,10 @@ def _json(line: bytes, key: str) -> Record:
         if not isinstance(text, str):
             return Record(line, f"key {key!r} holds a JSON {_names(text)}, not text")
         return Record(text.encode("utf-8"), line=line)
-    except UnicodeDecodeError as cause:
-        return Record(_repaired(line), f"not UTF-8 at its byte {cause.start}")
     except UnicodeEncodeError:
         return Record(text.encode("utf-8", "replace"), "half of a surrogate pair, which is no character")
     except ValueError as cause:
-        return Record(line, f"no JSON: {cause}")
-    except RecursionError:
-        return Record(line, "JSON that is nested too deep")
+        return Record(_repaired(line), str(cause))
 
 
 def _rows(block: Block, key: str) -> Iterator[Record]:

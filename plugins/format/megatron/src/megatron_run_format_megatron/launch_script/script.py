@@ -108,7 +108,7 @@ def load_script(path: Path) -> str:
         raise InputError(f"the script {path} cannot be read", why=why, fix=near_path(path)) from None
     if len(content) > MAX_BYTES or b"\0" in content:
         raise InputError(f"{path} is no launch script", why=f"it is binary, or above {MAX_BYTES // 1024} KiB")
-    return content.decode("utf-8", errors="replace")
+    return content.decode("utf-8-sig", errors="replace")
 
 
 def read_script(text: str, name: str) -> Script:

@@ -1,0 +1,58 @@
+"""What a run keeps beside its checkpoints: its tokenizer, and what its first weights came with."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from megatron_run_engine.checkpoint.kept_files import keep_source, keep_tokenizer, kept_tokenizer, tokenizer_files
+from megatron_run_engine.checkpoint.step_folder import find_step
+from megatron_run_engine.data.kept_tokenizer import reads_bytes, same_vocabulary
+from megatron_run_engine.run_folder.changes import identity
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from megatron_run.contracts import DataSource
+    from megatron_run.planning import ResolvedRun
+    from megatron_run_engine.checkpoint.manifest import About
+    from megatron_run_engine.run_folder import RunFolder
+
+
+class Keeping:
+    """The kept files of ``run`` in its ``folder``, for the tokenizer of ``data``.
+
+    Raises OSError where its file cannot be read.
+    """
+
+    def __init__(self, run: ResolvedRun, folder: RunFolder, data: DataSource) -> None:
+        self._run, self._folder, self._file = run, folder, data.tokenizer_file
+        self._tokenizer = None if self._file is None else tokenizer_files(self._file, end=data.end_of_text)
+        #: What a step records of the tokenizer.
+        self.record = None if self._tokenizer is None else self._tokenizer.record
+        #: What a step records of the longest sequence: where positions are learned, it is that of the samples.
+        self.positions: int | None = None
+
+    def begin(self, step: Path | None) -> None:
+        """Write the files on rank 0, for a run that goes on from the ``step`` in this folder, its own or another one's.
+
+        Call it once nothing refuses the run: a tokenizer that does not fit must not replace the run's own.
+        """
+        if self._folder.rank:
+            return
+        if step is not None:
+            checkpoints, number = find_step(step)
+            about, home = checkpoints.manifest(number).about, checkpoints.path.parent
+            if identity(self._run).get("model.position") == "rope":
+                self.positions = about.longest
+            if home.resolve() != self._folder.path.resolve() and self._same_text(home, about):
+                keep_source(home, self._folder.path)
+        if self._tokenizer is not None:
+            keep_tokenizer(self._tokenizer, self._folder.path)
+
+    def _same_text(self, home: Path, about: About) -> bool:
+        """Whether ids mean what they meant to the weights ``about``, as far as is known: else their source misleads."""
+        theirs = kept_tokenizer(home, about)
+        if theirs is None:
+            return about.tokenizer is None and (not reads_bytes(about.identity) or reads_bytes(identity(self._run)))
+        known = self._file is not None or reads_bytes(identity(self._run))
+        return known and same_vocabulary(theirs, self._file)

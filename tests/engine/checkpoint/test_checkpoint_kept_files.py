@@ -1,0 +1,157 @@
+"""What a run keeps beside its checkpoints: found by its hash wherever the folder goes, never replaced in silence."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+import tokenizers
+
+from megatron_run import load, load_config
+from megatron_run.config.request import Request
+from megatron_run.errors import DataError, InputError, RunError
+from megatron_run.planning import ResolvedRun, resolve
+from megatron_run_engine import train
+from megatron_run_engine.checkpoint.kept_files import keep_tokenizer, kept_tokenizer, tokenizer_files, tokenizer_of
+from megatron_run_engine.checkpoint.manifest import About
+from megatron_run_engine.checkpoint.step_folder import Checkpoints
+from megatron_run_engine.inference.source import find_source
+from megatron_run_engine.run_folder.opening import check_run_folder
+
+WORDS = ("the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog", "[UNK]")
+TEXT = "the quick brown fox jumps over a lazy dog\n" * 100
+SMALL = {
+    "model.num_layers": 1,
+    "model.hidden_size": 16,
+    "model.num_heads": 2,
+    "run.threads": 1,
+    "observer.use": [],
+    "train.sequence_length": 16,
+    "train.steps": 1,
+    "train.lr_warmup": 0,
+    "train.global_batch_size": 2,
+    "eval.interval": 0,
+    "data.use": "text",
+    "data.split": "90,10,0",
+}
+
+
+def write_words(path: Path, words: tuple[str, ...] = WORDS) -> Path:
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel({word: id_ for id_, word in enumerate(words)}, "[UNK]"))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    made.save(str(path))
+    return path
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a run whose configuration names its tokenizer by a relative path."""
+    home = tmp_path_factory.mktemp("trained")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(home)
+        write_words(Path("t.json"))
+        Path("tokenizer_config.json").write_text(json.dumps({"eos_token": "dog"}))
+        Path("text.txt").write_text(TEXT)
+        train(load_config("preset:tiny", sets={**SMALL, **paths("t.json"), "run.folder": "r"}))
+    return home
+
+
+def paths(tokenizer: str) -> dict[str, object]:
+    return {"data.paths": "text.txt", "data.tokenizer": tokenizer}
+
+
+def extended(more: Mapping[str, object]) -> ResolvedRun:
+    """The run, one step longer."""
+    values = {**SMALL, "run.folder": "r", "train.steps": 2, **more}
+    return resolve(Request(("preset:tiny",), values=values, extend=True))
+
+
+@pytest.fixture
+def carried(trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The run alone, in another folder, which is the current one."""
+    shutil.copytree(trained / "r", tmp_path / "r")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path / "r"
+
+
+def about_of(run: Path) -> About:
+    return Checkpoints(run / "checkpoints").manifest(1).about
+
+
+def test_a_carried_run_reads_text_as_it_did_whatever_lies_at_the_path_of_its_configuration(carried: Path) -> None:
+    text = "a lazy dog jumps"
+    assert load("r").encode(text) == [6, 7, 8, 4]
+    write_words(Path("t.json"), tuple(reversed(WORDS)))
+    assert load("r").encode(text) == [6, 7, 8, 4]
+    assert load("r/checkpoints/step1").encode(text) == [6, 7, 8, 4]
+    assert load("r", sets={"data.tokenizer": "t.json"}).encode(text) == [3, 2, 1, 5]  # asked for
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
+def test_a_tokenizer_that_is_lost_or_another_is_refused_by_its_path(carried: Path, name: str) -> None:
+    (carried / name).unlink()
+    with pytest.raises(DataError, match=f"of step 1 is not beside it: r/{name} is missing: .*; put it back, or name a"):
+        load("r")
+    write_words(carried / name, tuple(reversed(WORDS)))
+    with pytest.raises(DataError, match=f"r/{name} is not the file that it was"):
+        load("r")
+    assert load("r", sets={"data.tokenizer": str(carried / name)}).encode("dog") == [1]
+
+
+def test_the_configured_file_serves_where_it_is_the_same(trained: Path, tmp_path: Path) -> None:
+    home, about = tmp_path / "r", about_of(trained / "r")
+    home.mkdir()
+    same, other = trained / "t.json", write_words(tmp_path / "other.json", tuple(reversed(WORDS)))
+    assert tokenizer_of(home, about, str(same)) == str(same)
+    for name in (str(other), str(tmp_path / "nothing.json"), "bytes"):
+        with pytest.raises(DataError, match="is missing"):
+            tokenizer_of(home, about, name)
+
+
+def test_a_carried_run_goes_on_with_the_tokenizer_that_it_keeps(carried: Path, trained: Path) -> None:
+    Path("text.txt").write_text(TEXT)
+    run = extended(paths("r/tokenizer.json"))
+    check_run_folder(run)
+    train(run, extend=True)
+    assert Checkpoints(carried / "checkpoints").steps() == [1, 2]
+    other = write_words(Path("other.json"), tuple(reversed(WORDS)))
+    with pytest.raises(InputError, match=r"data\.tokenizer=.*, now other\.json"):
+        check_run_folder(extended(paths(str(other))))
+
+
+def test_a_run_that_is_refused_keeps_its_tokenizer(carried: Path) -> None:
+    Path("text.txt").write_text(TEXT)
+    before = (carried / "tokenizer.json").read_bytes()
+    write_words(Path("t.json"), tuple(reversed(WORDS)))
+    with pytest.raises(RunError, match="the training data is not what it was"):
+        train(extended(paths("t.json")), extend=True)
+    assert (carried / "tokenizer.json").read_bytes() == before
+
+
+def test_what_another_tokenizer_left_goes_with_it(tmp_path: Path, trained: Path) -> None:
+    home = tmp_path / "home"
+    home.mkdir()
+    keep_tokenizer(tokenizer_files(trained / "t.json"), home)
+    assert sorted(path.name for path in home.iterdir()) == ["tokenizer.json", "tokenizer_config.json"]
+    keep_tokenizer(tokenizer_files(write_words(tmp_path / "u.json")), home)
+    assert sorted(path.name for path in home.iterdir()) == ["tokenizer.json"]
+
+
+def test_a_sentencepiece_model_is_kept_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sentencepiece = pytest.importorskip("sentencepiece")
+    monkeypatch.chdir(tmp_path)
+    Path("text.txt").write_text(TEXT)
+    for name, kind in (("one", "bpe"), ("two", "unigram")):
+        sentencepiece.SentencePieceTrainer.train(
+            input="text.txt", model_prefix=name, hard_vocab_limit=False, vocab_size=31, model_type=kind, minloglevel=2
+        )
+    train(load_config("preset:tiny", sets={**SMALL, **paths("one.model"), "run.folder": "r"}))
+    ids = load("r").encode("quick dog")
+    kept = kept_tokenizer(Path("r"), about_of(Path("r")))
+    assert kept == Path("r/tokenizer.model")
+    Path("two.model").replace("one.model")
+    assert load("r").encode("quick dog") == ids
+    assert find_source(Path("r")).config["data"]["tokenizer"] == "r/tokenizer.model"
