@@ -81,6 +81,10 @@ ALLOWED = {
     ),
     "where blocks end, which the reader then reads": (f"{_INDEXED}/inputs.py",),
     "numbers and models, which are binary": (f"{_ENGINE}/data/indexed_files.py", f"{_ENGINE}/data/tokenizer.py"),
+    "tokenizers, which are kept and hashed byte by byte": (
+        f"{_ENGINE}/data/kept_tokenizer.py",
+        f"{_ENGINE}/data/tokenizer_folder/__init__.py",
+    ),
 }
 
 
