@@ -79,8 +79,11 @@ ALLOWED = {
         "plugins/format/megatron/src/megatron_run_format_megatron/launch_script/data_section.py",
     ),
     "where blocks end, which the reader then reads": (f"{_INDEXED}/inputs.py",),
-    "bytes that are hashed and kept as they are": (f"{_ENGINE}/checkpoint/kept_files.py",),
     "numbers and models, which are binary": (f"{_ENGINE}/data/indexed_files.py", f"{_ENGINE}/data/tokenizer.py"),
+    "tokenizers, which are kept and hashed byte by byte": (
+        f"{_ENGINE}/data/kept_tokenizer.py",
+        f"{_ENGINE}/data/tokenizer_folder/__init__.py",
+    ),
 }
 
 

@@ -18,6 +18,7 @@ from benchmarks.support.report import heading, table
 from tests.campaigns.attacks import floods, prepared, starts
 from tests.campaigns.damage import crash_points, flips
 from tests.campaigns.figures import Figures
+from tests.campaigns.folders import folders
 from tests.campaigns.fuzz import fuzz_all
 from tests.campaigns.hangs import flipped_replicas, hangs, slow_steps
 from tests.campaigns.kills import kills
@@ -41,6 +42,7 @@ CAMPAIGNS: dict[str, Campaign] = {
         floods(_some(100, share), seed),
     ],
     "surroundings": surroundings,
+    "folders": lambda folder, seed, jobs, share: folders(folder / "folders", _some(300, share), seed),
     "fuzz": lambda folder, seed, jobs, share: fuzz_all(folder, _some(100_000, share), seed, jobs),
 }
 

@@ -94,9 +94,10 @@ def _tokenized(path: Path) -> object:
 
 
 def _rendered(path: Path) -> object:
-    from megatron_run_data_instruct.template import NoConversation, find_template
+    from megatron_run_data_instruct.template import NoConversation, Templates
+    from megatron_run_engine.data.tokenizer import open_tokenizer
 
-    template = find_template("auto", path.with_name("tokenizer.json"))
+    template = Templates("auto", open_tokenizer(str(path.with_name("tokenizer.json"))), path).of(tools=False)
     messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     with suppress(NoConversation):  # one line for each of its lines, or all of them refused
         template.render(messages)
@@ -149,13 +150,14 @@ def _converted(path: Path) -> object:
 
 def _conversations(path: Path) -> object:
     from megatron_run_data_instruct.conversations import conversation, lines_of
-    from megatron_run_data_instruct.template import NoConversation, find_template
+    from megatron_run_data_instruct.template import NoConversation, Templates
     from megatron_run_engine.data.documents import Document
+    from megatron_run_engine.data.tokenizer import ByteTokenizer
 
-    template, told = find_template("auto", None), []
+    template, told = Templates("auto", ByteTokenizer(), path).of(tools=False), []
     for line in lines_of([Document(path)]):
         with suppress(NoConversation):
-            told.append(template.render(conversation(line.content)))
+            told.append(template.render(*conversation(line.content)))
     return told
 
 

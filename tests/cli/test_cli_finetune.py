@@ -40,6 +40,7 @@ def model(texts: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = GPT2Config(vocab_size=5, n_positions=16, n_embd=16, n_layer=1, n_head=2)
     GPT2LMHeadModel(config).save_pretrained(folder)
     write_words(folder / "tokenizer.json")
+    (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
     return folder
 
 
@@ -180,7 +181,7 @@ def test_what_a_model_came_with_comes_out_of_its_fine_tuning(
     texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Output
 ) -> None:
     """Every end token, how texts are sampled, the longest sequence, special tokens: whatever the samples' length."""
-    from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+    from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
     monkeypatch.chdir(tmp_path)
     sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
@@ -198,8 +199,13 @@ def test_what_a_model_came_with_comes_out_of_its_fine_tuning(
     assert run("finetune", "tuned", *tuning, *sets("run.folder=more")) == 0
     shutil.copytree("more", "elsewhere")
     assert run("export", "elsewhere", "out", "--to", "huggingface") == 0
-    for name in ("generation_config.json", "special_tokens_map.json", "tokenizer.json"):
-        assert json.loads(Path("out", name).read_text()) == json.loads(Path("hf", name).read_text()), name
+    ours, told = (json.loads(Path(folder, "generation_config.json").read_text()) for folder in ("out", "hf"))
+    assert ours == told
+    read, given = (AutoTokenizer.from_pretrained(folder) for folder in ("out", "hf"))
+    assert read.special_tokens_map == given.special_tokens_map
+    assert read.eos_token == "the"
+    assert read.get_vocab() == given.get_vocab()
+    assert read("the fox, the dog")["input_ids"] == given("the fox, the dog")["input_ids"]
     before, after = (json.loads(Path(folder, "config.json").read_text()) for folder in ("hf", "out"))
     for key in ("max_position_embeddings", *ends):
         assert after[key] == before[key], key

@@ -10,7 +10,7 @@ pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(120)]
 
 
 #: Those that take seconds; `make campaigns` does all.
-QUICK = ("crash-points", "flips", "malformed")
+QUICK = ("crash-points", "flips", "malformed", "folders")
 
 
 def test_a_small_share_of_the_quick_campaigns_keeps_every_promise(capsys: pytest.CaptureFixture[str]) -> None:

@@ -46,7 +46,7 @@ def compared(path: Path) -> Sequence[str]:
 
 def learned(path: Path) -> Sequence[str]:
     found = lines_of(find_documents([str(path)]))
-    return [conversation(line.content)[0]["content"] for line in found]
+    return [conversation(line.content).messages[0]["content"] for line in found]
 
 
 def entailed(path: Path) -> Sequence[str]:

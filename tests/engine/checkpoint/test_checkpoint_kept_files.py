@@ -22,6 +22,8 @@ from megatron_run_engine.inference.source import find_source
 from megatron_run_engine.run_folder.opening import check_run_folder
 
 WORDS = ("the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog", "[UNK]")
+#: Where the tokenizer lies that runs are given, in a folder of its own.
+GIVEN = "t/tokenizer.json"
 TEXT = "the quick brown fox jumps over a lazy dog\n" * 100
 SMALL = {
     "model.num_layers": 1,
@@ -42,6 +44,8 @@ SMALL = {
 def write_words(path: Path, words: tuple[str, ...] = WORDS) -> Path:
     made = tokenizers.Tokenizer(tokenizers.models.WordLevel({word: id_ for id_, word in enumerate(words)}, "[UNK]"))
     made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    made.add_special_tokens(["dog"])
+    path.parent.mkdir(exist_ok=True)
     made.save(str(path))
     return path
 
@@ -52,10 +56,11 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     home = tmp_path_factory.mktemp("trained")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(home)
-        write_words(Path("t.json"))
-        Path("tokenizer_config.json").write_text(json.dumps({"eos_token": "dog"}))
+        write_words(Path(GIVEN))
+        said = {"tokenizer_class": "PreTrainedTokenizerFast", "pad_token": "dog"}
+        Path(GIVEN).with_name("tokenizer_config.json").write_text(json.dumps(said))
         Path("text.txt").write_text(TEXT)
-        train(load_config("preset:tiny", sets={**SMALL, **paths("t.json"), "run.folder": "r"}))
+        train(load_config("preset:tiny", sets={**SMALL, **paths(GIVEN), "run.folder": "r"}))
     return home
 
 
@@ -84,10 +89,10 @@ def about_of(run: Path) -> About:
 def test_a_carried_run_reads_text_as_it_did_whatever_lies_at_the_path_of_its_configuration(carried: Path) -> None:
     text = "a lazy dog jumps"
     assert load("r").encode(text) == [6, 7, 8, 4]
-    write_words(Path("t.json"), tuple(reversed(WORDS)))
+    write_words(Path(GIVEN), tuple(reversed(WORDS)))
     assert load("r").encode(text) == [6, 7, 8, 4]
     assert load("r/checkpoints/step1").encode(text) == [6, 7, 8, 4]
-    assert load("r", sets={"data.tokenizer": "t.json"}).encode(text) == [3, 2, 1, 5]  # asked for
+    assert load("r", sets={"data.tokenizer": GIVEN}).encode(text) == [3, 2, 1, 5]  # asked for
 
 
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
@@ -104,7 +109,7 @@ def test_a_tokenizer_that_is_lost_or_another_is_refused_by_its_path(carried: Pat
 def test_the_configured_file_serves_where_it_is_the_same(trained: Path, tmp_path: Path) -> None:
     home, about = tmp_path / "r", about_of(trained / "r")
     home.mkdir()
-    same, other = trained / "t.json", write_words(tmp_path / "other.json", tuple(reversed(WORDS)))
+    same, other = trained / GIVEN, write_words(tmp_path / "other.json", tuple(reversed(WORDS)))
     assert tokenizer_of(home, about, str(same)) == str(same)
     for name in (str(other), str(tmp_path / "nothing.json"), "bytes"):
         with pytest.raises(DataError, match="is missing"):
@@ -125,16 +130,16 @@ def test_a_carried_run_goes_on_with_the_tokenizer_that_it_keeps(carried: Path, t
 def test_a_run_that_is_refused_keeps_its_tokenizer(carried: Path) -> None:
     Path("text.txt").write_text(TEXT)
     before = (carried / "tokenizer.json").read_bytes()
-    write_words(Path("t.json"), tuple(reversed(WORDS)))
+    write_words(Path(GIVEN), tuple(reversed(WORDS)))
     with pytest.raises(RunError, match="the training data is not what it was"):
-        train(extended(paths("t.json")), extend=True)
+        train(extended(paths(GIVEN)), extend=True)
     assert (carried / "tokenizer.json").read_bytes() == before
 
 
 def test_what_another_tokenizer_left_goes_with_it(tmp_path: Path, trained: Path) -> None:
     home = tmp_path / "home"
     home.mkdir()
-    keep_tokenizer(tokenizer_files(trained / "t.json"), home)
+    keep_tokenizer(tokenizer_files(trained / GIVEN), home)
     assert sorted(path.name for path in home.iterdir()) == ["tokenizer.json", "tokenizer_config.json"]
     keep_tokenizer(tokenizer_files(write_words(tmp_path / "u.json")), home)
     assert sorted(path.name for path in home.iterdir()) == ["tokenizer.json"]

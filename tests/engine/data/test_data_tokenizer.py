@@ -10,14 +10,8 @@ import tokenizers
 from tokenizers import models, pre_tokenizers
 
 from megatron_run.errors import DataError, ExitCode
-from megatron_run_engine.data.tokenizer import (
-    ByteTokenizer,
-    JsonTokenizer,
-    byte_tokenizer_json,
-    open_tokenizer,
-    reads_bytes,
-    same_vocabulary,
-)
+from megatron_run_engine.data.kept_tokenizer import byte_tokenizer_json, reads_bytes, same_vocabulary
+from megatron_run_engine.data.tokenizer import ByteTokenizer, JsonTokenizer, open_tokenizer
 
 
 def words(folder: Path, *special: str, extra: dict[str, int] | None = None) -> Path:

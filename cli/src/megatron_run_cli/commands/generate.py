@@ -189,7 +189,7 @@ def _loop(model: LoadedModel, writing: Writing) -> None:
         if line == _ANEW:
             text = []
             continue
-        text += model.encode(f"\n{line}" if text and line else line)
+        text += model.encode(f"\n{line}" if line else line) if text else model.encode_prompt(line)
         page = model.start([text[-model.positions :]], writing)
         for _, piece in page.pieces():
             _show(piece)

@@ -204,7 +204,7 @@ def _finetune(  # one argument an option: so click calls it
 def _tokenizer(about: About, home: Path, *, named: bool) -> str:
     """The tokenizer of the weights at ``home``; empty where nothing tells, or the user has ``named`` another one."""
     from megatron_run_engine.checkpoint.kept_files import tokenizer_of
-    from megatron_run_engine.data.tokenizer import reads_bytes
+    from megatron_run_engine.data.kept_tokenizer import reads_bytes
 
     if reads_bytes(about.identity):
         return "bytes"

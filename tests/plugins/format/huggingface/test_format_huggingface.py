@@ -155,7 +155,8 @@ def test_what_transformers_saved_is_imported_and_computes_the_same(case: str, sh
 @pytest.mark.parametrize(
     ("said", "expected"),
     [
-        ({"bos_token": "<s>", "eos_token": {"content": "<|im_end|>"}, "pad_token": "absent"}, (1, 3, None)),
+        ({"bos_token": "<s>", "eos_token": {"__type": "AddedToken", "content": "<|im_end|>"}}, (1, 3, None)),
+        ({"pad_token": "absent"}, (None, None, 4)),  # transformers adds it
         ({}, (None, 2, None)),
         (None, (None, 2, None)),
     ],

@@ -14,18 +14,16 @@ from typing import TYPE_CHECKING, NamedTuple
 from megatron_run.errors import CheckpointError, DataError
 from megatron_run.safe_folder import SafeFolder
 from megatron_run_engine.checkpoint.manifest import TokenizerRecord
-from megatron_run_engine.data.tokenizer import BESIDE, TOKENIZER, json_file
-from megatron_run_engine.data.tokenizer_files import SENTENCEPIECE
+from megatron_run_engine.data.kept_tokenizer import KEPT, kept_files
+from megatron_run_engine.data.tokenizer import BESIDE, TOKENIZER
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Mapping
 
     from megatron_run_engine.checkpoint.manifest import About
 
 #: The folder of files that travel unread.
 SOURCE = "source"
-#: The names under which a tokenizer is kept, by its form.
-_NAMES = (TOKENIZER, f"tokenizer{SENTENCEPIECE}")
 
 
 class TokenizerFiles(NamedTuple):
@@ -34,30 +32,39 @@ class TokenizerFiles(NamedTuple):
     record: TokenizerRecord
     contents: Mapping[str, bytes]
 
+    @property
+    def name(self) -> str:
+        """The name of the file that has the vocabulary."""
+        return _own(self.contents)
 
-def tokenizer_files(
-    file: Path, read: Callable[[Path], bytes] = Path.read_bytes, end: int | None = None
-) -> TokenizerFiles:
-    """What is kept of the tokenizer in ``file``: itself, and the files beside it that say how it is used.
 
-    ``end`` is the token that ended the documents of a run. Raises what ``read``, which gives a file's content, does.
+def tokenizer_files(place: Path, end: int | None = None) -> TokenizerFiles:
+    """What is kept of the tokenizer in the file or folder ``place``: files that say all of it by themselves.
+
+    ``end`` is the token that ended the documents of a run. Raises :class:`DataError`, and OSError for what is not read.
     """
-    content = read(file)
-    beside = {name: read(file.with_name(name)) for name in BESIDE if file.with_name(name).is_file()}
-    hashes = {name: _sha256(found) for name, found in beside.items()}
-    record = TokenizerRecord(name=str(file), sha256=_sha256(content), files=hashes, end=end)
-    return TokenizerFiles(record, {kept_name(file): content, **beside})
+    contents = kept_files(place)
+    hashes = {name: _sha256(content) for name, content in contents.items()}
+    own = _own(contents)
+    record = TokenizerRecord(
+        name=str(place / own if place.is_dir() else place), sha256=hashes.pop(own), files=hashes, end=end
+    )
+    return TokenizerFiles(record, contents)
 
 
-def kept_name(file: Path) -> str:
-    """The name under which the tokenizer in ``file`` is kept."""
-    return next((name for name in _NAMES if file.suffix == Path(name).suffix), TOKENIZER)
+def _own(files: Mapping[str, bytes]) -> str:
+    return next(name for name in KEPT if name in files)
+
+
+def _kept_name(record: TokenizerRecord) -> str:
+    """The name under which the recorded tokenizer is kept."""
+    return next((name for name in KEPT if Path(name).suffix == Path(record.name).suffix), TOKENIZER)
 
 
 def keep_tokenizer(files: TokenizerFiles, home: Path) -> None:
     """Make ``files`` the tokenizer of the run at ``home``. What another one has left there goes."""
     folder = SafeFolder(home)
-    for name in (*_NAMES, *BESIDE):
+    for name in (*KEPT, *BESIDE):
         content = files.contents.get(name)
         if content is None:
             folder.remove(name)
@@ -96,9 +103,14 @@ def read_own(home: Path, name: str) -> bytes | None:
 
 
 def kept_tokenizer(home: Path, about: About) -> Path | None:
-    """The tokenizer's file beside the checkpoints in ``home``, unless the step was trained with another one."""
+    """The tokenizer's file beside the checkpoints in ``home``, unless the step was trained with another one.
+
+    The files beside it have their say when it is opened, so a link among them is refused as :func:`read_own` does.
+    """
     record = about.tokenizer
-    for name in _NAMES:
+    for name in BESIDE:
+        read_own(home, name)
+    for name in KEPT:
         content = read_own(home, name)
         if content is not None and (record is None or _sha256(content) == record.sha256):
             return home / name
@@ -120,7 +132,7 @@ def tokenizer_of(home: Path, about: About, configured: str) -> str:
         return str(kept)
     if kept is None and same_tokenizer(configured, record.sha256):
         return configured
-    lost = wrong or home / kept_name(Path(record.name))
+    lost = wrong or home / _kept_name(record)
     raise DataError(
         f"the tokenizer of step {about.step} is not beside it",
         why=f"{lost} is {'not the file that it was' if lost.exists() else 'missing'}: an id would mean another text",
@@ -130,15 +142,15 @@ def tokenizer_of(home: Path, about: About, configured: str) -> str:
 
 def is_kept(home: Path, name: str) -> bool:
     """Whether ``data.tokenizer=name`` is the file that the run at ``home`` keeps."""
-    kept = (content for content in (read_own(home, each) for each in _NAMES) if content is not None)
+    kept = (content for content in (read_own(home, each) for each in KEPT) if content is not None)
     return any(same_tokenizer(name, _sha256(content)) for content in kept)
 
 
 def same_tokenizer(name: str, sha256: str) -> bool:
     """Whether ``data.tokenizer=name`` is the file with this hash."""
     try:
-        file = json_file(name)
-        return file is not None and _sha256(file.read_bytes()) == sha256
+        files = kept_files(name)
+        return bool(files) and _sha256(files[_own(files)]) == sha256
     except (DataError, OSError):
         return False
 

@@ -18,9 +18,10 @@ from megatron_run.contracts import Dataset, DataSource, Split
 from megatron_run.errors import DataError
 from megatron_run_engine.data.batches import sample_index
 from megatron_run_engine.data.indexed_files import Reader, open_tokens
+from megatron_run_engine.data.kept_tokenizer import json_file
 from megatron_run_engine.data.option_types import AT_COMMAS, SPLITS, SplitShares, validation_notice
 from megatron_run_engine.data.token_ids import require_ids
-from megatron_run_engine.data.tokenizer import Tokenizer, json_file, open_tokenizer
+from megatron_run_engine.data.tokenizer import Tokenizer, open_tokenizer
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -138,6 +139,15 @@ class PreparedTexts(DataSource):
     def encode(self, text: str) -> Sequence[int]:
         """Return the token ids of ``text``, without special tokens."""
         return self.tokenizer.encode_text(text)
+
+    @property
+    def special_tokens(self) -> Mapping[str, tuple[str, int]]:
+        """As the tokenizer's folder says."""
+        return self.tokenizer.special_tokens()
+
+    def encode_prompt(self, text: str) -> Sequence[int]:
+        """Return the token ids of ``text``, with the special tokens that the tokenizer puts around it."""
+        return self.tokenizer.encode_prompt(text)
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of ``tokens``; special tokens that a source added have none."""

@@ -129,8 +129,10 @@ def _stat(document: Document) -> os.stat_result:
 
 def _code() -> str:
     """The hash of the code that makes streams."""
-    files = ("documents.py", "tokenizer.py", "tokenizer_files.py", "token_cache.py", "user_files.py", "lost_text.py")
-    return xxhash.xxh3_128_hexdigest(b"".join(Path(__file__).with_name(file).read_bytes() for file in files))
+    here = Path(__file__).parent
+    names = ("documents", "tokenizer", "tokenizer_files", "token_cache", "user_files", "lost_text")
+    files = [*(here / f"{name}.py" for name in names), *sorted((here / "tokenizer_folder").glob("*.py"))]
+    return xxhash.xxh3_128_hexdigest(b"".join(file.read_bytes() for file in files))
 
 
 def _name(documents: Sequence[Document], made_by: str) -> str:

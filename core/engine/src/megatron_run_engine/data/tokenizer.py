@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cached_property
 from hashlib import sha256
 from importlib.metadata import version
@@ -15,13 +16,13 @@ import numpy as np
 
 from megatron_run.errors import DataError
 from megatron_run_engine.data.lost_text import counter_of_lost
-from megatron_run_engine.data.tokenizer_files import SENTENCEPIECE, find_file, read_tokenizer
-from megatron_run_engine.data.user_cache import replacing, user_cache
+from megatron_run_engine.data.tokenizer_files import SENTENCEPIECE, find_tokenizer, opened
+from megatron_run_engine.data.tokenizer_folder import FolderTokenizer, template_for
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-#: Names of the end-of-document token, in the order in which they are tried.
+#: Names of the end-of-document token where nothing says which it is, in the order in which they are tried.
 END_OF_DOCUMENT = (
     *("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]"),
     *("<\uff5cend\u2581of\u2581sentence\uff5c>", "[SEP]"),  # DeepSeek's, BERT's
@@ -29,11 +30,10 @@ END_OF_DOCUMENT = (
 
 #: The name under which a tokenizer's file is kept beside the weights that were trained with it.
 TOKENIZER = "tokenizer.json"
-#: The file beside it that names special tokens, and those that may hold its chat template. They go where it goes.
+#: The file beside it that names special tokens.
 TOKENIZER_CONFIG = "tokenizer_config.json"
-CHAT_TEMPLATES = ("chat_template.jinja", TOKENIZER_CONFIG)
 #: All files beside it that say how it is used.
-BESIDE = (*CHAT_TEMPLATES, "special_tokens_map.json", "added_tokens.json")
+BESIDE = ("chat_template.jinja", TOKENIZER_CONFIG, "special_tokens_map.json", "added_tokens.json")
 
 
 class Tokenizer(ABC):
@@ -62,13 +62,44 @@ class Tokenizer(ABC):
 
         A shell passes on what is not UTF-8, and Python stands half of a surrogate pair in its place.
         """
-        try:
-            content = text.encode()
-        except UnicodeEncodeError as cause:
-            why = "there is a byte that is not UTF-8, or half of a surrogate pair"
-            raise DataError(f"the text has no character at place {cause.start}", why=why) from cause
-        tokens: list[int] = self.encode(content, "the text").tolist()
+        tokens: list[int] = self.encode(_text_bytes(text), "the text").tolist()
         return tokens
+
+    def encode_prompt(self, text: str) -> Sequence[int]:
+        """The ids of ``text`` as a model is given it: with the tokens that the tokenizer puts around every text.
+
+        Llama's and Gemma's begin a text with one. Raises as :meth:`encode_text`.
+        """
+        return self.encode_text(text)
+
+    @property
+    def special(self) -> Mapping[str, str]:
+        """The texts of special tokens by their names at Hugging Face, such as ``bos_token``; empty if not said."""
+        return {}
+
+    def special_ids(self, end: int | None = None) -> dict[str, int]:
+        """The ids that begin (``bos``), end (``eos``) and fill (``pad``) a text, as far as they are said.
+
+        Where no ``eos`` is said, it is ``end``, which ended the documents of a run, or else ``end_of_document``.
+        """
+        end = self.end_of_document if end is None else end
+        ids = {kind: self.vocabulary.get(self.special.get(f"{kind}_token", "")) for kind in ("bos", "eos", "pad")}
+        found = {kind: number for kind, number in ids.items() if number is not None}
+        return {"eos": end, **found} if end in self.vocabulary.values() else found
+
+    def special_tokens(self) -> dict[str, tuple[str, int]]:
+        """Text and id of each token of :attr:`special`, by its name without ``_token``."""
+        known = ((key.removesuffix("_token"), text, self.vocabulary.get(text)) for key, text in self.special.items())
+        return {kind: (text, number) for kind, text, number in known if number is not None}
+
+    def template(self, *, tools: bool = False) -> str | None:
+        """The chat template that comes with the tokenizer, for conversations with ``tools`` or without; None: none."""
+        return None
+
+    @property
+    def rows(self) -> int:
+        """How many ids a model must know to read ordinary text: without added tokens above all others."""
+        return self.vocab_size
 
     def encode_batch(self, documents: Sequence[tuple[object, bytes]]) -> Sequence[NDArray[np.integer[Any]]]:
         """Return the ids of each (source, content) as :meth:`encode` does; a library may use several cores."""
@@ -123,27 +154,62 @@ class ByteTokenizer(Tokenizer):
 
 
 class JsonTokenizer(Tokenizer):
-    """A tokenizer of the `tokenizers` library: its JSON file, or another form that :func:`read_tokenizer` reads.
+    """A tokenizer of the `tokenizers` library: a folder's, its JSON file, or another form that :func:`opened` reads.
 
-    ``end_of_document`` is the first of ``END_OF_DOCUMENT`` in the vocabulary, or an additional id if there is none.
+    ``end_of_document`` is what the folder says: its ``eos_token``, else its ``sep_token``. Where it says neither, the
+    first of ``END_OF_DOCUMENT`` in the vocabulary (among a folder's special tokens), else an additional id.
     Raises :class:`DataError` if the file is missing or broken.
     """
 
     unit = "token"
 
-    def __init__(self, path: Path) -> None:
-        self._tokenizer, self._path = read_tokenizer(path), path
+    def __init__(self, path: Path, folder: FolderTokenizer | None = None) -> None:
+        self._tokenizer, self._path, self._folder = opened(path, folder), path, folder
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
-        known = [vocabulary[name] for name in END_OF_DOCUMENT if name in vocabulary]
+        end = _end_of_document(vocabulary, self._special_names(), folder)
         highest = max(vocabulary.values(), default=-1)  # ids may have gaps, so their number is not enough
-        self.end_of_document = known[0] if known else highest + 1
+        self.end_of_document = highest + 1 if end is None else end
         self.vocab_size = max(highest, self.end_of_document) + 1
         self._lost = counter_of_lost(self._tokenizer, byte_characters())
+
+    def _special_names(self) -> frozenset[str]:
+        added = self._tokenizer.get_added_tokens_decoder().values()
+        return frozenset(token.content for token in added if token.special)
 
     @cached_property
     def identity(self) -> str:
         """Library, version, and the hash of the whole tokenizer."""
-        return _identity(self._tokenizer.to_str().encode(), "tokenizers")
+        content = self._tokenizer.to_str()
+        if self._folder is not None:  # its JSON however it was written
+            content = replace(self._folder, backend=content).to_json()
+        return _identity(content.encode(), "tokenizers")
+
+    @property
+    def special(self) -> Mapping[str, str]:
+        """As the folder says."""
+        return {} if self._folder is None else self._folder.special
+
+    def template(self, *, tools: bool = False) -> str | None:
+        """As the folder says."""
+        return None if self._folder is None else template_for(self._folder.templates, tools=tools)
+
+    def plain_special(self) -> dict[str, str]:
+        """The end of a document as ``eos_token`` of a file without a folder, where it is a special token already."""
+        name = self._tokenizer.id_to_token(self.end_of_document)
+        return {"eos_token": name} if name in self._special_names() else {}
+
+    @cached_property
+    def rows(self) -> int:
+        """The ids of the model and the end of a document; added tokens above them stand for themselves alone."""
+        plain = self._tokenizer.get_vocab(with_added_tokens=False).values()
+        return max(*plain, self.end_of_document, 0) + 1
+
+    def encode_prompt(self, text: str) -> Sequence[int]:
+        """The ids of ``text`` with the special tokens that the tokenizer puts around it."""
+        _text_bytes(text)
+        with self._naming("the text"):
+            found: list[int] = self._tokenizer.encode(text, add_special_tokens=True).ids
+        return found
 
     @property
     def vocabulary(self) -> Mapping[str, int]:
@@ -182,7 +248,8 @@ class JsonTokenizer(Tokenizer):
     def decode(self, tokens: Sequence[int], *, special: bool = False) -> str:
         """Return the text of ``tokens``."""
         with self._naming("ids"):
-            return str(self._tokenizer.decode(list(tokens), skip_special_tokens=not special))
+            text = str(self._tokenizer.decode(list(tokens), skip_special_tokens=not special))
+        return _cleaned_up(text) if self._folder is not None and self._folder.cleans_up else text
 
     @contextmanager
     def _naming(self, source: object) -> Iterator[None]:
@@ -241,6 +308,38 @@ class SentencePieceTokenizer(Tokenizer):
         return str(self._model.decode([token for token in tokens if token < self._model.get_piece_size()]))
 
 
+def _end_of_document(
+    vocabulary: Mapping[str, int], special: Collection[str], folder: FolderTokenizer | None
+) -> int | None:
+    """The id that ends a document; None where neither the folder nor a name tells."""
+    said = {} if folder is None else folder.special
+    named = [said[kind] for kind in ("eos_token", "sep_token") if kind in said]
+    known = [name for name in END_OF_DOCUMENT if not said or name in special]
+    return next((vocabulary[name] for name in (*named, *known) if name in vocabulary), None)
+
+
+#: What transformers replaces, in this order, where ``clean_up_tokenization_spaces`` is set.
+_CLEANED = (
+    *((" .", "."), (" ?", "?"), (" !", "!"), (" ,", ","), (" ' ", "'"), (" n't", "n't")),
+    *((" 'm", "'m"), (" 's", "'s"), (" 've", "'ve"), (" 're", "'re")),
+)
+
+
+def _cleaned_up(text: str) -> str:
+    for found, kept in _CLEANED:
+        text = text.replace(found, kept)
+    return text
+
+
+def _text_bytes(text: str) -> bytes:
+    """``text`` as UTF-8. Raises :class:`DataError` where it is no Unicode text."""
+    try:
+        return text.encode()
+    except UnicodeEncodeError as cause:
+        why = "there is a byte that is not UTF-8, or half of a surrogate pair"
+        raise DataError(f"the text has no character at place {cause.start}", why=why) from cause
+
+
 def _text(content: bytes, source: object) -> str:
     try:
         return content.decode("utf-8")
@@ -277,63 +376,11 @@ def byte_characters() -> dict[str, int]:
     return {chr(byte): byte for byte in plain} | {chr(256 + place): byte for place, byte in enumerate(others)}
 
 
-def byte_tokenizer_json() -> bytes:
-    """The ids of :class:`ByteTokenizer` as a file of the `tokenizers` library, for programs that read only those.
-
-    Its tokens are :func:`byte_characters`.
-    """
-    import tokenizers
-    from tokenizers import decoders, models, pre_tokenizers
-
-    made = tokenizers.Tokenizer(models.BPE(vocab=byte_characters(), merges=[]))
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    made.decoder = decoders.ByteLevel()
-    made.add_special_tokens([END_OF_DOCUMENT[0]])  # gets the next id, ByteTokenizer.end_of_document
-    return str(made.to_str(pretty=True)).encode()
-
-
-def reads_bytes(identity: Mapping[str, Any]) -> bool:
-    """Whether the data of a run, by the keys of its ``identity``, is read byte by byte, whichever source reads it."""
-    return identity.get("data.tokenizer") == "bytes"
-
-
-def same_vocabulary(first: Path | None, second: Path | None) -> bool:
-    """Whether two files, or bytes where there is None, give every token the same id. Raises :class:`DataError`."""
-    return first == second or _vocabulary(first) == _vocabulary(second)
-
-
-def _vocabulary(file: Path | None) -> Mapping[str, int]:
-    import tokenizers
-
-    if file is not None and file.suffix == SENTENCEPIECE:
-        return SentencePieceTokenizer(file).vocabulary
-    opened = tokenizers.Tokenizer.from_buffer(byte_tokenizer_json()) if file is None else read_tokenizer(file)
-    return opened.get_vocab(with_added_tokens=True)
-
-
 def open_tokenizer(name: str) -> Tokenizer:
-    """Open the tokenizer ``bytes``, or the one in the file or folder ``name`` (see :func:`find_file`)."""
+    """Open the tokenizer ``bytes``, or the one in the file or folder ``name`` (see :func:`find_tokenizer`)."""
     if name == "bytes":
         return ByteTokenizer()
-    path = find_file(Path(name).expanduser())
-    return SentencePieceTokenizer(path) if path.suffix == SENTENCEPIECE else JsonTokenizer(path)
-
-
-def json_file(name: str) -> Path | None:
-    """Return the JSON file of the tokenizer ``name``: a conversion in the user's cache where it has another form.
-
-    A SentencePiece model has none and is returned itself. None for bytes, and without a cache.
-    """
-    path = None if name == "bytes" else find_file(Path(name).expanduser())
-    if path is None:
-        return None
-    if not path.name.endswith((".txt", "vocab.json")):
-        return path
-    content = read_tokenizer(path).to_str()
-    try:
-        converted = user_cache("tokenizers") / f"{sha256(content.encode()).hexdigest()[:32]}.json"
-        with replacing(converted) as file:
-            file.write(content.encode())
-    except OSError:
-        return None
-    return converted
+    path, folder = find_tokenizer(Path(name).expanduser())
+    if folder is None and path.suffix == SENTENCEPIECE:
+        return SentencePieceTokenizer(path)
+    return JsonTokenizer(path, folder)

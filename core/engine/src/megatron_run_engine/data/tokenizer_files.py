@@ -6,7 +6,7 @@
 | ``vocab.json`` beside ``merges.txt`` | GPT-2's byte-level BPE |
 | ``vocab.txt`` | BERT's WordPiece |
 | ``*.model`` | SentencePiece, which its own library reads |
-| a folder | the first of ``FILES`` that it holds |
+| a folder | what transformers says that its files mean (``tokenizer_folder``) |
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_run.errors import DataError, near_path
 from megatron_run.safe_folder import SafeFolder, parse_json
+from megatron_run_engine.data.tokenizer_folder import FolderTokenizer, files_decide, read_folder
 from megatron_run_engine.data.user_cache import replacing
 from megatron_run_engine.data.user_files import refuse_pointer
 
@@ -72,13 +73,36 @@ def _fetched(path: Path) -> Path:
     return path
 
 
+def holds_tokenizer(folder: Path) -> bool:
+    """Whether one of the files is in ``folder`` that tokenizers are kept in."""
+    return any((folder / name).is_file() for name in FILES)
+
+
+def find_tokenizer(path: Path) -> tuple[Path, FolderTokenizer | None]:
+    """The file that ``path`` stands for, and what it means with the files beside it; None where it says all itself.
+
+    A folder, and a file ``tokenizer.json``, mean what all files of the folder say together. Raises :class:`DataError`.
+    """
+    file = find_file(path)
+    if (path.is_dir() or file.name == FILES[0]) and files_decide(file.parent):
+        return file, read_folder(file.parent)
+    return file, None
+
+
 def read_tokenizer(path: Path) -> tokenizers.Tokenizer:
     """Read a tokenizer, without the limits of length that its file may carry. Raises :class:`DataError`."""
+    return opened(*find_tokenizer(path))
+
+
+def opened(path: Path, folder: FolderTokenizer | None) -> tokenizers.Tokenizer:
+    """What :func:`find_tokenizer` has found. Raises :class:`DataError`."""
     import tokenizers
 
-    path = find_file(path)
     try:
-        if path.name.endswith("vocab.json"):
+        if folder is not None:
+            tokenizer = tokenizers.Tokenizer.from_str(folder.backend)
+            tokenizer.encode_special_tokens = folder.splits_special
+        elif path.name.endswith("vocab.json"):
             tokenizer = _gpt2(path)
         elif path.suffix == ".txt":
             tokenizer = _bert(path)

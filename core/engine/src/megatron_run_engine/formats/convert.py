@@ -28,14 +28,14 @@ from megatron_run.registry.choose_format import format_to_read, format_to_write
 from megatron_run.registry.discover import plain_name
 from megatron_run_engine.checkpoint.adapted import MergedReader, open_step
 from megatron_run_engine.checkpoint.files import FileSystem, followed, lock, read_whole, saving
-from megatron_run_engine.checkpoint.kept_files import SOURCE, kept_name, kept_tokenizer, tokenizer_files
+from megatron_run_engine.checkpoint.kept_files import SOURCE, TokenizerFiles, kept_tokenizer, source_files
 from megatron_run_engine.checkpoint.manifest import About, DataRecord, make_manifest
 from megatron_run_engine.checkpoint.saving import LOCK, Commit
 from megatron_run_engine.checkpoint.shard_file import NAMES, write_shard, written_type
 from megatron_run_engine.checkpoint.step_folder import CHECKPOINTS, IMPORTED, Checkpoints, find_step
 from megatron_run_engine.data.tokenizer import open_tokenizer
 from megatron_run_engine.formats.gpt_tensors import gpt_options, logical_shapes, names_fault
-from megatron_run_engine.formats.kept_files import files_beside, files_of, special_tokens
+from megatron_run_engine.formats.kept_files import files_beside, given_tokenizer, special_tokens
 from megatron_run_engine.run_folder.changes import digest
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ def _too_many_ids(weights: Weights) -> Iterator[str]:
     if weights.tokenizer is None or not isinstance(rows, int):
         return
     try:
-        ids = open_tokenizer(str(weights.tokenizer)).vocab_size
+        ids = open_tokenizer(str(weights.tokenizer)).rows
     except RunError:  # it is told when it is used
         return
     if ids > rows:
@@ -162,16 +162,15 @@ def read_step(checkpoints: Checkpoints, step: int) -> Weights:
         fields = {field for record in manifest.tensors.values() for field in record}
         readers = {field: _readers(manifest, reader, field) for field in sorted(fields)}
     home = checkpoints.path.parent
-    tokenizer = kept_tokenizer(home, manifest.about)
     return Weights(
         config=config,
         tensors=readers.pop(MASTER),
         step=step,
         sequence_length=manifest.about.longest,
         moments=readers,
-        tokenizer=tokenizer,
+        tokenizer=kept_tokenizer(home, manifest.about),
         special_tokens=special_tokens(checkpoints, manifest),
-        files=files_of(home, tokenizer),
+        files=source_files(home),
     )
 
 
@@ -193,18 +192,17 @@ def write_folder(weights: Weights, folder: Path, source: str, bad: Counter[str] 
     """
     identity = _identity(weights)
     _check_names(weights)
-    files = FileSystem()
+    files, kept = FileSystem(), given_tokenizer(weights)
     with saving(f"{folder} could not be written"), new_folder(folder, files):
-        _write_file(folder / CONFIG, _config_text(weights, source, folder).encode(), files)
-        tokenizer = None if weights.tokenizer is None else tokenizer_files(weights.tokenizer, _given)
-        for name, content in () if tokenizer is None else tokenizer.contents.items():
+        _write_file(folder / CONFIG, _config_text(weights, source, folder, kept).encode(), files)
+        for name, content in {} if kept is None else kept.contents.items():
             _write_file(folder / name, content, files)
         if weights.files:
             files.make_folder(folder / SOURCE)
         for name, path in weights.files.items():
             _write_file(folder / SOURCE / name, _given(path), files)
         bad = Counter[str]() if bad is None else bad
-        return _write_step(weights, Checkpoints(folder / CHECKPOINTS), identity, files, bad)
+        return _write_step(weights, Checkpoints(folder / CHECKPOINTS), _about(weights, identity, kept), files, bad)
 
 
 def _given(path: Path) -> bytes:
@@ -241,7 +239,7 @@ def new_folder(folder: Path, files: FileSystem) -> Iterator[None]:
 
 
 def _write_step(
-    weights: Weights, checkpoints: Checkpoints, identity: Mapping[str, Any], files: FileSystem, bad: Counter[str]
+    weights: Weights, checkpoints: Checkpoints, about: About, files: FileSystem, bad: Counter[str]
 ) -> Manifest:
     commit = Commit(checkpoints, IMPORTED, files)
     commit.make_home()
@@ -257,7 +255,7 @@ def _write_step(
                 record: dict[str, Any] = {"dtype": NAMES[dtype], "shape": piece.sizes}
                 record["pieces"] = [(name, piece.starts, piece.sizes)]
                 tensors.setdefault(piece.name, {})[piece.field] = record
-        manifest = make_manifest(_about(weights, identity), written, tensors)
+        manifest = make_manifest(about, written, tensors)
         commit.finish(manifest)
     return manifest
 
@@ -330,16 +328,16 @@ def _identity(weights: Weights) -> dict[str, Any]:
     return {f"{section}.{key}": value for section, keys in _sections(weights).items() for key, value in keys.items()}
 
 
-def _config_text(weights: Weights, source: str, folder: Path) -> str:
+def _config_text(weights: Weights, source: str, folder: Path, kept: TokenizerFiles | None) -> str:
     """``config.yaml``, which names the weights. Options that the source does not determine are left out."""
     sections = {"run": {"init_from": str(folder.absolute())}, **_sections(weights)}
-    if weights.tokenizer is not None:
-        sections["data"] = {"use": "text", "tokenizer": str(folder.absolute() / kept_name(weights.tokenizer))}
+    if kept is not None:
+        sections["data"] = {"use": "text", "tokenizer": str(folder.absolute() / kept.name)}
     sections["model"] = {key: value for key, value in sections["model"].items() if key in {"use", *weights.config}}
     return f"# Imported from {source.splitlines()[0]}\n{yaml_text({'version': 1, **sections})}"
 
 
-def _about(weights: Weights, identity: Mapping[str, Any]) -> About:
+def _about(weights: Weights, identity: Mapping[str, Any], kept: TokenizerFiles | None) -> About:
     return About(
         step=weights.step,
         run=IMPORTED,
@@ -352,7 +350,7 @@ def _about(weights: Weights, identity: Mapping[str, Any]) -> About:
         topology={"world": 1},
         config=digest(identity),
         identity=identity,
-        tokenizer=None if weights.tokenizer is None else tokenizer_files(weights.tokenizer, _given).record,
+        tokenizer=None if kept is None else kept.record,
     )
 
 

@@ -2,22 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from megatron_run.errors import CheckpointError
-from megatron_run_engine.checkpoint.kept_files import kept_tokenizer, read_own, source_files
-from megatron_run_engine.data.tokenizer import (
-    BESIDE,
-    TOKENIZER,
-    TOKENIZER_CONFIG,
-    ByteTokenizer,
-    byte_tokenizer_json,
-    open_tokenizer,
-    reads_bytes,
-)
+from megatron_run_engine.checkpoint.files import followed
+from megatron_run_engine.checkpoint.kept_files import TokenizerFiles, kept_tokenizer, tokenizer_files
+from megatron_run_engine.data.kept_tokenizer import byte_tokenizer_json, exported_files, reads_bytes
+from megatron_run_engine.data.tokenizer import TOKENIZER, ByteTokenizer, open_tokenizer
+from megatron_run_engine.data.tokenizer_folder import read_files
 
 if TYPE_CHECKING:
     from megatron_run.contracts import Weights
@@ -26,48 +18,33 @@ if TYPE_CHECKING:
 
 
 def files_beside(weights: Weights, checkpoints: Checkpoints, step: int) -> Iterator[tuple[str, bytes]]:
-    """The tokenizer's file for another program, where one is known, and those that hold its chat template."""
+    """The tokenizer's files for another program, where one is known, with its chat template."""
+    if weights.tokenizer is not None:
+        yield from exported_files(weights.tokenizer).items()
+    elif reads_bytes(checkpoints.manifest(step).about.identity):
+        yield TOKENIZER, byte_tokenizer_json()
+
+
+def given_tokenizer(weights: Weights) -> TokenizerFiles | None:
+    """The tokenizer of a source, as files that say all of it by themselves; None without it.
+
+    Raises :class:`CheckpointError` for a file from elsewhere or too large, :class:`DataError` for what is not read.
+    """
     if weights.tokenizer is None:
-        if reads_bytes(checkpoints.manifest(step).about.identity):
-            yield TOKENIZER, byte_tokenizer_json()
-        return
-    for name in (weights.tokenizer.name, *BESIDE):
-        content = read_own(checkpoints.path.parent, name)
-        if content is not None:
-            yield name, content
-
-
-def files_of(home: Path, tokenizer: Path | None) -> dict[str, Path]:
-    """Files that come back in an export: those of the source, and before them the tokenizer's own."""
-    own = [] if tokenizer is None else [home / name for name in BESIDE if read_own(home, name) is not None]
-    return source_files(home) | {path.name: path for path in own}
+        return None
+    folder = weights.tokenizer if weights.tokenizer.is_dir() else weights.tokenizer.parent
+    for path in {weights.tokenizer, *read_files(folder)} - {folder}:
+        followed(path)
+    return tokenizer_files(weights.tokenizer)
 
 
 def special_tokens(checkpoints: Checkpoints, manifest: Manifest) -> dict[str, int]:
     """The ids that begin (``bos``), end (``eos``) and fill (``pad``) a text, as far as the kept tokenizer tells.
 
-    ``tokenizer_config.json`` names them. Without an ``eos`` of its own, texts end with the token that ended the run's
-    documents.
+    Without an ``eos`` of its own, texts end with the token that ended the run's documents.
     """
-    home = checkpoints.path.parent
-    kept = kept_tokenizer(home, manifest.about)
+    kept = kept_tokenizer(checkpoints.path.parent, manifest.about)
     if kept is None:
         return {"eos": ByteTokenizer.end_of_document} if reads_bytes(manifest.about.identity) else {}
-    opened = open_tokenizer(str(kept))
-    vocabulary = opened.vocabulary
-    content = read_own(home, TOKENIZER_CONFIG)
-    try:
-        said = json.loads(content or b"{}")
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{home / TOKENIZER_CONFIG} cannot be used", why=f"it is no JSON: {error}") from error
-    named = said if isinstance(said, dict) else {}
-    names = {kind: _text_of(named.get(f"{kind}_token")) for kind in ("bos", "eos", "pad")}
-    found = {kind: vocabulary[name] for kind, name in names.items() if isinstance(name, str) and name in vocabulary}
-    recorded = None if manifest.about.tokenizer is None else manifest.about.tokenizer.end
-    end = opened.end_of_document if recorded is None else recorded
-    return {"eos": end, **found} if end in vocabulary.values() else found
-
-
-def _text_of(token: Any) -> Any:
-    """The text of a special token, which may be kept with options."""
-    return token.get("content") if isinstance(token, dict) else token
+    recorded = manifest.about.tokenizer
+    return open_tokenizer(str(kept)).special_ids(None if recorded is None else recorded.end)

@@ -30,21 +30,33 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # the harness has no anno
     def __init__(self, model: LoadedModel, batch: int = 8) -> None:
         super().__init__()
         self._model, self._batch = model, batch
-        end = None if model.data is None else model.data.end_of_text
-        if end is None:
+        data = model.data
+        if data is None or data.end_of_text is None:
             raise DataError(
                 f"{model.source.path} has no token that ends a text", why="the harness begins texts with it"
             )
-        self._end = end
+        self._end = data.end_of_text
+        named = data.special_tokens
+        self._begins_with, self._prefix = named.get("bos") or named.get("eos") or ("", self._end)
 
     @property
     def eot_token_id(self) -> int:
-        """The token that ends a text, with which one also begins."""
+        """The token that ends a text."""
         return self._end
 
+    @property
+    def prefix_token_id(self) -> int:
+        """The token with which an empty text begins: the tokenizer's first, else the one that ends a text."""
+        return self._prefix
+
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
-        """The tokens of ``string``; no special ones are added."""
-        return self._model.encode(string)
+        """The tokens of ``string`` as the harness's ``hf`` has them: with those that the tokenizer puts around a text.
+
+        They are left out where ``string`` begins with the first token's own text.
+        """
+        if add_special_tokens is None:
+            add_special_tokens = not (self._begins_with and string.startswith(self._begins_with))
+        return self._model.encode_prompt(string) if add_special_tokens else self._model.encode(string)
 
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[tuple[str, str], list[int], list[int]]], **_: Any
@@ -60,8 +72,8 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # the harness has no anno
         """The log-probability of each whole text, in windows that do not overlap."""
         windows, owners = [], []
         for number, request in enumerate(requests):
-            tokens = self._model.encode(request.args[0])
-            for inputs, targets in get_rolling_token_windows(tokens, self._end, self._model.positions, 1):
+            tokens = self.tok_encode(request.args[0])
+            for inputs, targets in get_rolling_token_windows(tokens, self._prefix, self._model.positions, 1):
                 windows.append(Window.of([*inputs, targets[-1]], len(inputs) + 1 - len(targets)))
                 owners.append(number)
         sums = [0.0] * len(requests)
@@ -87,7 +99,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # the harness has no anno
     def _prompt(self, context: str, tokens: int) -> list[int]:
         """The end of ``context`` that leaves room for ``tokens`` more."""
         room = max(1, self._model.positions - tokens)
-        return (self._model.encode(context) or [self._end])[-room:]
+        return (self.tok_encode(context) or [self._prefix])[-room:]
 
     def _score(self, windows: Sequence[Window]) -> list[Score]:
         return score(self._model.network, windows, self._batch)

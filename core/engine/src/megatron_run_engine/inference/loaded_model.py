@@ -6,7 +6,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -48,9 +48,9 @@ class Writing:
 
     At most ``max_new_tokens`` continue each prompt, ``num`` times; temperature 0 takes the likeliest token. ``top_k``,
     ``top_p`` and ``repetition_penalty`` are those of :class:`~megatron_run_engine.runtime.generation.Sampling`. A text
-    ends before the first string of ``stop``, at one of ``stop_tokens``, and unless ``past_end`` at the tokenizer's end
-    of a text. The same ``seed`` writes the same: alone or in a batch, with the ``cache`` or without, on any topology.
-    Raises :class:`InputError` for a value out of range.
+    ends before the first string of ``stop``, at one of ``stop_tokens``, and unless ``past_end`` at a token that ends
+    the model's texts (:attr:`LoadedModel.ends`). The same ``seed`` writes the same: alone or in a batch, with the
+    ``cache`` or without, on any topology. Raises :class:`InputError` for a value out of range.
     """
 
     max_new_tokens: int = 128
@@ -172,6 +172,23 @@ class LoadedModel:
             )
         return list(tokens)
 
+    def encode_prompt(self, text: str) -> list[int]:
+        """Token ids of ``text`` as the model is given it, as transformers gives it: Llama's begin with a token.
+
+        Raises :class:`DataError` without a tokenizer.
+        """
+        tokens = self.encode(text)
+        given = None if self.data is None else self.data.encode_prompt(text)
+        return tokens if given is None else list(given)
+
+    @cached_property
+    def ends(self) -> frozenset[int]:
+        """The tokens at which a text ends: those that the model came with, else its tokenizer's."""
+        if self.source.ends is not None:
+            return frozenset(self.source.ends)
+        end = None if self.data is None else self.data.end_of_text
+        return frozenset() if end is None else frozenset({end})
+
     def decode(self, tokens: Sequence[int]) -> str | None:
         """The text of ``tokens``, None without a tokenizer."""
         return None if self.data is None else self.data.decode(tokens)
@@ -270,7 +287,7 @@ class _Text:
     """One text at work: its tokens, what of them is text, and when it ends."""
 
     def __init__(self, model: LoadedModel, prompt: Prompt, sample: int, writing: Writing) -> None:
-        tokens = model._tokens(prompt)
+        tokens = model.encode_prompt(prompt) if isinstance(prompt, str) else list(prompt)
         end = None if model.data is None else model.data.end_of_text
         if not tokens and end is not None:
             tokens = [end]
@@ -278,9 +295,7 @@ class _Text:
         self.row = TextTokens(tokens, sample)
         self._writing, self._size = writing, len(tokens)
         self._prompt = prompt if isinstance(prompt, str) else model.decode(tokens)
-        self._ends = frozenset(writing.stop_tokens) | (
-            {end} if end is not None and not writing.past_end else frozenset()
-        )
+        self._ends = frozenset(writing.stop_tokens) | (frozenset() if writing.past_end else model.ends)
         self._stream = None if self._prompt is None else TextStream(model.decode, tokens, writing.stops)
         self._stopped = False
 

@@ -12,8 +12,9 @@ from megatron_run.contracts.optimizer import MASTER
 from megatron_run.errors import CheckpointError, DataError, InputError
 from megatron_run.registry.choose_format import format_to_read
 from megatron_run_engine.checkpoint.adapted import MergedReader, open_step
-from megatron_run_engine.checkpoint.kept_files import kept_tokenizer, tokenizer_of
+from megatron_run_engine.checkpoint.kept_files import SOURCE, kept_tokenizer, tokenizer_of
 from megatron_run_engine.checkpoint.step_folder import find_step
+from megatron_run_engine.formats.end_tokens import end_tokens
 from megatron_run_engine.run_folder.changes import nested
 from megatron_run_engine.run_folder.folder import last_config
 
@@ -22,8 +23,6 @@ if TYPE_CHECKING:
 
     from megatron_run_engine.runtime.parameter_init import ReadBox
 
-#: The tokenizer's file in folders of other programs, as the `tokenizers` library names it.
-TOKENIZER = "tokenizer.json"
 #: What the model needs of a saved configuration: everything else is decided anew when it is put to use.
 _KEPT = ("model", "data")
 #: The section of the kind that a run's own layers come from.
@@ -35,9 +34,10 @@ class Source:
     """A model at rest: ``config`` has the sections that describe it, ``read`` reads any box of its tensors.
 
     ``step`` counts the updates that it has seen. The section ``data`` is there where a tokenizer is known. ``shapes``
-    are those of the logical tensors, by name; empty where only reading tells. ``sample_length`` is that of the samples
-    of a run, which may be shorter than what the model reads. ``notes`` are lines for the user: what reading it lost.
-    ``lost`` says that its tokenizer is not there, unless the user names one.
+    are those of the logical tensors, by name; empty where only reading tells. ``ends`` are the tokens at which a text
+    ends, as its program says them; None where nothing does, and the tokenizer decides. ``sample_length`` is that of the
+    samples of a run, which may be shorter than what the model reads. ``notes`` are lines for the user: what reading it
+    lost. ``lost`` says that its tokenizer is not there, unless the user names one.
     """
 
     path: Path
@@ -45,6 +45,7 @@ class Source:
     step: int
     shapes: Mapping[str, tuple[int, ...]]
     read: ReadBox
+    ends: tuple[int, ...] | None = None
     sample_length: int | None = None
     notes: tuple[str, ...] = ()
     lost: DataError | None = None
@@ -103,6 +104,7 @@ def find_source(path: Path | None, step: int | None = None, *, verified: bool = 
         step=chosen,
         shapes=reader.with_adapters() if isinstance(reader, MergedReader) else reader.shapes(),
         read=lambda name, starts, sizes: reader.read(name, MASTER, starts, sizes),
+        ends=end_tokens(home / SOURCE),
         sample_length=config.get("train", {}).get("sequence_length"),
         lost=lost,
     )
@@ -129,13 +131,13 @@ def _foreign(path: Path) -> Source:
         return values
 
     config = {"model": {"use": "gpt", **weights.config}, "train": {"sequence_length": weights.sequence_length}}
-    if (path / TOKENIZER).is_file():
-        config["data"] = _tokenizer(path / TOKENIZER)
-    return Source(path, config, weights.step, {}, read, notes=weights.notes)
+    if weights.tokenizer is not None:
+        config["data"] = _tokenizer(weights.tokenizer)
+    return Source(path, config, weights.step, {}, read, ends=end_tokens(path), notes=weights.notes)
 
 
-def _tokenizer(file: Path) -> dict[str, Any]:
-    return {"use": "text", "tokenizer": str(file)}
+def _tokenizer(place: Path) -> dict[str, Any]:
+    return {"use": "text", "tokenizer": str(place)}
 
 
 def _layers(run_folder: Path) -> dict[str, Any] | None:

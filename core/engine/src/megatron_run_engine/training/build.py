@@ -186,7 +186,7 @@ def with_vocabulary(run: ResolvedRun, data: DataSource) -> BaseModel:
     chosen = cast("ModelOptions", options).vocab_size
     if chosen is None:
         return options.model_copy(update={"vocab_size": data.vocab_size})
-    if chosen < data.vocab_size:
+    if chosen < data.rows:
         origin = run.origins.get(("model", "vocab_size"), DEFAULT)
         fix = f"leave model.vocab_size out, or set it to at least {data.vocab_size}"
         if origin.source == "found":  # the weights there have so many rows

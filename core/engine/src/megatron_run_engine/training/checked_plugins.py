@@ -196,12 +196,20 @@ class CheckedDataset:
 
 
 def open_split(
-    plugin: Plugin, source: DataSource, split: Split, sequence_length: int, seed: int, samples: int | None = None
+    plugin: Plugin,
+    source: DataSource,
+    split: Split,
+    sequence_length: int,
+    seed: int,
+    samples: int | None = None,
+    *,
+    most_ids: int | None = None,
 ) -> CheckedDataset:
     """Open ``split`` of the data ``source`` that ``plugin`` made, of which the run reads ``samples`` samples.
 
-    They come in the order of the source, if it has one; with None in that of its files, for a look without a run.
-    Raises what :class:`CheckedDataset` does.
+    ``most_ids`` is the vocabulary of the model, which may lack the last ids of the data. Samples come in the order of
+    the source, if it has one; with None in that of its files, for a look without a run. Raises what
+    :class:`CheckedDataset` does.
     """
     try:
         ordered = None if samples is None else source.stream(split, sequence_length, seed, samples)
@@ -212,7 +220,8 @@ def open_split(
     except (Exception, SystemExit) as cause:
         raise plugin.failed(f"opening split {split}", in_one_line(cause)) from cause
     in_order = ordered is not None
-    return CheckedDataset(dataset, split, plugin, source.vocab_size, sequence_length, source.fields, in_order=in_order)
+    ids = source.vocab_size if most_ids is None else min(source.vocab_size, most_ids)
+    return CheckedDataset(dataset, split, plugin, ids, sequence_length, source.fields, in_order=in_order)
 
 
 def _covers(documents: NDArray[np.generic], length: int) -> bool:

@@ -152,7 +152,7 @@ def generate_text(run: ResolvedRun, assembly: Assembly) -> str | None:
     a line break, or where the tokenizer knows none, after the end of another text.
     """
     data, asked = assembly.data, run.config.eval
-    prompt = data.encode(asked.prompt or "\n") if assembly.model.predicts_next else None
+    prompt = data.encode_prompt(asked.prompt or "\n") if assembly.model.predicts_next else None
     if prompt is None:
         return None
     if not prompt and data.end_of_text is not None and data.end_of_text < assembly.context.vocab_size:

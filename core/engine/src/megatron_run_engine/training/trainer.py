@@ -104,7 +104,7 @@ class Trainer:
             assembly.model.boundary, micro_batch_size=train.micro_batch_size, sequence_length=train.sequence_length
         )
         self._loader = BatchLoader(run, assembly)
-        opened = partial(open_split, run.one("data"), assembly.data)
+        opened = partial(open_split, run.one("data"), assembly.data, most_ids=assembly.context.vocab_size)
         self._dataset = opened("train", train.sequence_length, train.seed, total_samples(train))
         held_out = run.config.eval.batches * train.global_batch_size
         validation = opened("validation", train.sequence_length, train.seed, held_out)

@@ -118,6 +118,14 @@ class DataSource(ABC):
         """Number of token ids, unpadded."""
 
     @property
+    def rows(self) -> int:
+        """The least ids that a model must know: fewer than ``vocab_size`` where only a token's own name gives the last.
+
+        A sample that holds one of those that the model lacks is refused when it is read.
+        """
+        return self.vocab_size
+
+    @property
     def fields(self) -> tuple[Field, ...]:
         """The fields of every sample. More than the default are read by the stages whose model asks for them."""
         return (TOKENS, LABELS, LOSS_MASK)
@@ -176,9 +184,18 @@ class DataSource(ABC):
         """Token ids of ``text``, or None if the data is not text."""
         return None
 
+    def encode_prompt(self, text: str) -> Sequence[int] | None:
+        """Token ids of ``text`` as a model is given it: with those that the tokenizer puts around every text."""
+        return self.encode(text)
+
     def decode(self, tokens: Sequence[int]) -> str | None:
         """The text of ``tokens``, or None if the data is not text."""
         return None
+
+    @property
+    def special_tokens(self) -> Mapping[str, tuple[str, int]]:
+        """Text and id of the tokens that have a part of their own, by the names of Hugging Face, such as ``bos``."""
+        return {}
 
     @property
     def end_of_text(self) -> int | None:

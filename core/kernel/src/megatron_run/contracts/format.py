@@ -30,9 +30,9 @@ class Weights:
     the source: whoever takes the values widens them as it copies them. ``moments`` maps each field of an update rule
     (``exp_avg``) to readers by the same names; it is empty if the source has no optimizer state. ``step`` counts the
     updates so far. ``sequence_length`` is the model's longest sequence, None if the source does not limit it.
-    ``tokenizer`` is the path of a ``tokenizer.json``, None if the source has none; ``special_tokens`` of a saved step
-    are the ids of ``bos``, ``eos`` and ``pad`` that its tokenizer tells. ``files`` are other small files of the source
-    by name: an import keeps them unread, and an export of the same weights hands them to its format.
+    ``tokenizer`` is the path of a tokenizer's folder or file, None if the source has none; ``special_tokens`` of a
+    saved step are the ids of ``bos``, ``eos`` and ``pad`` that its tokenizer tells. ``files`` are other small files of
+    the source by name: an import keeps them unread, and an export of the same weights hands them to its format.
     ``notes`` are lines for the user: what the conversion loses.
     """
 

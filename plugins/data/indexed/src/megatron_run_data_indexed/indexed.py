@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -283,13 +283,22 @@ class Indexed(DataSource):
         """The file of ``data.tokenizer`` that is kept beside the weights, None without one."""
         if self._options.tokenizer is None:
             return None
-        from megatron_run_engine.data.tokenizer import json_file
+        from megatron_run_engine.data.kept_tokenizer import json_file
 
         return json_file(self._options.tokenizer)
 
     def encode(self, text: str) -> Sequence[int] | None:
         """Return the token ids of ``text``; None without a tokenizer."""
         return None if self._tokenizer is None else self._tokenizer.encode_text(text)
+
+    def encode_prompt(self, text: str) -> Sequence[int] | None:
+        """Return the token ids of ``text`` with the tokens around a text; None without a tokenizer."""
+        return None if self._tokenizer is None else self._tokenizer.encode_prompt(text)
+
+    @property
+    def special_tokens(self) -> Mapping[str, tuple[str, int]]:
+        """As the tokenizer's folder says."""
+        return {} if self._tokenizer is None else self._tokenizer.special_tokens()
 
     def decode(self, tokens: Sequence[int]) -> str | None:
         """Return the text of ``tokens``; None without a tokenizer."""

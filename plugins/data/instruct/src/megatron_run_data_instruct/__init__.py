@@ -5,7 +5,7 @@ Reading order: ``conversations`` (lines), ``template`` (texts and where their re
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import date, datetime
 from functools import cached_property
@@ -20,11 +20,12 @@ from megatron_run.contracts.data import Field as BatchField
 from megatron_run.errors import DataError, plural
 from megatron_run.hookspecs import hookimpl
 from megatron_run_data_instruct.conversations import Line, conversation, lines_of
-from megatron_run_data_instruct.template import ChatTemplate, NoConversation, find_template
+from megatron_run_data_instruct.template import NoConversation, Templates
 from megatron_run_engine.data.documents import Shares, find_documents, require_within
+from megatron_run_engine.data.kept_tokenizer import json_file
 from megatron_run_engine.data.option_types import Paths, SplitShares, validation_notice
 from megatron_run_engine.data.packing import PACKED_FIELDS, PackedDocuments, best_fit, one_a_row
-from megatron_run_engine.data.tokenizer import Tokenizer, json_file, open_tokenizer
+from megatron_run_engine.data.tokenizer import Tokenizer, open_tokenizer
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -83,13 +84,19 @@ class Instruct(DataSource):
         return open_tokenizer(self._options.tokenizer)
 
     @cached_property
-    def _template(self) -> ChatTemplate:
-        return find_template(self._options.template, self.tokenizer_file, self._options.date)
+    def _templates(self) -> Templates:
+        options = self._options
+        return Templates(options.template, self._tokenizer, options.tokenizer, options.date)
 
     @property
     def vocab_size(self) -> int:
         """The number of ids of the tokenizer."""
         return self._tokenizer.vocab_size
+
+    @property
+    def rows(self) -> int:
+        """The ids without added tokens above all others."""
+        return self._tokenizer.rows
 
     @property
     def fields(self) -> tuple[BatchField, ...]:
@@ -122,11 +129,9 @@ class Instruct(DataSource):
         if split == "train":
             cut = sum(len(read.tokens[number]) > sequence_length + 1 for number in kept)
             told = _told(dataset, cut, len(read.tokens) - len(kept), read.malformed)
-            plain = "; without a chat template, turns are lines of Role: text" * self._template.plain
-            unopened = f"; not learned, since responses lack it: {self._template.unopened!r}" * bool(
-                self._template.unopened
-            )
-            self._summaries[sequence_length] = told + plain + unopened
+            plain = "; without a chat template, turns are lines of Role: text" * self._templates.of(tools=False).plain
+            lacking = "".join(f"; not learned, since responses lack it: {text!r}" for text in self._templates.unopened)
+            self._summaries[sequence_length] = told + plain + lacking
         return dataset
 
     def summary(self, sequence_length: int, seed: int) -> str:
@@ -158,13 +163,15 @@ class Instruct(DataSource):
 
     def _encode_line(self, line: Line) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
         """The tokens of a conversation, and which of them are of responses. Raises :class:`NoConversation`."""
-        text, spans = self._template.render(conversation(line.content))
+        messages, tools = conversation(line.content)
+        template = self._templates.of(tools=tools is not None)
+        text, spans = template.render(messages, tools)
         tokens, starts, stops = self._tokenizer.encode_places(text)
         require_within(tokens, self.vocab_size, line)
         counts = np.zeros(len(tokens), np.bool_)
         for start, stop in spans:
             counts |= (starts < stop) & (stops > start)
-        if self._template.plain:  # it names no token that ends a text
+        if template.plain:  # it names no token that ends a text
             last = bool(spans) and spans[-1][1] == len(text)
             tokens, counts = np.append(tokens, self._tokenizer.end_of_document), np.append(counts, last)
         return tokens, counts
@@ -188,6 +195,15 @@ class Instruct(DataSource):
     def encode(self, text: str) -> Sequence[int]:
         """Return the token ids of ``text``."""
         return self._tokenizer.encode_text(text)
+
+    @property
+    def special_tokens(self) -> Mapping[str, tuple[str, int]]:
+        """As the tokenizer's folder says."""
+        return self._tokenizer.special_tokens()
+
+    def encode_prompt(self, text: str) -> Sequence[int]:
+        """Return the token ids of ``text``, with the special tokens that the tokenizer puts around it."""
+        return self._tokenizer.encode_prompt(text)
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of ``tokens``."""

@@ -11,13 +11,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron_run.errors import DataError
-from megatron_run.safe_folder import parse_json
 from megatron_run_data_instruct.renderer import BEGIN, END, Broken, Refused, Renderer, compiled, rendered
-from megatron_run_engine.data.tokenizer import CHAT_TEMPLATES
 from megatron_run_engine.data.user_files import read_text, unreadable
+
+if TYPE_CHECKING:
+    from megatron_run_engine.data.tokenizer import Tokenizer
 
 #: The template of a tokenizer without one. The end-of-document token follows the last turn.
 PLAIN = (
@@ -25,10 +26,7 @@ PLAIN = (
     "{% if message.role == 'assistant' %}{% generation %}{{ message.content }}\n{% endgeneration %}"
     "{% else %}{{ message.content }}\n{% endif %}{% endfor %}{% if add_generation_prompt %}Assistant: {% endif %}"
 )
-#: The names of the tokens that templates read.
-_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-_TEMPLATE, _CONFIG = CHAT_TEMPLATES
-#: The most bytes of a template or a ``tokenizer_config.json``.
+#: The most bytes of a template.
 _LARGEST = 1 << 26
 _MARKS = re.compile(r"\{%[-+]?\s*generation\b")
 
@@ -52,23 +50,26 @@ class ChatTemplate:
             self._render = partial(rendered, compiled(source)) if self.plain else Renderer(source, date=date).render
         self.unopened = ""
 
-    def render(self, messages: Sequence[Mapping[str, Any]]) -> tuple[str, list[tuple[int, int]]]:
+    def render(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None
+    ) -> tuple[str, list[tuple[int, int]]]:
         """The text of ``messages``, and the characters of it, from and to, that are responses.
 
-        Where the template marks nothing, a response is what its turn adds to the prompt before it. Of a prompt that
-        opens a thought, it adds to what both begin with. Raises :class:`NoConversation` where the template refuses the
+        ``tools`` are those that the model may call, as JSON schemas. Where the template marks nothing, a response
+        is what its turn adds to the prompt before it. Of a prompt that opens a thought, it adds to what both begin
+        with. Raises :class:`NoConversation` where the template refuses the
         messages, or renders a turn otherwise once others follow.
         """
-        marked = self._text(messages, prompt=False)
+        marked = self._text(messages, tools, prompt=False)
         if self._marks:
             return _without_marks(marked)
         spans = []
         for number, message in enumerate(messages):
             if message["role"] != "assistant":
                 continue
-            before = self._text(messages[:number], prompt=True)
-            until = self._text(messages[: number + 1], prompt=False)
-            start = self._start(messages[:number], before, until)
+            before = self._text(messages[:number], tools, prompt=True)
+            until = self._text(messages[: number + 1], tools, prompt=False)
+            start = self._start(messages[:number], tools, before, until)
             if start is None or not marked.startswith(until):
                 raise NoConversation(
                     f"the template renders message {number} otherwise when others follow; mark what is learned with "
@@ -77,20 +78,28 @@ class ChatTemplate:
             spans.append((start, len(until)))
         return marked, spans
 
-    def _start(self, earlier: Sequence[Mapping[str, Any]], before: str, until: str) -> int | None:
+    def _start(
+        self,
+        earlier: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None,
+        before: str,
+        until: str,
+    ) -> int | None:
         """Where in ``until`` the answer to ``before`` starts; None where ``until`` does not go on from that prompt."""
         if until.startswith(before):
             return len(before)
         both = next(
             (place for place, pair in enumerate(zip(before, until, strict=False)) if pair[0] != pair[1]), len(until)
         )
-        if not earlier or both <= len(self._text(earlier, prompt=False)):
+        if not earlier or both <= len(self._text(earlier, tools, prompt=False)):
             return None
         self.unopened = before[both:]
         return both
 
-    def _text(self, messages: Sequence[Mapping[str, Any]], *, prompt: bool) -> str:
-        variables = {**self._tokens, "messages": list(messages), "add_generation_prompt": prompt}
+    def _text(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None, *, prompt: bool
+    ) -> str:
+        variables = given_to_template(messages, tools, self._tokens, prompt=prompt)
         try:
             with self._broken():
                 return self._render(variables)
@@ -106,6 +115,29 @@ class ChatTemplate:
             raise DataError(what, why=str(cause), origin="data.template") from cause
 
 
+def given_to_template(
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, Any]] | None,
+    tokens: Mapping[str, str],
+    *,
+    prompt: bool,
+) -> dict[str, Any]:
+    """The variables with which transformers renders a template; ``prompt`` asks for what begins an answer."""
+    read = [_as_templates_read(message) for message in messages]
+    return {**tokens, "messages": read, "tools": tools, "documents": None, "add_generation_prompt": prompt}
+
+
+#: Names under which messages carry a model's thoughts; templates read the first one.
+_THOUGHTS = ("reasoning_content", "thinking", "reasoning")
+
+
+def _as_templates_read(message: Mapping[str, Any]) -> dict[str, Any]:
+    """``message`` as transformers hands it to a template: without keys of no value, and thoughts by each name."""
+    kept = {key: value for key, value in message.items() if value is not None}
+    thoughts = next((kept[name] for name in _THOUGHTS if name in kept), None)
+    return kept if thoughts is None else {"thinking": thoughts, **kept, "reasoning_content": thoughts}
+
+
 def _without_marks(text: str) -> tuple[str, list[tuple[int, int]]]:
     """``text`` without its marks, and what they were around."""
     plain, spans, length = [], [], 0
@@ -118,44 +150,36 @@ def _without_marks(text: str) -> tuple[str, list[tuple[int, int]]]:
     return "".join(plain), spans
 
 
-def find_template(name: str, tokenizer: Path | None, date: str | None = None) -> ChatTemplate:
-    """The template in the file ``name`` or, for ``auto``, the one beside ``tokenizer``, or else :data:`PLAIN`.
+class Templates:
+    """The template for a conversation: the file ``name`` or, for ``auto``, those of ``tokenizer``, or :data:`PLAIN`.
 
-    ``date`` is what it reads as today. Raises :class:`DataError` if a file cannot be read.
+    A tokenizer may come with another one for conversations with tools. ``date`` is what they read as today. Raises
+    :class:`DataError` if a file cannot be read.
     """
-    config = _config(tokenizer)
-    tokens = {key: text for key in _TOKENS if (text := _text_of(config.get(key)))}
-    if name != "auto":
-        path = Path(name).expanduser()
-        return ChatTemplate(_read(path), path, tokens, date)
-    if tokenizer is not None and (beside := tokenizer.with_name(_TEMPLATE)).is_file():
-        return ChatTemplate(_read(beside), beside, tokens, date)
-    found = config.get("chat_template")
-    if isinstance(found, list):  # several, each with a name
-        found = next((each.get("template") for each in found if _is_default(each)), None)
-    if isinstance(found, str):
-        return ChatTemplate(found, tokenizer and tokenizer.with_name(_CONFIG), tokens, date)
-    return ChatTemplate(PLAIN, "this plugin", tokens)
 
+    def __init__(self, name: str, tokenizer: Tokenizer, place: object, date: str | None = None) -> None:
+        tokens = tokenizer.special
+        if name != "auto":
+            path = Path(name).expanduser()
+            self._of = dict.fromkeys((False, True), ChatTemplate(_read(path), path, tokens, date))
+            return
+        sources = {tools: tokenizer.template(tools=tools) for tools in (False, True)}
+        made = {
+            source: ChatTemplate(source, place, tokens, date)
+            if source is not None
+            else ChatTemplate(PLAIN, "this plugin", tokens)
+            for source in dict.fromkeys(sources.values())
+        }
+        self._of = {tools: made[source] for tools, source in sources.items()}
 
-def _config(tokenizer: Path | None) -> dict[str, Any]:
-    if tokenizer is None or not (path := tokenizer.with_name(_CONFIG)).is_file():
-        return {}
-    try:
-        found = parse_json(_read(path))
-    except ValueError as cause:
-        raise DataError(f"{path} is broken", why=str(cause), origin="data.tokenizer") from cause
-    return found if isinstance(found, dict) else {}
+    @property
+    def unopened(self) -> list[str]:
+        """What prompts for an answer end with and answers lack, so far (:class:`ChatTemplate`)."""
+        return list(dict.fromkeys(each.unopened for each in self._of.values() if each.unopened))
 
-
-def _is_default(template: object) -> bool:
-    return isinstance(template, dict) and template.get("name") == "default"
-
-
-def _text_of(token: object) -> str:
-    """The text of a special token, which may be kept with options."""
-    content = token.get("content") if isinstance(token, dict) else token
-    return content if isinstance(content, str) else ""
+    def of(self, *, tools: bool) -> ChatTemplate:
+        """The one that renders conversations with ``tools``, or without."""
+        return self._of[tools]
 
 
 def _read(path: Path) -> str:

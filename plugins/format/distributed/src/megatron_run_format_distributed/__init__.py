@@ -26,7 +26,7 @@ from megatron_run.contracts import Format, PluginInfo, ReadTensor, Weights
 from megatron_run.errors import CheckpointError
 from megatron_run.hookspecs import hookimpl
 from megatron_run_engine.checkpoint.files import FileSystem, read_whole
-from megatron_run_engine.data.tokenizer import TOKENIZER
+from megatron_run_engine.data.tokenizer_files import holds_tokenizer
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -75,14 +75,13 @@ class Distributed(Format):
             if kind not in (_MODEL, _OPTIMIZER) or not hasattr(record, "size"):
                 raise CheckpointError(f"{source} holds {name!r}", why="it was not exported by megatron-run")
             found.setdefault(field, {})[tensor] = partial(reader.tensor, name)
-        tokenizer = source / TOKENIZER
         return Weights(
             config=about["model"],
             tensors=found.pop("", {}),
             step=about["step"],
             sequence_length=about["sequence_length"],
             moments=found,
-            tokenizer=tokenizer if tokenizer.is_file() else None,
+            tokenizer=source if holds_tokenizer(source) else None,
         )
 
 

@@ -17,6 +17,7 @@ from megatron_run.errors import CheckpointError, InputError
 from megatron_run_engine.checkpoint.files import FileSystem, followed, read_whole
 from megatron_run_engine.checkpoint.reader import TensorFile
 from megatron_run_engine.checkpoint.shard_file import write_tensors
+from megatron_run_engine.data.tokenizer_files import holds_tokenizer
 from megatron_run_engine.formats.gpt_tensors import (
     gpt_options,
     logical_shapes,
@@ -141,10 +142,9 @@ def _size(tensors: Iterable[Tensor]) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
-CONFIG, _TOKENIZER = "config.json", "tokenizer.json"
-#: Files beside it that come back as they were: what begins and ends a text, how it is generated.
+CONFIG = "config.json"
+#: The file beside it that comes back as it was: every token that ends a text, and how texts are generated.
 _GENERATION = "generation_config.json"
-_TRAVEL = (_GENERATION, "tokenizer_config.json", "special_tokens_map.json")
 #: Keys of ``config.json`` that its export takes over from the source.
 _TAKEN_OVER = ("bos_token_id", "eos_token_id", "pad_token_id")
 _HALVES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -196,14 +196,13 @@ def read(source: Path) -> Weights:
     readers: dict[str, ReadTensor] = {}
     for row in rows:
         readers |= row.unpack(tensors.reader(full_names[row.theirs]), shapes)
-    tokenizer = source / _TOKENIZER
     return Weights(
         options,
         readers,
         sequence_length=longest,
         notes=(*family.notes(config), *([_OWN_HEAD.format(head=family.head)] if own_head else [])),
-        tokenizer=tokenizer if tokenizer.is_file() else None,
-        files={name: source / name for name in (CONFIG, *_TRAVEL) if (source / name).is_file()},
+        tokenizer=source if holds_tokenizer(source) else None,
+        files={name: source / name for name in (CONFIG, _GENERATION) if (source / name).is_file()},
     )
 
 
@@ -241,9 +240,8 @@ def write(weights: Weights, folder: Path) -> None:
     write_json(folder / CONFIG, config, files)
     if not came_as and weights.special_tokens:
         write_json(folder / _GENERATION, special_ids(weights), files)
-    for name in _TRAVEL:
-        if name in weights.files:
-            write_json(folder / name, read_json(weights.files[name]), files)
+    if _GENERATION in weights.files:
+        write_json(folder / _GENERATION, read_json(weights.files[_GENERATION]), files)
     files.sync_folder(folder)
 
 

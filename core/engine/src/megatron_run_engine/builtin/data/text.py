@@ -23,10 +23,11 @@ from megatron_run_engine.data.documents import (
     find_documents,
     standard_library,
 )
+from megatron_run_engine.data.kept_tokenizer import json_file
 from megatron_run_engine.data.option_types import Paths, SplitShares, validation_notice
 from megatron_run_engine.data.packing import PACKED_FIELDS, PackedDocuments, bounds_of
 from megatron_run_engine.data.token_cache import open_streams
-from megatron_run_engine.data.tokenizer import Tokenizer, json_file, open_tokenizer
+from megatron_run_engine.data.tokenizer import Tokenizer, open_tokenizer
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -79,6 +80,11 @@ class Text(DataSource):
     def vocab_size(self) -> int:
         """The number of ids of the tokenizer; for bytes 257, one of them the end of a document."""
         return self._tokenizer.vocab_size
+
+    @property
+    def rows(self) -> int:
+        """The ids without added tokens above all others."""
+        return self._tokenizer.rows
 
     @property
     def fields(self) -> tuple[BatchField, ...]:
@@ -169,6 +175,15 @@ class Text(DataSource):
     def encode(self, text: str) -> Sequence[int]:
         """Return the token ids of ``text``."""
         return self._tokenizer.encode_text(text)
+
+    @property
+    def special_tokens(self) -> Mapping[str, tuple[str, int]]:
+        """As the tokenizer's folder says."""
+        return self._tokenizer.special_tokens()
+
+    def encode_prompt(self, text: str) -> Sequence[int]:
+        """Return the token ids of ``text``, with the special tokens that the tokenizer puts around it."""
+        return self._tokenizer.encode_prompt(text)
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of ``tokens``."""

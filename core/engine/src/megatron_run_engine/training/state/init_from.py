@@ -15,7 +15,7 @@ from megatron_run_engine.checkpoint.adapted import open_step
 from megatron_run_engine.checkpoint.collectives import on_all_ranks, on_rank0
 from megatron_run_engine.checkpoint.kept_files import kept_tokenizer, same_tokenizer
 from megatron_run_engine.checkpoint.step_folder import CHECKPOINTS, IMPORTED, Checkpoints, find_step
-from megatron_run_engine.data.tokenizer import reads_bytes, same_vocabulary
+from megatron_run_engine.data.kept_tokenizer import reads_bytes, same_vocabulary
 from megatron_run_engine.run_folder.changes import FREE_OF_MODEL, allows_other_data, identity
 from megatron_run_engine.runtime.parameter_init import initial_values
 from megatron_run_engine.training.state.adapting import fill_frozen

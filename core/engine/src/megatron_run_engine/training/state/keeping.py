@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from megatron_run_engine.checkpoint.kept_files import keep_source, keep_tokenizer, kept_tokenizer, tokenizer_files
 from megatron_run_engine.checkpoint.step_folder import find_step
-from megatron_run_engine.data.tokenizer import reads_bytes, same_vocabulary
+from megatron_run_engine.data.kept_tokenizer import reads_bytes, same_vocabulary
 from megatron_run_engine.run_folder.changes import identity
 
 if TYPE_CHECKING:

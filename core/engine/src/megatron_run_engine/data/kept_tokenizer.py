@@ -1,0 +1,117 @@
+"""Tokenizers as files that say all of it by themselves, which runs, imports and exports keep beside their weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from megatron_run_engine.data.tokenizer import (
+    END_OF_DOCUMENT,
+    TOKENIZER,
+    TOKENIZER_CONFIG,
+    JsonTokenizer,
+    SentencePieceTokenizer,
+    byte_characters,
+    open_tokenizer,
+)
+from megatron_run_engine.data.tokenizer_files import SENTENCEPIECE, find_file, find_tokenizer, read_tokenizer
+from megatron_run_engine.data.tokenizer_folder import FolderTokenizer
+from megatron_run_engine.data.user_cache import replacing, user_cache
+
+#: The names under which a tokenizer is kept, by its form.
+SENTENCEPIECE_MODEL = f"tokenizer{SENTENCEPIECE}"
+KEPT = (TOKENIZER, SENTENCEPIECE_MODEL)
+
+
+def byte_tokenizer_json() -> bytes:
+    """The ids of :class:`ByteTokenizer` as a file of the `tokenizers` library, for programs that read only those.
+
+    Its tokens are :func:`byte_characters`.
+    """
+    import tokenizers
+    from tokenizers import decoders, models, pre_tokenizers
+
+    made = tokenizers.Tokenizer(models.BPE(vocab=byte_characters(), merges=[]))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    made.decoder = decoders.ByteLevel()
+    made.add_special_tokens([END_OF_DOCUMENT[0]])  # gets the next id, ByteTokenizer.end_of_document
+    return str(made.to_str(pretty=True)).encode()
+
+
+def reads_bytes(identity: Mapping[str, Any]) -> bool:
+    """Whether the data of a run, by the keys of its ``identity``, is read byte by byte, whichever source reads it."""
+    return identity.get("data.tokenizer") == "bytes"
+
+
+def same_vocabulary(first: Path | None, second: Path | None) -> bool:
+    """Whether two files, or bytes where there is None, give every token the same id. Raises :class:`DataError`."""
+    return first == second or _vocabulary(first) == _vocabulary(second)
+
+
+def _vocabulary(file: Path | None) -> Mapping[str, int]:
+    import tokenizers
+
+    if file is not None and file.suffix == SENTENCEPIECE:
+        return SentencePieceTokenizer(file).vocabulary
+    opened = tokenizers.Tokenizer.from_buffer(byte_tokenizer_json()) if file is None else read_tokenizer(file)
+    return opened.get_vocab(with_added_tokens=True)
+
+
+def kept_files(name: str | Path) -> dict[str, bytes]:
+    """The tokenizer ``name`` as files that say all of it by themselves, by their names: one of ``KEPT`` and others.
+
+    Empty for bytes, which need none. Raises :class:`DataError`.
+    """
+    if str(name) == "bytes":
+        return {}
+    path, folder = find_tokenizer(Path(name).expanduser())
+    if folder is not None:
+        return folder.files()
+    if path.suffix == SENTENCEPIECE:
+        return {SENTENCEPIECE_MODEL: path.read_bytes()}
+    if path.name.endswith((".txt", "vocab.json")):
+        return {TOKENIZER: read_tokenizer(path).to_str().encode()}
+    return {TOKENIZER: path.read_bytes()}
+
+
+def exported_files(name: str | Path) -> dict[str, bytes]:
+    """The :func:`kept_files`, and a ``tokenizer_config.json`` by which transformers takes ``tokenizer.json`` as it is.
+
+    It would choose a class by the model's type otherwise. The end of a document is its ``eos_token`` where that changes
+    no id.
+    """
+    files = kept_files(name)
+    if TOKENIZER not in files or TOKENIZER_CONFIG in files:
+        return files
+    tokenizer = open_tokenizer(str(name))
+    assert isinstance(tokenizer, JsonTokenizer), "it has files"
+    return FolderTokenizer(files[TOKENIZER].decode(), tokenizer.plain_special()).files()
+
+
+def json_file(name: str) -> Path | None:
+    """Return the JSON file of the tokenizer ``name``: in the user's cache where it, or what is beside it, differs.
+
+    The other :func:`kept_files` lie beside it. A SentencePiece model has none and is returned itself. None for bytes,
+    and without a cache.
+    """
+    files = kept_files(name)
+    if not files:
+        return None
+    path = find_file(Path(name).expanduser())
+    if SENTENCEPIECE_MODEL in files:
+        return path
+    there = {beside: path if beside == TOKENIZER else path.with_name(beside) for beside in files}
+    if all(place.is_file() and place.read_bytes() == files[beside] for beside, place in there.items()):
+        return path
+    try:
+        total = sha256(repr(sorted(files.items())).encode()).hexdigest()[:32]
+        converted = user_cache("tokenizers") / total
+        converted.mkdir(exist_ok=True)
+        for beside, content in files.items():
+            with replacing(converted / beside) as file:
+                file.write(content)
+    except OSError:
+        return None
+    return converted / TOKENIZER

@@ -1,0 +1,114 @@
+"""A tokenizer's folder means what transformers says it means: the one place that decides it.
+
+``tokenizer.json`` is one of many files: ``tokenizer_config.json``, ``special_tokens_map.json``, ``added_tokens.json``,
+``config.json`` and ``chat_template.jinja`` decide ids, special tokens and templates with it. What needs no judgement is
+read here (``exactly``); everything else by transformers' AutoTokenizer (``by_transformers``), once for the files that
+the folder has, since the answer is kept in the user's cache. Without transformers the field that decides is named.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from hashlib import sha256
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from megatron_run.errors import DataError
+from megatron_run_engine.data.tokenizer_folder.by_transformers import read_by_transformers
+from megatron_run_engine.data.tokenizer_folder.exactly import NotExact, read_exactly
+from megatron_run_engine.data.tokenizer_folder.record import TOKENIZER, TOKENIZER_CONFIG, FolderTokenizer, template_for
+from megatron_run_engine.data.user_cache import replacing, user_cache
+
+__all__ = ["FolderTokenizer", "files_decide", "read_files", "read_folder", "template_for"]
+
+#: How the names of files end that tokenizers are made of, and the most bytes of all of them.
+_SUFFIXES = (".json", ".jinja", ".txt", ".model", ".bpe", ".codes", ".vocab", ".tiktoken")
+_WEIGHTS = "index.json"
+#: Files that say which class reads the others, or change what it reads.
+_DECIDING = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja")
+
+
+def files_decide(folder: Path) -> bool:
+    """Whether files of ``folder`` decide together with its tokenizer's file; without any, that file says all.
+
+    Beside files of an older form, such as ``vocab.txt``, nothing does unless it names a class: they have options alone.
+    """
+    if (folder / TOKENIZER).is_file():
+        return any((folder / name).is_file() for name in (*_DECIDING, "config.json"))
+    return (folder / "config.json").is_file() or "tokenizer_class" in _told(folder / TOKENIZER_CONFIG)
+
+
+def _told(path: Path) -> str:
+    """The text of a file, which may be broken; empty without it."""
+    return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+
+
+def read_folder(folder: Path) -> FolderTokenizer | None:
+    """The tokenizer of ``folder``; None where transformers has no class for it and no file decides over the others.
+
+    Raises :class:`DataError` naming the field that decides, or what transformers says.
+    """
+    try:
+        return read_exactly(folder)
+    except NotExact as unread:
+        why = str(unread)
+    except (ValueError, OSError) as cause:
+        raise _fault(f"the tokenizer in {folder} is broken", why=" ".join(str(cause).split())) from cause
+    except Exception as cause:  # the library raises a bare Exception
+        raise _fault(
+            f"tokenizer file {folder / 'tokenizer.json'} is broken", why=" ".join(str(cause).split())
+        ) from cause
+    installed = _version("transformers")
+    if installed is None:
+        what = f"the tokenizer in {folder} needs transformers"
+        fix = "pip install 'megatron-run-engine[transformers]', or name a file: tokenizer.json of a folder of its own"
+        raise _fault(what, why=why, fix=fix)
+    kept = _kept_at(folder, installed)
+    if kept is not None and kept.is_file():
+        with suppress(OSError, ValueError):  # damaged: it is made again
+            return FolderTokenizer.from_json(kept.read_text(encoding="utf-8"))
+    try:
+        found = read_by_transformers(folder)
+    except Exception as cause:  # its code for old forms raises anything
+        if not any((folder / name).is_file() for name in _DECIDING):
+            return None
+        raise _fault(f"transformers cannot read the tokenizer in {folder}", why=_first_line(cause)) from cause
+    if kept is not None:
+        with suppress(OSError), replacing(kept) as file:
+            file.write(found.to_json().encode())
+    return found
+
+
+def read_files(folder: Path) -> list[Path]:
+    """The files of ``folder`` that may have their say."""
+    paths = [*folder.glob("*"), *folder.glob("additional_chat_templates/*")]
+    named = (path for path in paths if path.name.endswith(_SUFFIXES) and not path.name.endswith(_WEIGHTS))
+    return sorted(path for path in named if path.is_file())
+
+
+def _kept_at(folder: Path, installed: str) -> Path | None:
+    """Where the answer for the files of ``folder`` is kept; None without a cache."""
+    total = sha256(f"{installed} {_version('tokenizers')}".encode())
+    for path in read_files(folder):
+        content = path.read_bytes()
+        total.update(f"{path.relative_to(folder)} {len(content)} ".encode() + content)
+    try:
+        return user_cache("tokenizers") / f"{total.hexdigest()[:32]}.folder.json"
+    except OSError:
+        return None
+
+
+def _version(library: str) -> str | None:
+    try:
+        return version(library)
+    except PackageNotFoundError:
+        return None
+
+
+def _first_line(cause: BaseException) -> str:
+    words = " ".join(str(cause).split()) or type(cause).__name__
+    return words[:200]
+
+
+def _fault(what: str, *, why: str = "", fix: str = "") -> DataError:
+    return DataError(what, why=why, origin="data.tokenizer", fix=fix)

@@ -1,0 +1,34 @@
+"""Where texts end: what a folder says, as transformers reads it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megatron_run.errors import CheckpointError
+from megatron_run_engine.formats.end_tokens import end_tokens
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ({}, None),
+        ({"config.json": {"eos_token_id": 3}}, (3,)),
+        ({"config.json": {"eos_token_id": 3}, "generation_config.json": {"eos_token_id": [1, 106]}}, (1, 106)),
+        ({"config.json": {"eos_token_id": 3}, "generation_config.json": {}}, None),
+    ],
+)
+def test_generation_config_says_it_before_config(
+    tmp_path: Path, files: dict[str, object], expected: tuple[int, ...] | None
+) -> None:
+    for name, content in files.items():
+        (tmp_path / name).write_text(json.dumps(content))
+    assert end_tokens(tmp_path) == expected
+
+
+def test_what_is_no_id_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": "</s>"}')
+    with pytest.raises(CheckpointError, match="eos_token_id is '</s>', and must be an id or a list of ids"):
+        end_tokens(tmp_path)
