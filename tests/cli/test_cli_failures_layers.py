@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 from contextlib import ExitStack
 from pathlib import Path
@@ -103,7 +104,8 @@ def test_the_command_says_so_in_one_line_and_leaves_nothing_behind(
     monkeypatch.chdir(tmp_path)
     assert main(["preset:tiny", "--quiet", *shlex.split(typed), *shlex.split(option)]) == 2
     said = capsys.readouterr()
-    assert (said.out, said.err) == ("", f"megatron-run: {line}\n")
+    assert said.err == f"megatron-run: {line}\n"
+    assert (json.loads(said.out)["message"] if "--json" in option else said.out) == (line if "--json" in option else "")
     assert list(tmp_path.iterdir()) == []
 
 

@@ -24,7 +24,7 @@ from megatron_run_cli.commands.plugins import plugins
 from megatron_run_cli.commands.schedule import schedule
 from megatron_run_cli.commands.train import finetune, train
 from megatron_run_cli.grammar import Program, option_meant
-from megatron_run_cli.output import print_json, tell_error
+from megatron_run_cli.output import print_refusal, start_answer, tell_error
 
 
 @click.group(cls=Program, context_settings={"help_option_names": ["-h", "--help"]}, subcommand_metavar="[COMMAND] ...")
@@ -65,6 +65,7 @@ _VALID = re.compile(r"a valid (integer|float)( range)?")
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; the exit code. Only a bug shows a traceback."""
     words = list(sys.argv[1:] if arguments is None else arguments)
+    start_answer()
     try:
         code = program.main(args=words, prog_name="megatron-run", standalone_mode=False)
     except click.exceptions.NoArgsIsHelpError as error:  # a group of commands, and none of them named
@@ -96,7 +97,7 @@ def _refused(message: str, code: ExitCode, words: Sequence[str], cause: BaseExce
     """Say why nothing was done, with ``--json`` as a run that ended says it, and return the exit code."""
     tell_error(message, cause if "--debug" in words else None)
     if "--json" in words:
-        print_json({"exit_code": int(code), "retry": code.retry, "message": message, "folder": None})
+        print_refusal({"exit_code": int(code), "retry": code.retry, "message": message, "folder": None})
     return int(code)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import traceback
 from collections.abc import Sequence
+from contextvars import ContextVar
 from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -13,14 +14,30 @@ import click
 
 from megatron_run.errors import InputError, printable
 
+#: Whether the command has printed JSON: its answer is one document, also where it ends with a refusal.
+_ANSWERED: ContextVar[bool] = ContextVar("answered", default=False)
+
+
+def start_answer() -> None:
+    """A command begins, maybe not the first one in this process."""
+    _ANSWERED.set(False)
+
+
+def print_refusal(content: object) -> None:
+    """JSON of a refusal, unless the command has answered in JSON before it ended."""
+    if not _ANSWERED.get():
+        print_json(content)
+
 
 def print_json(content: object) -> None:
     """One JSON document; dataclasses become objects."""
+    _ANSWERED.set(True)
     click.echo(json.dumps(content, indent=2, default=_plain))
 
 
 def print_json_line(content: object) -> None:
     """One JSON document on one line, for content that is large: written many times faster than with indentation."""
+    _ANSWERED.set(True)
     click.echo(json.dumps(content, default=_plain))
 
 

@@ -24,6 +24,7 @@ is missing                                 ``checkpoint.step_folder.Checkpoints.
 there is no checkpoint                     ``checkpoint.step_folder.Checkpoints.find``
 *its files*: each rank verifies a share
 cannot be read                             ``checkpoint.files.reading``
+is not the file itself                     ``checkpoint.files.reading``
 is too large                               ``checkpoint.files.read_whole``
 is damaged                                 ``checkpoint.manifest.read_manifest``
 is of a newer format                       ``checkpoint.manifest.read_manifest``
@@ -66,5 +67,7 @@ could not be removed                       ``checkpoint.saving.Saver``
 *elsewhere*: generating, and importing
 are of another model                       ``inference.network``
 is not read                                ``checkpoint.files.followed``
+is not read                                ``checkpoint.kept_files.read_own``
+is not beside it                           ``checkpoint.kept_files.tokenizer_of``
 =========================================  ======================================================
 """
