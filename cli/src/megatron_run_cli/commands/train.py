@@ -156,6 +156,10 @@ def _finetune(  # one argument an option: so click calls it
 
     words = (*options["sets"], *options["plugins"])
     _check_finetuning(data, task, seeds, words)
+    if task is None and not configs and not any(word.startswith(("data=", "data.use=")) for word in words):
+        from megatron_run_engine.data.documents import require_texts
+
+        require_texts([path for path in map(Path, data) if path.is_file()])
     checkpoints, step = find_step(_ours(folder))
     about, home = checkpoints.manifest(step).about, checkpoints.path.parent
     identity = about.identity

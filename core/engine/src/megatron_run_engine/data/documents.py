@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from megatron_run.errors import DataError, near_path
+from megatron_run.errors import DataError, InputError, near_path
 from megatron_run_engine.data.option_types import SPLITS
 from megatron_run_engine.data.user_files import byte_lines, foreign, json_line, read_bytes, start_of, unreadable
 
@@ -77,13 +77,22 @@ def _text_of(line: bytes, place: str) -> str:
     except ValueError as cause:
         raise DataError(f"{place} is no record", why=str(cause), origin="data.paths") from cause
     if not isinstance(record, dict) or not isinstance(record.get("text"), str):
-        raise DataError(
-            f"{place} is no record with a text",
-            why="of JSON lines data=text reads the key 'text'",
-            origin="data.paths",
-            fix="for conversations add --plugin data=instruct; megatron-run data prepare reads other keys",
-        )
+        raise DataError(f"{place} is no record with a text", why=_NO_TEXT, origin="data.paths", fix=_OTHERS)
     return str(record["text"])
+
+
+#: Why JSON lines are not texts, and what reads them.
+_NO_TEXT = "of JSON lines data=text reads the key 'text'"
+_OTHERS = "for conversations add --plugin data=instruct; megatron-run data prepare reads other keys"
+
+
+def require_texts(paths: Sequence[Path]) -> None:
+    """Raise :class:`InputError` for JSON lines whose first one has no text: another plugin reads them."""
+    for document in map(Document, paths):
+        try:
+            next(document.contents() if document.has_records else iter(()), None)
+        except DataError as cause:
+            raise InputError(f"{document.path} has no texts", why=_NO_TEXT, origin="data.paths", fix=_OTHERS) from cause
 
 
 def find_documents(names: Sequence[str]) -> tuple[Document, ...]:
