@@ -136,8 +136,9 @@ def _write_tokenizers(folder: Path) -> None:
     file = folder / "tokenizer" / "tokenizer.json"
     train_tokenizer(text, "bpe", 300, file)
     template = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
+    end = {"__type": "AddedToken", "content": "</s>"}
     (folder / "tokenizer" / "tokenizer_config.json").write_text(
-        json.dumps({"eos_token": {"content": "</s>"}, "chat_template": [{"name": "default", "template": template}]})
+        json.dumps({"eos_token": end, "chat_template": [{"name": "default", "template": template}]})
     )
     made = json.loads(file.read_bytes())["model"]
     (folder / "bpe" / "vocab.json").write_text(json.dumps(made["vocab"]))
