@@ -14,13 +14,21 @@ import tempfile
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+import pytest
 
 from tests.support.checkout import ROOT
 
+T = TypeVar("T")
 
-def interpreted(function: Callable[..., Any], *arguments: Any, timeout: float = 240) -> Any:
-    """The result of ``function`` there: it is importable, and its arguments and result can be pickled."""
+
+def interpreted(function: Callable[..., T], *arguments: Any, timeout: float = 240) -> T:
+    """The result of ``function`` there: it is importable, and its arguments and result can be pickled.
+
+    Skips the test without Triton.
+    """
+    pytest.importorskip("triton")
     with tempfile.TemporaryDirectory() as folder:
         given, found = Path(folder) / "given", Path(folder) / "found"
         given.write_bytes(pickle.dumps((function.__module__, function.__qualname__, arguments)))
@@ -34,7 +42,8 @@ def interpreted(function: Callable[..., Any], *arguments: Any, timeout: float = 
             check=False,  # what it said is in the message
         )
         assert done.returncode == 0, done.stderr
-        return pickle.loads(found.read_bytes())
+        result: T = pickle.loads(found.read_bytes())
+        return result
 
 
 def _main(given: str, found: str) -> None:

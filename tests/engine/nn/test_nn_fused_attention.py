@@ -76,9 +76,7 @@ def all_trained() -> list[tuple[Tensor, dict[str, Tensor]]]:
 
 @pytest.fixture(scope="module")
 def found() -> list[tuple[Tensor, dict[str, Tensor]]]:
-    pytest.importorskip("triton")
-    result: list[tuple[Tensor, dict[str, Tensor]]] = interpreted(all_trained)
-    return result
+    return interpreted(all_trained)
 
 
 @pytest.mark.multiproc

@@ -32,7 +32,6 @@ def interpreted_bytes(request: str) -> tuple[int, int]:
 
 @pytest.mark.multiproc
 def test_the_peak_with_the_kernels_of_a_gpu_is_what_was_counted() -> None:
-    pytest.importorskip("triton")
     request = Configuration(1, (), {"model.num_layers": 1, "data.vocab_size": 2000}, sequence=32).request
     planned, live = interpreted(interpreted_bytes, request.to_json())
     assert planned == pytest.approx(live, rel=0.01)  # a tenth less than with another tensor for the logits' gradient

@@ -92,7 +92,6 @@ def capture_kernels() -> list[int]:
 @pytest.mark.multiproc
 def test_kernels_of_a_gpu_are_operations_of_the_graphs() -> None:
     """They write over their arguments, which functionalization refuses of operators that it does not know."""
-    pytest.importorskip("triton")
     assert 1 in interpreted(capture_kernels)
 
 

@@ -213,7 +213,6 @@ def made(code: str) -> list[int]:
 @pytest.mark.slow
 def test_inductor_lets_the_loss_write_its_gradient_over_the_logits() -> None:
     """A clone of them would be the largest tensor of a step once more."""
-    pytest.importorskip("triton")
     ahead, back = interpreted(code_of_head_and_loss)
     logits = 8 * 24
     assert logits in made(ahead)

@@ -34,8 +34,8 @@ from megatron_run_engine.checkpoint.saving import LOCK, Commit
 from megatron_run_engine.checkpoint.shard_file import NAMES, write_shard, written_type
 from megatron_run_engine.checkpoint.step_folder import CHECKPOINTS, IMPORTED, Checkpoints, find_step
 from megatron_run_engine.data.tokenizer import open_tokenizer
+from megatron_run_engine.formats.exported_files import files_beside, given_tokenizer, special_tokens
 from megatron_run_engine.formats.gpt_tensors import gpt_options, logical_shapes, names_fault
-from megatron_run_engine.formats.kept_files import files_beside, given_tokenizer, special_tokens
 from megatron_run_engine.run_folder.changes import digest
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ and keep their own code for everything else: CPUs, float64, a machine that lacks
 - :mod:`loss_rows` : statistics of rows of logits, and their gradient
 - :mod:`column_sums` : the sum of a matrix's rows, added to an fp32 total
 - :mod:`norm_rows` : the backward of layer norm and root-mean-square norm
-- :mod:`gelu` : GeLU, and its gradient with that of a bias
+- :mod:`gelu_rows` : GeLU, and its gradient with that of a bias
 - :mod:`gate`, :mod:`rotation` : SwiGLU, and rotary positions
 - :mod:`joined_heads` : the gradients of queries, keys and values, joined
 - :mod:`group_kernels` : weight gradients of experts, on CUDA; the operation is ``nn.device_groups``'
@@ -21,7 +21,7 @@ on CPU tensors too, slowly.
 from megatron_run_engine.nn.fused.availability import fuses, has_kernels, triton_lack, triton_runs
 from megatron_run_engine.nn.fused.column_sums import add_column_sums
 from megatron_run_engine.nn.fused.gate import fused_swiglu, fused_swiglu_gradient
-from megatron_run_engine.nn.fused.gelu import fused_gelu, fused_gelu_gradient
+from megatron_run_engine.nn.fused.gelu_rows import fused_gelu, fused_gelu_gradient
 from megatron_run_engine.nn.fused.joined_heads import join_heads, split_heads
 from megatron_run_engine.nn.fused.loss_rows import row_statistics, write_gradient
 from megatron_run_engine.nn.fused.norm_rows import WIDEST_NORM, norm_gradients

@@ -1,4 +1,4 @@
-"""The kernels of :mod:`gelu`, in Triton; they compute in fp32 and round once.
+"""The kernels of :mod:`gelu_rows`, in Triton; they compute in fp32 and round once.
 
 Legend: cdf and pdf are the distribution function and the density of the standard normal distribution.
 """
