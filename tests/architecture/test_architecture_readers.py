@@ -28,6 +28,7 @@ ALLOWED = {
         "cli/src/megatron_run_cli/commands/generate.py",
         f"{_ENGINE}/checkpoint/adapted.py",
         f"{_ENGINE}/data/token_cache.py",
+        f"{_ENGINE}/data/user_cache.py",
         f"{_ENGINE}/launch/api.py",
         f"{_ENGINE}/launch/rank.py",
         f"{_ENGINE}/launch/results.py",
@@ -81,8 +82,9 @@ ALLOWED = {
     "where blocks end, which the reader then reads": (f"{_INDEXED}/inputs.py",),
     "numbers and models, which are binary": (f"{_ENGINE}/data/indexed_files.py", f"{_ENGINE}/data/tokenizer.py"),
     "tokenizers, which are kept and hashed byte by byte": (
-        f"{_ENGINE}/data/kept_tokenizer.py",
+        f"{_ENGINE}/data/standalone_tokenizer.py",
         f"{_ENGINE}/data/tokenizer_folder/__init__.py",
+        f"{_ENGINE}/data/tokenizer_folder/folder_files.py",
     ),
 }
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_run.errors import DataError
-from megatron_run_engine.data.kept_tokenizer import kept_files
+from megatron_run_engine.data.standalone_tokenizer import standalone_files
 from megatron_run_engine.data.tokenizer import Tokenizer, open_tokenizer
 from megatron_run_engine.data.tokenizer_folder.exactly import NotExact, read_exactly
 from megatron_run_engine.formats.end_tokens import end_tokens
@@ -121,7 +121,7 @@ def _kept(folder: Path, kept: Path, theirs: Any, seed: int) -> Iterator[str]:
     from transformers import AutoTokenizer
 
     kept.mkdir()
-    for name, content in kept_files(folder).items():
+    for name, content in standalone_files(folder).items():
         (kept / name).write_bytes(content)
     try:
         read_exactly(kept)

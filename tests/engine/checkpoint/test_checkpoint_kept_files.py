@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
@@ -12,12 +12,21 @@ import tokenizers
 
 from megatron_run import load, load_config
 from megatron_run.config.request import Request
-from megatron_run.errors import DataError, InputError, RunError
+from megatron_run.errors import CheckpointError, DataError, InputError, RunError
 from megatron_run.planning import ResolvedRun, resolve
 from megatron_run_engine import train
-from megatron_run_engine.checkpoint.kept_files import keep_tokenizer, kept_tokenizer, tokenizer_files, tokenizer_of
+from megatron_run_engine.checkpoint.kept_files import (
+    is_kept,
+    keep_tokenizer,
+    kept_tokenizer,
+    same_tokenizer,
+    tokenizer_files,
+    tokenizer_of,
+)
 from megatron_run_engine.checkpoint.manifest import About
 from megatron_run_engine.checkpoint.step_folder import Checkpoints
+from megatron_run_engine.data.tokenizer_folder.record import BESIDE, MODEL_CONFIG, TEMPLATES, TOKENIZER_CONFIG
+from megatron_run_engine.formats.convert import read_step
 from megatron_run_engine.inference.source import find_source
 from megatron_run_engine.run_folder.opening import check_run_folder
 
@@ -160,3 +169,78 @@ def test_a_sentencepiece_model_is_kept_too(tmp_path: Path, monkeypatch: pytest.M
     Path("two.model").replace("one.model")
     assert load("r").encode("quick dog") == ids
     assert find_source(Path("r")).config["data"]["tokenizer"] == "r/tokenizer.model"
+
+
+def without(home: Path) -> None:
+    (home / "tokenizer_config.json").unlink()
+
+
+def with_another_end(home: Path) -> None:
+    file = home / "tokenizer_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "eos_token": "dog"}))
+
+
+def with_a(name: str) -> Callable[[Path], None]:
+    def put(home: Path) -> None:
+        (home / name).parent.mkdir(exist_ok=True)
+        (home / name).write_text("{}")
+
+    return put
+
+
+ADDED = [name for name in (*BESIDE, MODEL_CONFIG) if name not in (TOKENIZER_CONFIG, TEMPLATES)]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [without, with_another_end, *(with_a(name) for name in (*ADDED, f"{TEMPLATES}/tool_use.jinja"))],
+    ids=["lost", "end", *ADDED, TEMPLATES],
+)
+def test_a_tokenizer_is_opened_only_with_the_files_that_it_was_kept_with(
+    carried: Path, change: Callable[[Path], None]
+) -> None:
+    """By every reader of a run: a prompt, a training that starts from it, an export."""
+    about = about_of(carried)
+    assert kept_tokenizer(carried, about) == carried / "tokenizer.json"
+    change(carried)
+    assert kept_tokenizer(carried, about) is None
+    with pytest.raises(DataError, match=r"of step 1 is not beside it: r/.* (is missing|is not the file|was not there)"):
+        load("r")
+
+
+@pytest.mark.parametrize("name", [*BESIDE, MODEL_CONFIG])
+def test_a_link_beside_a_kept_tokenizer_leads_nowhere(carried: Path, tmp_path: Path, name: str) -> None:
+    (tmp_path / "elsewhere").write_text("{}")
+    (carried / name).unlink(missing_ok=True)
+    (carried / name).symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(
+        (DataError, CheckpointError), match=rf"{name} (is not read: it is a symbolic link|was not there)"
+    ):
+        load("r")
+
+
+def test_an_export_refuses_a_changed_tokenizer_and_does_without_a_lost_one(carried: Path) -> None:
+    with_another_end(carried)
+    with pytest.raises(CheckpointError, match=r"is not exported: .*tokenizer_config\.json is not the file that it was"):
+        read_step(Checkpoints(carried / "checkpoints"), 1)
+    without(carried)
+    assert read_step(Checkpoints(carried / "checkpoints"), 1).tokenizer is None
+
+
+def test_a_tokenizer_is_the_same_where_all_of_its_files_are(trained: Path, tmp_path: Path) -> None:
+    record = about_of(trained / "r").tokenizer
+    assert record is not None
+    same = shutil.copytree((trained / GIVEN).parent, tmp_path / "t")
+    assert same_tokenizer(str(same), record)
+    assert is_kept(trained / "r", str(same))
+    (same / "chat_template.jinja").write_text("{{ messages }}")
+    assert not same_tokenizer(str(same), record)
+    assert not is_kept(trained / "r", str(same))
+    assert not same_tokenizer("bytes", record)
+
+
+def test_a_step_names_the_tokenizer_as_its_user_does(trained: Path) -> None:
+    """And not the copy in the cache, which another machine does not have."""
+    record = about_of(trained / "r").tokenizer
+    assert record is not None
+    assert record.name == GIVEN

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-from megatron_run_engine.data.kept_tokenizer import byte_tokenizer_json
+from megatron_run_engine.data.standalone_tokenizer import byte_tokenizer_json
 from megatron_run_engine.data.tokenizer import JsonTokenizer, byte_characters
 
 LETTERS = {letter: number for number, letter in enumerate("abcdefgh")}

@@ -10,7 +10,7 @@ import tokenizers
 from tokenizers import models, pre_tokenizers
 
 from megatron_run.errors import DataError, ExitCode
-from megatron_run_engine.data.kept_tokenizer import byte_tokenizer_json, reads_bytes, same_vocabulary
+from megatron_run_engine.data.standalone_tokenizer import byte_tokenizer_json, reads_bytes, same_vocabulary
 from megatron_run_engine.data.tokenizer import ByteTokenizer, JsonTokenizer, open_tokenizer
 
 

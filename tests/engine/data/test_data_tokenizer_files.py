@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from megatron_run.errors import DataError
-from megatron_run_engine.data.kept_tokenizer import json_file
+from megatron_run_engine.data.standalone_tokenizer import json_file
 from megatron_run_engine.data.tokenizer import open_tokenizer
 from megatron_run_engine.data.tokenizer_files import KINDS, train_tokenizer
 

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from megatron_run.errors import DataError
 from megatron_run_engine.data import tokenizer_folder
-from megatron_run_engine.data.kept_tokenizer import kept_files
+from megatron_run_engine.data.standalone_tokenizer import standalone_files
 from megatron_run_engine.data.tokenizer import open_tokenizer
 from megatron_run_engine.data.tokenizer_folder import exactly
 
@@ -87,7 +87,7 @@ def test_what_is_kept_needs_transformers_no_more(tmp_path: Path, monkeypatch: py
     folder, kept = write(tmp_path / "m", tokenizer_config=said), tmp_path / "kept"
     ours = open_tokenizer(str(folder))
     kept.mkdir()
-    for name, content in kept_files(folder).items():
+    for name, content in standalone_files(folder).items():
         (kept / name).write_bytes(content)
     monkeypatch.setattr(tokenizer_folder, "_version", lambda library: None)
     again = open_tokenizer(str(kept))

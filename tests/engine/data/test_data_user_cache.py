@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import tempfile
+from multiprocessing.synchronize import Barrier
 from pathlib import Path
 
 import pytest
 
-from megatron_run_engine.data.user_cache import COMPILED, keep_compiled
+from megatron_run_engine.data.user_cache import COMPILED, keep, keep_compiled
 from megatron_run_engine.training.process import rank_environment
 
 
@@ -33,3 +35,33 @@ def test_a_cache_in_which_others_write_holds_nothing_that_is_executed(
     (tmp_path / "megatron-run").chmod(0o777)
     with pytest.raises(PermissionError):
         keep_compiled({})
+
+
+def keep_often(kept: Path, rank: int, together: Barrier) -> None:
+    for _ in range(200):
+        together.wait(60)
+        keep(kept, 1000 * str(rank).encode())
+
+
+def test_processes_that_keep_a_file_at_once_all_succeed(tmp_path: Path) -> None:
+    """Every rank does so. A writer without the lock takes the others' half-written files for a killed one's."""
+    context, kept = multiprocessing.get_context("fork"), tmp_path / "kept"
+    together = context.Barrier(4)
+    ranks = [context.Process(target=keep_often, args=(kept, rank, together)) for rank in range(4)]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join(60)
+    assert [rank.exitcode for rank in ranks] == [0] * 4
+    assert kept.read_text() in [1000 * str(rank) for rank in range(4)]
+
+
+def test_what_is_kept_is_not_written_again_unless_it_is_damaged(tmp_path: Path) -> None:
+    kept = tmp_path / "kept"
+    keep(kept, b"content")
+    first = kept.stat().st_ino
+    keep(kept, b"content")
+    assert kept.stat().st_ino == first
+    kept.write_bytes(b"half")
+    keep(kept, b"content")
+    assert kept.read_bytes() == b"content"

@@ -8,7 +8,7 @@ import pytest
 
 from megatron_run.errors import CheckpointError
 from megatron_run_engine.checkpoint.files import FileSystem
-from megatron_run_engine.data.kept_tokenizer import byte_tokenizer_json
+from megatron_run_engine.data.standalone_tokenizer import byte_tokenizer_json
 from megatron_run_engine.formats import convert
 from tests.support.small_models import GPT2, LLAMA, saved_network
 

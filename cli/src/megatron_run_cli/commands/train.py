@@ -152,7 +152,7 @@ def _finetune(  # one argument an option: so click calls it
     from megatron_run.config.request import Found
     from megatron_run.registry.discover import plain_name
     from megatron_run_engine.checkpoint.step_folder import find_step
-    from megatron_run_engine.data.tokenizer import TOKENIZER
+    from megatron_run_engine.data.tokenizer_folder.record import TOKENIZER
 
     words = (*options["sets"], *options["plugins"])
     _check_finetuning(data, task, seeds, words)
@@ -208,7 +208,7 @@ def _finetune(  # one argument an option: so click calls it
 def _tokenizer(about: About, home: Path, *, named: bool) -> str:
     """The tokenizer of the weights at ``home``; empty where nothing tells, or the user has ``named`` another one."""
     from megatron_run_engine.checkpoint.kept_files import tokenizer_of
-    from megatron_run_engine.data.kept_tokenizer import reads_bytes
+    from megatron_run_engine.data.standalone_tokenizer import reads_bytes
 
     if reads_bytes(about.identity):
         return "bytes"

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from megatron_run.errors import CheckpointError
 from megatron_run_engine.checkpoint.step_folder import Checkpoints
-from megatron_run_engine.data.kept_tokenizer import byte_tokenizer_json
+from megatron_run_engine.data.standalone_tokenizer import byte_tokenizer_json
 from megatron_run_engine.formats import convert
 from megatron_run_engine.formats.convert import read_step
 from megatron_run_format_distributed import SIDECAR

@@ -18,7 +18,7 @@ from torch import Tensor
 from megatron_run.contracts import Microbatch, Weights
 from megatron_run.errors import RunError
 from megatron_run_engine.checkpoint.step_folder import Checkpoints
-from megatron_run_engine.data.kept_tokenizer import byte_tokenizer_json
+from megatron_run_engine.data.standalone_tokenizer import byte_tokenizer_json
 from megatron_run_engine.formats import convert
 from megatron_run_engine.formats.convert import read_step
 from megatron_run_engine.formats.gpt_tensors import gpt_options, logical_shapes

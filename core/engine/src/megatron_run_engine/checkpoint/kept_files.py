@@ -8,14 +8,15 @@ handed on to every run that starts from it.
 from __future__ import annotations
 
 import hashlib
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from megatron_run.errors import CheckpointError, DataError
 from megatron_run.safe_folder import SafeFolder
 from megatron_run_engine.checkpoint.manifest import TokenizerRecord
-from megatron_run_engine.data.kept_tokenizer import KEPT, kept_files
-from megatron_run_engine.data.tokenizer import BESIDE, TOKENIZER
+from megatron_run_engine.data.standalone_tokenizer import KEPT, standalone_files
+from megatron_run_engine.data.tokenizer_folder.record import DECIDING, TOKENIZER, WRITTEN
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -38,33 +39,40 @@ class TokenizerFiles(NamedTuple):
         return _own(self.contents)
 
 
-def tokenizer_files(place: Path, end: int | None = None) -> TokenizerFiles:
+def tokenizer_files(place: Path, end: int | None = None, *, configured: str | None = None) -> TokenizerFiles:
     """What is kept of the tokenizer in the file or folder ``place``: files that say all of it by themselves.
 
-    ``end`` is the token that ended the documents of a run. Raises :class:`DataError`, and OSError for what is not read.
+    ``end`` is the token that ended the documents of a run, ``configured`` the user's name for the tokenizer where
+    ``place`` is a copy of it. Raises :class:`DataError`, and OSError for what is not read.
     """
-    contents = kept_files(place)
+    contents = standalone_files(place)
+    sha256, files = _hashes(contents)
+    return TokenizerFiles(TokenizerRecord(name=configured or str(place), sha256=sha256, files=files, end=end), contents)
+
+
+def _hashes(contents: Mapping[str, bytes]) -> tuple[str, dict[str, str]]:
+    """The SHA-256 of the file that has the vocabulary, and those of the others by their names."""
     hashes = {name: _sha256(content) for name, content in contents.items()}
-    own = _own(contents)
-    record = TokenizerRecord(
-        name=str(place / own if place.is_dir() else place), sha256=hashes.pop(own), files=hashes, end=end
-    )
-    return TokenizerFiles(record, contents)
+    return hashes.pop(_own(contents)), hashes
 
 
 def _own(files: Mapping[str, bytes]) -> str:
     return next(name for name in KEPT if name in files)
 
 
-def _kept_name(record: TokenizerRecord) -> str:
-    """The name under which the recorded tokenizer is kept."""
-    return next((name for name in KEPT if Path(name).suffix == Path(record.name).suffix), TOKENIZER)
+def _kept_name(home: Path, record: TokenizerRecord | None) -> str:
+    """The name under which the recorded tokenizer is kept in ``home``, or would be."""
+    there = [name for name in KEPT if os.path.lexists(home / name)]
+    if record is not None:
+        same = [name for name in there if _sha256(read_own(home, name) or b"") == record.sha256]
+        there = [*same, *(name for name in KEPT if Path(name).suffix == Path(record.name).suffix), *there]
+    return next(iter(there), TOKENIZER)
 
 
 def keep_tokenizer(files: TokenizerFiles, home: Path) -> None:
     """Make ``files`` the tokenizer of the run at ``home``. What another one has left there goes."""
     folder = SafeFolder(home)
-    for name in (*KEPT, *BESIDE):
+    for name in (*KEPT, *WRITTEN):
         content = files.contents.get(name)
         if content is None:
             folder.remove(name)
@@ -103,18 +111,24 @@ def read_own(home: Path, name: str) -> bytes | None:
 
 
 def kept_tokenizer(home: Path, about: About) -> Path | None:
-    """The tokenizer's file beside the checkpoints in ``home``, unless the step was trained with another one.
+    """The tokenizer's file beside the checkpoints in ``home``, where it is all that the step was trained with.
 
-    The files beside it have their say when it is opened, so a link among them is refused as :func:`read_own` does.
+    None where a recorded file is missing or another one, or one lies there that was not recorded and has its say. A
+    link among them is refused as :func:`read_own` does.
     """
-    record = about.tokenizer
-    for name in BESIDE:
-        read_own(home, name)
-    for name in KEPT:
-        content = read_own(home, name)
-        if content is not None and (record is None or _sha256(content) == record.sha256):
-            return home / name
-    return None
+    return None if _fault(home, about.tokenizer) else home / _kept_name(home, about.tokenizer)
+
+
+def exported_tokenizer(home: Path, about: About) -> Path | None:
+    """As :func:`kept_tokenizer`, for who passes it on: None where it is lost or was never known.
+
+    Raises :class:`CheckpointError` where its files are there, and others than the step has recorded.
+    """
+    fault = _fault(home, about.tokenizer)
+    if fault is not None and fault.path.exists():
+        what = f"the tokenizer of step {about.step} is not exported"
+        raise CheckpointError(what, why=f"{fault.path} {fault.why}", fix=f"{fault.fix}, or move the tokenizer away")
+    return kept_tokenizer(home, about)
 
 
 def tokenizer_of(home: Path, about: About, configured: str) -> str:
@@ -126,41 +140,61 @@ def tokenizer_of(home: Path, about: About, configured: str) -> str:
     record = about.tokenizer
     if record is None:
         return configured
-    kept = kept_tokenizer(home, about)
-    wrong = None if kept is None else _changed_beside(home, record)
-    if kept is not None and wrong is None:
-        return str(kept)
-    if kept is None and same_tokenizer(configured, record.sha256):
+    fault = _fault(home, record)
+    if fault is None:
+        return str(home / _kept_name(home, record))
+    if same_tokenizer(configured, record):
         return configured
-    lost = wrong or home / _kept_name(record)
     raise DataError(
         f"the tokenizer of step {about.step} is not beside it",
-        why=f"{lost} is {'not the file that it was' if lost.exists() else 'missing'}: an id would mean another text",
-        fix="put it back, or name a tokenizer: --plugin data=text,tokenizer=FILE",
+        why=f"{fault.path} {fault.why}: an id would mean another text",
+        fix=f"{fault.fix}, or name a tokenizer: --plugin data=text,tokenizer=FILE",
     )
 
 
 def is_kept(home: Path, name: str) -> bool:
-    """Whether ``data.tokenizer=name`` is the file that the run at ``home`` keeps."""
-    kept = (content for content in (read_own(home, each) for each in KEPT) if content is not None)
-    return any(same_tokenizer(name, _sha256(content)) for content in kept)
-
-
-def same_tokenizer(name: str, sha256: str) -> bool:
-    """Whether ``data.tokenizer=name`` is the file with this hash."""
+    """Whether ``data.tokenizer=name`` is the tokenizer that the run at ``home`` keeps, all of its files."""
+    kept = ((each, read_own(home, each)) for each in (*KEPT, *WRITTEN))
     try:
-        files = kept_files(name)
-        return bool(files) and _sha256(files[_own(files)]) == sha256
+        return standalone_files(name) == {each: content for each, content in kept if content is not None}
     except (DataError, OSError):
         return False
 
 
-def _changed_beside(home: Path, record: TokenizerRecord) -> Path | None:
-    """The first file beside the tokenizer that is not the recorded one."""
-    for name, sha256 in record.files.items():
-        content = read_own(home, name)
-        if content is None or _sha256(content) != sha256:
-            return home / name
+def same_tokenizer(name: str, record: TokenizerRecord) -> bool:
+    """Whether ``data.tokenizer=name`` is the recorded tokenizer, all of its files."""
+    try:
+        files = standalone_files(name)
+    except (DataError, OSError):
+        return False
+    return bool(files) and _hashes(files) == (record.sha256, dict(record.files))
+
+
+class _Fault(NamedTuple):
+    """The file ``path`` of a kept tokenizer that is not as it was."""
+
+    path: Path
+    why: str
+    fix: str = "put it back"
+
+
+def _fault(home: Path, record: TokenizerRecord | None) -> _Fault | None:
+    """The first of the files in ``home`` that decide what ids mean and are not what the step recorded.
+
+    Of a step without a record, any tokenizer of ours will do.
+    """
+    own = _kept_name(home, record)
+    known = {own: record.sha256, **record.files} if record else {}
+    found = {name: read_own(home, name) for name in (own, *WRITTEN, *known)}
+    for name in (own, *known):
+        content = found[name]
+        if content is None:
+            return _Fault(home / name, "is missing")
+        if name in known and _sha256(content) != known[name]:
+            return _Fault(home / name, "is not the file that it was")
+    for name in DECIDING:
+        if os.path.lexists(home / name) and name not in (known or WRITTEN):
+            return _Fault(home / name, "was not there", fix="move it away")
     return None
 
 

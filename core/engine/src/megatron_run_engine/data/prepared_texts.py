@@ -18,8 +18,8 @@ from megatron_run.contracts import Dataset, DataSource, Split
 from megatron_run.errors import DataError
 from megatron_run_engine.data.batches import sample_index
 from megatron_run_engine.data.indexed_files import Reader, open_tokens
-from megatron_run_engine.data.kept_tokenizer import json_file
 from megatron_run_engine.data.option_types import AT_COMMAS, SPLITS, SplitShares, validation_notice
+from megatron_run_engine.data.standalone_tokenizer import json_file
 from megatron_run_engine.data.token_ids import require_ids
 from megatron_run_engine.data.tokenizer import Tokenizer, open_tokenizer
 

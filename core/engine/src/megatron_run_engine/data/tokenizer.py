@@ -28,13 +28,6 @@ END_OF_DOCUMENT = (
     *("<\uff5cend\u2581of\u2581sentence\uff5c>", "[SEP]"),  # DeepSeek's, BERT's
 )
 
-#: The name under which a tokenizer's file is kept beside the weights that were trained with it.
-TOKENIZER = "tokenizer.json"
-#: The file beside it that names special tokens.
-TOKENIZER_CONFIG = "tokenizer_config.json"
-#: All files beside it that say how it is used.
-BESIDE = ("chat_template.jinja", TOKENIZER_CONFIG, "special_tokens_map.json", "added_tokens.json")
-
 
 class Tokenizer(ABC):
     """Turns documents into ids in ``0..vocab_size-1``, one of which is ``end_of_document``. ``unit`` names a token.

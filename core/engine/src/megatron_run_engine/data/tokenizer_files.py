@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_run.errors import DataError, near_path
 from megatron_run.safe_folder import SafeFolder, parse_json
 from megatron_run_engine.data.tokenizer_folder import FolderTokenizer, files_decide, read_folder
+from megatron_run_engine.data.tokenizer_folder.record import TOKENIZER, TOKENIZER_CONFIG
 from megatron_run_engine.data.user_cache import replacing
 from megatron_run_engine.data.user_files import refuse_pointer
 
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     import tokenizers
 
 #: The files of a folder of Hugging Face's, in the order in which they are tried.
-FILES = ("tokenizer.json", "vocab.json", "vocab.txt", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model")
+FILES = (TOKENIZER, "vocab.json", "vocab.txt", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model")
 #: How a SentencePiece model's name ends.
 SENTENCEPIECE = ".model"
 #: Special tokens of BPE vocabularies, GPT-2's one and RoBERTa's, and those of BERT.
@@ -84,7 +85,7 @@ def find_tokenizer(path: Path) -> tuple[Path, FolderTokenizer | None]:
     A folder, and a file ``tokenizer.json``, mean what all files of the folder say together. Raises :class:`DataError`.
     """
     file = find_file(path)
-    if (path.is_dir() or file.name == FILES[0]) and files_decide(file.parent):
+    if (path.is_dir() or file.name == TOKENIZER) and files_decide(file.parent):
         return file, read_folder(file.parent)
     return file, None
 
@@ -148,7 +149,7 @@ def _bert(vocabulary: Path) -> tokenizers.Tokenizer:
     if "[UNK]" not in tokens:
         raise _fault(f"tokenizer file {vocabulary} is broken", why="it has no [UNK], as a WordPiece vocabulary has")
     lower = not any(token != token.lower() for token in tokens if not token.startswith("["))
-    options: dict[str, Any] = {"do_lower_case": lower, **_options(vocabulary.with_name("tokenizer_config.json"))}
+    options: dict[str, Any] = {"do_lower_case": lower, **_options(vocabulary.with_name(TOKENIZER_CONFIG))}
     tokenizer.normalizer = normalizers.BertNormalizer(
         lowercase=bool(options["do_lower_case"]),
         strip_accents=options.get("strip_accents"),

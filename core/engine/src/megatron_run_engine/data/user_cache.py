@@ -77,3 +77,14 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def keep(path: Path, content: bytes) -> None:
+    """Make ``content`` the file ``path`` of the cache, whichever processes do so at once.
+
+    A file that has it already is not written again. Raises :class:`OSError`.
+    """
+    with locked(path.with_name(f"{path.name}.lock")):
+        if not path.is_file() or path.read_bytes() != content:
+            with replacing(path) as file:
+                file.write(content)

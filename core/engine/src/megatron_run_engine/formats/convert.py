@@ -28,7 +28,7 @@ from megatron_run.registry.choose_format import format_to_read, format_to_write
 from megatron_run.registry.discover import plain_name
 from megatron_run_engine.checkpoint.adapted import MergedReader, open_step
 from megatron_run_engine.checkpoint.files import FileSystem, followed, lock, read_whole, saving
-from megatron_run_engine.checkpoint.kept_files import SOURCE, TokenizerFiles, kept_tokenizer, source_files
+from megatron_run_engine.checkpoint.kept_files import SOURCE, TokenizerFiles, exported_tokenizer, source_files
 from megatron_run_engine.checkpoint.manifest import About, DataRecord, make_manifest
 from megatron_run_engine.checkpoint.saving import LOCK, Commit
 from megatron_run_engine.checkpoint.shard_file import NAMES, write_shard, written_type
@@ -168,7 +168,7 @@ def read_step(checkpoints: Checkpoints, step: int) -> Weights:
         step=step,
         sequence_length=manifest.about.longest,
         moments=readers,
-        tokenizer=kept_tokenizer(home, manifest.about),
+        tokenizer=exported_tokenizer(home, manifest.about),
         special_tokens=special_tokens(checkpoints, manifest),
         files=source_files(home),
     )

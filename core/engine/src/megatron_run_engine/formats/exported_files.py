@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING
 
 from megatron_run_engine.checkpoint.files import followed
 from megatron_run_engine.checkpoint.kept_files import TokenizerFiles, kept_tokenizer, tokenizer_files
-from megatron_run_engine.data.kept_tokenizer import byte_tokenizer_json, exported_files, reads_bytes
-from megatron_run_engine.data.tokenizer import TOKENIZER, ByteTokenizer, open_tokenizer
+from megatron_run_engine.data.standalone_tokenizer import byte_tokenizer_json, files_for_transformers, reads_bytes
+from megatron_run_engine.data.tokenizer import ByteTokenizer, open_tokenizer
 from megatron_run_engine.data.tokenizer_folder import read_files
+from megatron_run_engine.data.tokenizer_folder.record import TOKENIZER
 
 if TYPE_CHECKING:
     from megatron_run.contracts import Weights
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 def files_beside(weights: Weights, checkpoints: Checkpoints, step: int) -> Iterator[tuple[str, bytes]]:
     """The tokenizer's files for another program, where one is known, with its chat template."""
     if weights.tokenizer is not None:
-        yield from exported_files(weights.tokenizer).items()
+        yield from files_for_transformers(weights.tokenizer).items()
     elif reads_bytes(checkpoints.manifest(step).about.identity):
         yield TOKENIZER, byte_tokenizer_json()
 

@@ -12,7 +12,7 @@ from megatron_run.contracts.optimizer import MASTER
 from megatron_run.errors import CheckpointError, DataError, InputError
 from megatron_run.registry.choose_format import format_to_read
 from megatron_run_engine.checkpoint.adapted import MergedReader, open_step
-from megatron_run_engine.checkpoint.kept_files import SOURCE, kept_tokenizer, tokenizer_of
+from megatron_run_engine.checkpoint.kept_files import SOURCE, tokenizer_of
 from megatron_run_engine.checkpoint.step_folder import find_step
 from megatron_run_engine.formats.end_tokens import end_tokens
 from megatron_run_engine.run_folder.changes import nested
@@ -84,14 +84,14 @@ def find_source(path: Path | None, step: int | None = None, *, verified: bool = 
     layers = _layers(home)
     if layers is not None:
         found[_LAYERS] = layers
-    kept = kept_tokenizer(home, manifest.about)
-    if "data" not in found and kept is not None:
-        found["data"] = _tokenizer(kept)
-    elif found.get("data", {}).get("tokenizer"):
+    record = manifest.about.tokenizer
+    if "data" not in found and record is not None:  # of an import
+        found["data"] = _tokenizer(record.name)
+    if found.get("data", {}).get("tokenizer"):
         try:
             tokenizer = tokenizer_of(home, manifest.about, str(found["data"]["tokenizer"]))
             found["data"] = {**found["data"], "tokenizer": tokenizer}
-            end = None if manifest.about.tokenizer is None else manifest.about.tokenizer.end
+            end = None if record is None else record.end
             if (
                 end is not None and "end_of_document" in found["data"]
             ):  # prepared data records it, in a file that need not be here
@@ -132,12 +132,12 @@ def _foreign(path: Path) -> Source:
 
     config = {"model": {"use": "gpt", **weights.config}, "train": {"sequence_length": weights.sequence_length}}
     if weights.tokenizer is not None:
-        config["data"] = _tokenizer(weights.tokenizer)
+        config["data"] = _tokenizer(str(weights.tokenizer))
     return Source(path, config, weights.step, {}, read, ends=end_tokens(path), notes=weights.notes)
 
 
-def _tokenizer(place: Path) -> dict[str, Any]:
-    return {"use": "text", "tokenizer": str(place)}
+def _tokenizer(name: str) -> dict[str, Any]:
+    return {"use": "text", "tokenizer": name}
 
 
 def _layers(run_folder: Path) -> dict[str, Any] | None:

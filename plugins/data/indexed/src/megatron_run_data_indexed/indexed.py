@@ -283,7 +283,7 @@ class Indexed(DataSource):
         """The file of ``data.tokenizer`` that is kept beside the weights, None without one."""
         if self._options.tokenizer is None:
             return None
-        from megatron_run_engine.data.kept_tokenizer import json_file
+        from megatron_run_engine.data.standalone_tokenizer import json_file
 
         return json_file(self._options.tokenizer)
 

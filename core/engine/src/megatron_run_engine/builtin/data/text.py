@@ -23,9 +23,9 @@ from megatron_run_engine.data.documents import (
     find_documents,
     standard_library,
 )
-from megatron_run_engine.data.kept_tokenizer import json_file
 from megatron_run_engine.data.option_types import Paths, SplitShares, validation_notice
 from megatron_run_engine.data.packing import PACKED_FIELDS, PackedDocuments, bounds_of
+from megatron_run_engine.data.standalone_tokenizer import json_file
 from megatron_run_engine.data.token_cache import open_streams
 from megatron_run_engine.data.tokenizer import Tokenizer, open_tokenizer
 

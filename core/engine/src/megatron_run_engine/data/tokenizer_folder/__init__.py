@@ -9,23 +9,28 @@ the folder has, since the answer is kept in the user's cache. Without transforme
 from __future__ import annotations
 
 from contextlib import suppress
-from hashlib import sha256
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from megatron_run.errors import DataError
 from megatron_run_engine.data.tokenizer_folder.by_transformers import read_by_transformers
 from megatron_run_engine.data.tokenizer_folder.exactly import NotExact, read_exactly
-from megatron_run_engine.data.tokenizer_folder.record import TOKENIZER, TOKENIZER_CONFIG, FolderTokenizer, template_for
-from megatron_run_engine.data.user_cache import replacing, user_cache
+from megatron_run_engine.data.tokenizer_folder.folder_files import key, read_files
+from megatron_run_engine.data.tokenizer_folder.record import (
+    BESIDE,
+    DECIDING,
+    MODEL_CONFIG,
+    TOKENIZER,
+    TOKENIZER_CONFIG,
+    FolderTokenizer,
+    template_for,
+)
+from megatron_run_engine.data.user_cache import keep, user_cache
 
 __all__ = ["FolderTokenizer", "files_decide", "read_files", "read_folder", "template_for"]
 
-#: How the names of files end that tokenizers are made of, and the most bytes of all of them.
-_SUFFIXES = (".json", ".jinja", ".txt", ".model", ".bpe", ".codes", ".vocab", ".tiktoken")
-_WEIGHTS = "index.json"
-#: Files that say which class reads the others, or change what it reads.
-_DECIDING = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja")
+#: The libraries that transformers reads vocabularies with, itself among them: another version may read another thing.
+_LIBRARIES = ("transformers", "tokenizers", "sentencepiece", "tiktoken", "protobuf")
 
 
 def files_decide(folder: Path) -> bool:
@@ -34,8 +39,8 @@ def files_decide(folder: Path) -> bool:
     Beside files of an older form, such as ``vocab.txt``, nothing does unless it names a class: they have options alone.
     """
     if (folder / TOKENIZER).is_file():
-        return any((folder / name).is_file() for name in (*_DECIDING, "config.json"))
-    return (folder / "config.json").is_file() or "tokenizer_class" in _told(folder / TOKENIZER_CONFIG)
+        return any((folder / name).exists() for name in DECIDING)
+    return (folder / MODEL_CONFIG).is_file() or "tokenizer_class" in _told(folder / TOKENIZER_CONFIG)
 
 
 def _told(path: Path) -> str:
@@ -54,46 +59,31 @@ def read_folder(folder: Path) -> FolderTokenizer | None:
         why = str(unread)
     except (ValueError, OSError) as cause:
         raise _fault(f"the tokenizer in {folder} is broken", why=" ".join(str(cause).split())) from cause
-    except Exception as cause:  # the library raises a bare Exception
-        raise _fault(
-            f"tokenizer file {folder / 'tokenizer.json'} is broken", why=" ".join(str(cause).split())
-        ) from cause
-    installed = _version("transformers")
-    if installed is None:
+    if _version("transformers") is None:
         what = f"the tokenizer in {folder} needs transformers"
         fix = "pip install 'megatron-run-engine[transformers]', or name a file: tokenizer.json of a folder of its own"
         raise _fault(what, why=why, fix=fix)
-    kept = _kept_at(folder, installed)
+    kept = _kept_at(folder)
     if kept is not None and kept.is_file():
         with suppress(OSError, ValueError):  # damaged: it is made again
             return FolderTokenizer.from_json(kept.read_text(encoding="utf-8"))
     try:
         found = read_by_transformers(folder)
     except Exception as cause:  # its code for old forms raises anything
-        if not any((folder / name).is_file() for name in _DECIDING):
+        if not any((folder / name).exists() for name in BESIDE):
             return None
         raise _fault(f"transformers cannot read the tokenizer in {folder}", why=_first_line(cause)) from cause
     if kept is not None:
-        with suppress(OSError), replacing(kept) as file:
-            file.write(found.to_json().encode())
+        with suppress(OSError):
+            keep(kept, found.to_json().encode())
     return found
 
 
-def read_files(folder: Path) -> list[Path]:
-    """The files of ``folder`` that may have their say."""
-    paths = [*folder.glob("*"), *folder.glob("additional_chat_templates/*")]
-    named = (path for path in paths if path.name.endswith(_SUFFIXES) and not path.name.endswith(_WEIGHTS))
-    return sorted(path for path in named if path.is_file())
-
-
-def _kept_at(folder: Path, installed: str) -> Path | None:
+def _kept_at(folder: Path) -> Path | None:
     """Where the answer for the files of ``folder`` is kept; None without a cache."""
-    total = sha256(f"{installed} {_version('tokenizers')}".encode())
-    for path in read_files(folder):
-        content = path.read_bytes()
-        total.update(f"{path.relative_to(folder)} {len(content)} ".encode() + content)
+    name = key(folder, (f"{library} {_version(library)}" for library in _LIBRARIES))
     try:
-        return user_cache("tokenizers") / f"{total.hexdigest()[:32]}.folder.json"
+        return user_cache("tokenizers") / f"{name}.folder.json"
     except OSError:
         return None
 

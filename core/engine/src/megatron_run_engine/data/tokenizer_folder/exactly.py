@@ -11,24 +11,20 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_run.safe_folder import SafeFolder, parse_json
+from megatron_run_engine.data.tokenizer_folder.json_parts import read_json, read_text
 from megatron_run_engine.data.tokenizer_folder.record import (
+    ADDED_TOKENS,
     CHAT_TEMPLATE,
     DEFAULT,
+    MODEL_CONFIG,
     PLAIN_CLASS,
+    SPECIAL_MAP,
+    TEMPLATES,
     TOKENIZER,
     TOKENIZER_CONFIG,
     FolderTokenizer,
 )
 
-#: The most bytes of a file.
-_LARGEST = 1 << 28
-_MAP, _ADDED, _TEMPLATES, _MODEL = (
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "additional_chat_templates",
-    "config.json",
-)
 _PLAIN = (PLAIN_CLASS, "TokenizersBackend")
 _GPT2 = ("GPT2Tokenizer", "GPT2TokenizerFast")
 #: Options without an effect on ids, special tokens and text where ``tokenizer.json`` is taken as it is.
@@ -57,24 +53,23 @@ class NotExact(Exception):
 
 def read_exactly(folder: Path) -> FolderTokenizer:
     """The tokenizer of ``folder``. Raises :class:`NotExact`, and :class:`ValueError` for a file that is broken."""
-    content = _read(folder, TOKENIZER)
-    config = _json_of(folder, TOKENIZER_CONFIG)
+    config, model = read_json(folder, TOKENIZER_CONFIG), read_json(folder, MODEL_CONFIG)
+    content, backend = read_text(folder, TOKENIZER), read_json(folder, TOKENIZER)
+    added = _added(backend)
     if content is None:
         raise NotExact(f"{folder} has no {TOKENIZER}")
-    backend = _object(TOKENIZER, content)
-    gpt2 = _is_gpt2(folder, config, backend)
-    added = {each["content"]: each for each in backend.get("added_tokens", ()) if isinstance(each, dict)}
+    gpt2 = _is_gpt2(model, config, backend)
     special = dict.fromkeys(("bos_token", "eos_token", "unk_token"), "<|endoftext|>") if gpt2 else {}
     special |= _named(config)
     if backend.get("padding"):  # transformers takes its token, unless the configuration names another
-        special.setdefault("pad_token", backend["padding"].get("pad_token", ""))
+        special.setdefault("pad_token", str(backend["padding"].get("pad_token", "")))
     _check_named(special, added)
     _check_options(config, added)
     _check_map(folder, special, added)
-    _check_decoder(folder, config, backend)
-    bpe = backend.get("model", {}).get("type") == "BPE"
+    _check_decoder(folder, config, added)
+    bpe = (backend.get("model") or {}).get("type") == "BPE"
     return FolderTokenizer(
-        backend=content.decode(),
+        backend=content,
         special=special,
         templates=dict(_templates(folder, config)),
         splits_special=bool(config.get(_SPLITS)),
@@ -82,20 +77,29 @@ def read_exactly(folder: Path) -> FolderTokenizer:
     )
 
 
-def _is_gpt2(folder: Path, config: Mapping[str, Any], backend: Mapping[str, Any]) -> bool:
+def _added(backend: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """The added tokens of ``tokenizer.json`` by their texts. Raises :class:`ValueError` for one without text or id."""
+    found = {}
+    for token in backend.get("added_tokens") or ():
+        if not isinstance(token, dict) or not isinstance(token.get("content"), str) or type(token.get("id")) is not int:
+            raise ValueError(f"{TOKENIZER} has a token without text or id among added_tokens")
+        found[token["content"]] = token
+    return found
+
+
+def _is_gpt2(model: Mapping[str, Any], config: Mapping[str, Any], backend: Mapping[str, Any]) -> bool:
     """Whether the class is GPT-2's, whose parts ``tokenizer.json`` must have. Raises :class:`NotExact` for another."""
-    model, named = _json_of(folder, _MODEL), config.get("tokenizer_class")
-    kind = model.get("model_type")
+    named, kind, also = config.get("tokenizer_class"), model.get("model_type"), model.get("tokenizer_class")
     if "auto_map" in config:
         raise NotExact(f"{TOKENIZER_CONFIG} says auto_map, which names a program")
     if named is None and kind not in (None, "gpt2"):
-        raise NotExact(f"{_MODEL} says model_type={kind}, which decides the class")
+        raise NotExact(f"{MODEL_CONFIG} says model_type={kind}, which decides the class")
     if named not in (None, *_PLAIN, *_GPT2):
         raise NotExact(f"{TOKENIZER_CONFIG} says tokenizer_class={named}")
     if named is not None and kind is not None and kind not in KEEPS_CLASS:
-        raise NotExact(f"{_MODEL} says model_type={kind}, which may decide the class")
-    if (model.get("tokenizer_class") or named) != named:
-        raise NotExact(f"{_MODEL} says tokenizer_class={model['tokenizer_class']}")
+        raise NotExact(f"{MODEL_CONFIG} says model_type={kind}, which may decide the class")
+    if (also or named) != named:
+        raise NotExact(f"{MODEL_CONFIG} says tokenizer_class={also}")
     gpt2 = named in _GPT2 or (named is None and kind == "gpt2")
     if gpt2 and not _has_gpt2s_parts(backend, config):
         raise NotExact(f"{TOKENIZER} has parts that GPT2Tokenizer replaces by its own")
@@ -164,40 +168,36 @@ def _check_options(config: Mapping[str, Any], added: Mapping[str, Mapping[str, A
 
 def _check_map(folder: Path, special: Mapping[str, str], added: Mapping[str, Mapping[str, Any]]) -> None:
     """Raise :class:`NotExact` unless ``special_tokens_map.json`` says what ``tokenizer_config.json`` does."""
-    for key, value in _json_of(folder, _MAP).items():
+    for key, value in read_json(folder, SPECIAL_MAP).items():
         if key in _MORE and isinstance(value, list):
             texts = [_text_of(each) for each in value]
             if all(text is not None and _is_special(text, added) for text in texts):
                 continue
         elif special.get(key) == _text_of(value):
             continue
-        raise NotExact(f"{_MAP} says {key}")
+        raise NotExact(f"{SPECIAL_MAP} says {key}")
 
 
-def _check_decoder(folder: Path, config: Mapping[str, Any], backend: Mapping[str, Any]) -> None:
+def _check_decoder(folder: Path, config: Mapping[str, Any], added: Mapping[str, Mapping[str, Any]]) -> None:
     """Raise :class:`NotExact` unless the added tokens of all files are those of ``tokenizer.json``."""
-    own = {
-        each["id"]: {key: value for key, value in each.items() if key != "id"}
-        for each in backend.get("added_tokens", ())
-    }
+    own = {token["id"]: {key: value for key, value in token.items() if key != "id"} for token in added.values()}
     for number, token in (config.get("added_tokens_decoder") or {}).items():
-        if not str(number).isdecimal() or own.get(int(number)) != token:
+        if not number.isdecimal() or own.get(int(number)) != token:
             raise NotExact(
                 f"{TOKENIZER_CONFIG} says added_tokens_decoder, which differs from {TOKENIZER} at id {number}"
             )
-    ids = {each["content"]: each["id"] for each in backend.get("added_tokens", ())}
-    for text, number in _json_of(folder, _ADDED).items():
-        if ids.get(text) != number:
-            raise NotExact(f"{_ADDED} says {text}={number}, and {TOKENIZER} does not")
+    for text, number in read_json(folder, ADDED_TOKENS).items():
+        if text not in added or added[text]["id"] != number:
+            raise NotExact(f"{ADDED_TOKENS} says {text}={number}, and {TOKENIZER} does not")
 
 
 def _templates(folder: Path, config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """The chat templates of the folder: those in files of their own hide those of ``tokenizer_config.json``."""
-    files = {DEFAULT: _read(folder, CHAT_TEMPLATE)}
-    more = folder / _TEMPLATES
+    files = {DEFAULT: read_text(folder, CHAT_TEMPLATE)}
+    more = folder / TEMPLATES
     for path in sorted(more.glob("*.jinja")) if more.is_dir() else ():
-        files[path.stem] = _read(more, path.name)
-    kept = {name: content.decode() for name, content in files.items() if content is not None}
+        files[path.stem] = read_text(more, path.name)
+    kept = {name: text for name, text in files.items() if text is not None}
     said = config.get("chat_template")
     if kept:
         yield from kept.items()
@@ -209,27 +209,3 @@ def _templates(folder: Path, config: Mapping[str, Any]) -> Iterator[tuple[str, s
                 yield each["name"], each["template"]
     elif isinstance(said, dict):
         yield from ((name, text) for name, text in said.items() if isinstance(text, str))
-
-
-def _json_of(folder: Path, name: str) -> dict[str, Any]:
-    content = _read(folder, name)
-    return {} if content is None else _object(name, content)
-
-
-def _object(name: str, content: bytes) -> dict[str, Any]:
-    try:
-        found = parse_json(content)
-    except ValueError as cause:
-        raise ValueError(f"{name}: {cause}") from cause
-    if not isinstance(found, dict):
-        raise ValueError(f"{name} is no JSON object")  # noqa: TRY004  # of the file
-    return found
-
-
-def _read(folder: Path, name: str) -> bytes | None:
-    """The file ``name`` of ``folder``, None without it; the files of a cache are links."""
-    path = folder / name
-    if not path.is_file():
-        return None
-    path = path.resolve()
-    return SafeFolder(path.parent).read(path.name, _LARGEST)

@@ -9,6 +9,15 @@ from typing import Any
 
 #: The files that say all of it: this package reads them without transformers, and transformers reads the same.
 TOKENIZER, TOKENIZER_CONFIG, CHAT_TEMPLATE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
+#: Files of older forms, which have their say where they lie beside the others.
+SPECIAL_MAP, ADDED_TOKENS = "special_tokens_map.json", "added_tokens.json"
+#: The model's configuration, which may choose the class, and the folder of templates with names.
+MODEL_CONFIG, TEMPLATES = "config.json", "additional_chat_templates"
+#: What belongs to a tokenizer beside ``TOKENIZER``, and all that decides with it. Nothing else is read there.
+BESIDE = (TOKENIZER_CONFIG, CHAT_TEMPLATE, SPECIAL_MAP, ADDED_TOKENS, TEMPLATES)
+DECIDING = (*BESIDE, MODEL_CONFIG)
+#: What :meth:`FolderTokenizer.files` writes beside ``TOKENIZER``.
+WRITTEN = (TOKENIZER_CONFIG, CHAT_TEMPLATE)
 #: The class of transformers that takes ``tokenizer.json`` as it is. Version 5 calls it ``TokenizersBackend`` too.
 PLAIN_CLASS = "PreTrainedTokenizerFast"
 #: The name of the template for conversations with and without tools, and of the one for those with them.

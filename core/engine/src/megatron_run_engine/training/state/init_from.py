@@ -15,7 +15,7 @@ from megatron_run_engine.checkpoint.adapted import open_step
 from megatron_run_engine.checkpoint.collectives import on_all_ranks, on_rank0
 from megatron_run_engine.checkpoint.kept_files import kept_tokenizer, same_tokenizer
 from megatron_run_engine.checkpoint.step_folder import CHECKPOINTS, IMPORTED, Checkpoints, find_step
-from megatron_run_engine.data.kept_tokenizer import reads_bytes, same_vocabulary
+from megatron_run_engine.data.standalone_tokenizer import reads_bytes, same_vocabulary
 from megatron_run_engine.run_folder.changes import FREE_OF_MODEL, allows_other_data, identity
 from megatron_run_engine.runtime.parameter_init import initial_values
 from megatron_run_engine.training.state.adapting import fill_frozen
@@ -107,7 +107,7 @@ def check_tokenizer(run: ResolvedRun, checkpoints: Checkpoints, step: int) -> No
         return
     now = cast("DataSource", run.one("data").create()).tokenizer_file
     if about.tokenizer is not None and kept is None:  # it is lost: only the same file will do
-        same = now is not None and same_tokenizer(str(now), about.tokenizer.sha256)
+        same = now is not None and same_tokenizer(str(now), about.tokenizer)
     else:
         same = (now is not None or reads_bytes(identity(run))) and same_vocabulary(kept, now)
     if not same:

@@ -4,9 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from megatron_run_engine.checkpoint.kept_files import keep_source, keep_tokenizer, kept_tokenizer, tokenizer_files
+from megatron_run_engine.checkpoint.kept_files import (
+    TokenizerFiles,
+    keep_source,
+    keep_tokenizer,
+    kept_tokenizer,
+    tokenizer_files,
+)
 from megatron_run_engine.checkpoint.step_folder import find_step
-from megatron_run_engine.data.kept_tokenizer import reads_bytes, same_vocabulary
+from megatron_run_engine.data.standalone_tokenizer import reads_bytes, same_vocabulary
 from megatron_run_engine.run_folder.changes import identity
 
 if TYPE_CHECKING:
@@ -26,11 +32,16 @@ class Keeping:
 
     def __init__(self, run: ResolvedRun, folder: RunFolder, data: DataSource) -> None:
         self._run, self._folder, self._file = run, folder, data.tokenizer_file
-        self._tokenizer = None if self._file is None else tokenizer_files(self._file, end=data.end_of_text)
+        self._tokenizer = None if self._file is None else self._files(self._file, data.end_of_text)
         #: What a step records of the tokenizer.
         self.record = None if self._tokenizer is None else self._tokenizer.record
         #: What a step records of the longest sequence: where positions are learned, it is that of the samples.
         self.positions: int | None = None
+
+    def _files(self, file: Path, end: int | None) -> TokenizerFiles:
+        """The files of the tokenizer, by the user's name for it: ``file`` may be a copy in the user's cache."""
+        named = identity(self._run).get("data.tokenizer")
+        return tokenizer_files(file, end=end, configured=named if isinstance(named, str) else None)
 
     def begin(self, step: Path | None) -> None:
         """Write the files on rank 0, for a run that goes on from the ``step`` in this folder, its own or another one's.

@@ -9,8 +9,6 @@ from typing import Any
 
 from megatron_run_engine.data.tokenizer import (
     END_OF_DOCUMENT,
-    TOKENIZER,
-    TOKENIZER_CONFIG,
     JsonTokenizer,
     SentencePieceTokenizer,
     byte_characters,
@@ -18,7 +16,8 @@ from megatron_run_engine.data.tokenizer import (
 )
 from megatron_run_engine.data.tokenizer_files import SENTENCEPIECE, find_file, find_tokenizer, read_tokenizer
 from megatron_run_engine.data.tokenizer_folder import FolderTokenizer
-from megatron_run_engine.data.user_cache import replacing, user_cache
+from megatron_run_engine.data.tokenizer_folder.record import TOKENIZER, TOKENIZER_CONFIG
+from megatron_run_engine.data.user_cache import keep, user_cache
 
 #: The names under which a tokenizer is kept, by its form.
 SENTENCEPIECE_MODEL = f"tokenizer{SENTENCEPIECE}"
@@ -59,7 +58,7 @@ def _vocabulary(file: Path | None) -> Mapping[str, int]:
     return opened.get_vocab(with_added_tokens=True)
 
 
-def kept_files(name: str | Path) -> dict[str, bytes]:
+def standalone_files(name: str | Path) -> dict[str, bytes]:
     """The tokenizer ``name`` as files that say all of it by themselves, by their names: one of ``KEPT`` and others.
 
     Empty for bytes, which need none. Raises :class:`DataError`.
@@ -76,13 +75,13 @@ def kept_files(name: str | Path) -> dict[str, bytes]:
     return {TOKENIZER: path.read_bytes()}
 
 
-def exported_files(name: str | Path) -> dict[str, bytes]:
-    """The :func:`kept_files`, and a ``tokenizer_config.json`` by which transformers takes ``tokenizer.json`` as it is.
+def files_for_transformers(name: str | Path) -> dict[str, bytes]:
+    """The :func:`standalone_files`, with a ``tokenizer_config.json`` by which transformers takes the other as it is.
 
     It would choose a class by the model's type otherwise. The end of a document is its ``eos_token`` where that changes
     no id.
     """
-    files = kept_files(name)
+    files = standalone_files(name)
     if TOKENIZER not in files or TOKENIZER_CONFIG in files:
         return files
     tokenizer = open_tokenizer(str(name))
@@ -93,10 +92,10 @@ def exported_files(name: str | Path) -> dict[str, bytes]:
 def json_file(name: str) -> Path | None:
     """Return the JSON file of the tokenizer ``name``: in the user's cache where it, or what is beside it, differs.
 
-    The other :func:`kept_files` lie beside it. A SentencePiece model has none and is returned itself. None for bytes,
-    and without a cache.
+    The other :func:`standalone_files` lie beside it. A SentencePiece model has none and is returned itself. None for
+    bytes, and without a cache.
     """
-    files = kept_files(name)
+    files = standalone_files(name)
     if not files:
         return None
     path = find_file(Path(name).expanduser())
@@ -110,8 +109,7 @@ def json_file(name: str) -> Path | None:
         converted = user_cache("tokenizers") / total
         converted.mkdir(exist_ok=True)
         for beside, content in files.items():
-            with replacing(converted / beside) as file:
-                file.write(content)
+            keep(converted / beside, content)
     except OSError:
         return None
     return converted / TOKENIZER

@@ -1,0 +1,54 @@
+"""The files of a folder that transformers may read for its tokenizer, and the key of what they mean together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from fnmatch import fnmatchcase
+from hashlib import sha256
+from pathlib import Path
+
+from megatron_run.errors import DataError
+from megatron_run_engine.data.tokenizer_folder.record import DECIDING, TEMPLATES
+
+#: The most bytes of a file.
+LARGEST = 1 << 28
+#: The names of files in which the classes of transformers keep vocabularies, as shell patterns. A folder's
+#: configuration may name ``tokenizer.VERSION.json``, and any ``*.model`` may be its SentencePiece model.
+VOCABULARIES = (
+    *("tokenizer.json", "tokenizer.*.json", "tekken*.json", "vocab.json", "vocab-*.json", "*_vocab.json"),
+    *("vocab.txt", "merges.txt", "*.model", "tokenizer.model.*", "*.spm", "*.tiktoken", "bpe.codes", "dict.txt"),
+    *(
+        "emoji.json",
+        "byte_maps.json",
+        "normalizer.json",
+        "prophetnet.tokenizer",
+        "word_shape.json",
+        "word_pronunciation.json",
+    ),
+)
+
+
+def read_files(folder: Path) -> list[Path]:
+    """The files of ``folder`` that may have their say. Raises :class:`DataError` for one that is no tokenizer's."""
+    patterns = (*VOCABULARIES, *DECIDING)
+    named = (path for path in folder.glob("*") if any(fnmatchcase(path.name, pattern) for pattern in patterns))
+    found = sorted(path for path in (*named, *folder.glob(f"{TEMPLATES}/*.jinja")) if path.is_file())
+    for path in found:
+        size = path.stat().st_size
+        if size > LARGEST:
+            why = f"it has {size} bytes, and at most {LARGEST} are read of a tokenizer's file"
+            fix = "name the tokenizer's own file, or a folder without this one"
+            raise DataError(f"{path} is not read", why=why, origin="data.tokenizer", fix=fix)
+    return found
+
+
+def key(folder: Path, versions: Iterable[str]) -> str:
+    """The name of what the files of ``folder`` mean to libraries of these ``versions``, as the code here reads it."""
+    total = sha256(repr(tuple(versions)).encode())
+    here = Path(__file__).parent
+    for parent, paths in ((here, sorted(here.glob("*.py"))), (folder, read_files(folder))):
+        for path in paths:
+            content = path.read_bytes()
+            total.update(f"{path.relative_to(parent)} {len(content)} ".encode())
+            total.update(content)
+    return total.hexdigest()[:32]
