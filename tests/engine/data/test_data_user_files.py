@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import codecs
 import gzip
 import json
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,7 +15,15 @@ import zstandard
 from megatron_run.errors import DataError
 from megatron_run_engine.data import user_files
 from megatron_run_engine.data.documents import find_documents
-from megatron_run_engine.data.user_files import byte_lines, json_line, read_bytes, read_range, read_text, text_lines
+from megatron_run_engine.data.user_files import (
+    byte_lines,
+    file_lines,
+    json_line,
+    read_bytes,
+    read_range,
+    read_text,
+    text_lines,
+)
 
 #: What Python's splitlines takes for the end of a line, and no other program does.
 NO_ENDS = "\x0b \x0c \x1c \x1d \x1e \x85 \u2028 \u2029 \r in a line"
@@ -130,3 +140,23 @@ def test_a_line_of_json_may_hold_what_splitlines_ends_a_line_at(tmp_path: Path) 
     path = tmp_path / "a.jsonl"
     path.write_bytes(json.dumps({"text": "a\u2028b\x85c"}, ensure_ascii=False).encode() + b"\r\n")
     assert [json_line(line)["text"] for _, line in text_lines(path)] == ["a\u2028b\x85c"]
+
+
+def test_lines_of_a_file_are_those_of_its_contents_one_at_a_time(tmp_path: Path) -> None:
+    content = "\ufeffone\r\n\ntwo\u2028three\nfour".encode()
+    (tmp_path / "a").write_bytes(content)
+    assert [line for _, line in file_lines(tmp_path / "a")] == byte_lines(content.removeprefix(codecs.BOM_UTF8))
+    (tmp_path / "a").write_bytes(b"short\n" + b"x" * 2**24)
+    tracemalloc.start()
+    assert next(file_lines(tmp_path / "a")) == (1, b"short")
+    assert tracemalloc.get_traced_memory()[1] < 2**20
+    tracemalloc.stop()
+
+
+@pytest.mark.parametrize("content", [None, b"version https://git-lfs.github.com/spec/v1\n"])
+def test_lines_that_cannot_be_read_are_told_with_their_origin(content: bytes | None, tmp_path: Path) -> None:
+    if content is not None:
+        (tmp_path / "a").write_bytes(content)
+    with pytest.raises(DataError) as refused:
+        next(file_lines(tmp_path / "a", "data.paths"))
+    assert refused.value.origin == "data.paths"
