@@ -41,6 +41,7 @@ def test_lines_end_at_the_line_feed_and_nowhere_else(tmp_path: Path) -> None:
     assert list(text_lines(path)) == [(1, "one"), (2, NO_ENDS), (3, ""), (4, "last")]
     assert byte_lines(b"") == []
     assert byte_lines(b"a\n") == [b"a"]
+    assert byte_lines(b"a\r\r\n") == [b"a\r"]
 
 
 def test_a_text_keeps_the_ends_of_its_lines(tmp_path: Path) -> None:
@@ -109,9 +110,11 @@ def test_a_pointer_of_git_lfs_is_no_text(tmp_path: Path) -> None:
             read(path)
 
 
-def test_what_is_no_text_is_said(tmp_path: Path) -> None:
+@pytest.mark.parametrize("mark", [codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE])
+def test_what_is_no_text_is_said(tmp_path: Path, mark: bytes) -> None:
     path = tmp_path / "a.txt"
-    path.write_bytes("日本".encode("utf-16"))  # without a NUL
+    order = "le" if mark == codecs.BOM_UTF16_LE else "be"
+    path.write_bytes(mark + "日本".encode(f"utf-16-{order}"))  # without a NUL
     for read in (read_text, lambda file: find_documents([str(file)])):
         with pytest.raises(DataError, match="it is UTF-16"):
             read(path)
@@ -120,6 +123,25 @@ def test_what_is_no_text_is_said(tmp_path: Path) -> None:
         read_text(path)
     with pytest.raises(DataError, match=r"did you mean 'a\.txt'"):
         read_text(tmp_path / "aa.txt")
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("a.txt", None),
+        ("a.txt", POINTER),
+        ("a.txt", b"\xff"),
+        ("a.txt.gz", None),
+        ("a.txt.gz", gzip.compress(TEXT)[:-1]),
+        ("a.txt.zst", b"no frame"),
+    ],
+)
+def test_a_fault_has_the_origin_of_the_name(tmp_path: Path, name: str, content: bytes | None) -> None:
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError) as refused:
+        read_text(tmp_path / name, "data.paths")
+    assert refused.value.origin == "data.paths"
 
 
 @pytest.mark.parametrize(

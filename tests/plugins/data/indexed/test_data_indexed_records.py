@@ -13,6 +13,7 @@ import zstandard
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from megatron_run.errors import DataError
+from megatron_run_data_indexed.preparation import prepare as preparation
 from megatron_run_data_indexed.preparation.import_export import export
 from megatron_run_data_indexed.preparation.inputs import Separator, blocks, find_inputs
 from megatron_run_data_indexed.preparation.inspect import tokenizer_of
@@ -84,7 +85,9 @@ def test_a_compressed_input_that_breaks_off_makes_no_dataset(tmp_path: Path, pac
     assert not (tmp_path / f"{path.name}.set.idx").exists()
 
 
-def test_text_without_a_token_is_counted_and_a_document_of_such_text_is_empty(tmp_path: Path) -> None:
+def test_text_without_a_token_is_counted_and_a_document_of_such_text_is_empty(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     made = Tokenizer(models.BPE())
     made.pre_tokenizer = pre_tokenizers.Whitespace()
     trainer = trainers.BpeTrainer(vocab_size=60, special_tokens=["<|endoftext|>"], show_progress=False)
@@ -96,6 +99,9 @@ def test_text_without_a_token_is_counted_and_a_document_of_such_text_is_empty(tm
     prefix, totals = prepared(path, str(tmp_path / "t.json"))
     assert (totals.documents, totals.empty, totals.lost) == (3, 1, 6)
     assert len(Reader(prefix)) == 3
+    monkeypatch.setattr(preparation, "SMALLEST", 16)  # a block for each line
+    _, totals = prepared(path, str(tmp_path / "t.json"))
+    assert (totals.documents, totals.empty, totals.lost) == (3, 1, 6)
 
 
 def test_a_dataset_as_text_makes_the_same_dataset_again(tmp_path: Path) -> None:
