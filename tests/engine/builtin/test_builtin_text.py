@@ -98,7 +98,7 @@ def test_few_documents_are_cut_where_validation_would_get_none(tmp_path: Path) -
 def test_a_split_too_short_for_a_sample_says_what_to_do(tmp_path: Path) -> None:
     source = text(corpus(tmp_path, count=3), split="99,0.1,0.9")
     message = (
-        r"the validation split is too short .*: 0% of 3 documents came to 0 tokens, and a sample needs 65 .*; name more"
+        r"the validation split is too short .*: 0% of 3 files came to 0 tokens, and a sample needs 65 .*; name more"
     )
     with pytest.raises(DataError, match=message):
         source.dataset("validation", 64, 0)

@@ -63,6 +63,13 @@ def test_a_byte_that_the_vocabulary_lacks_is_counted(tmp_path: Path) -> None:
     assert tokenizer.lost == 2
 
 
+def test_a_fallback_to_bytes_that_the_vocabulary_lacks_loses_them(tmp_path: Path) -> None:
+    known = {name: byte for name, byte in BYTES.items() if byte < 128}
+    tokenizer = opened(tmp_path, Tokenizer(models.BPE(vocab=known, merges=[], byte_fallback=True)))
+    tokenizer.encode("plain \u65e5\u672c".encode(), "it")
+    assert tokenizer.lost == 2
+
+
 @pytest.mark.parametrize("kind", ["byte-level", "byte fallback", "unknown token"])
 def test_nothing_is_lost_where_every_text_has_tokens(tmp_path: Path, kind: str) -> None:
     if kind == "byte-level":

@@ -127,6 +127,16 @@ def test_a_copy_of_the_text_needs_no_tokenising(corpus: Path, counted: Counted, 
     assert counted.times == times
 
 
+def test_a_name_of_json_lines_means_other_tokens_of_the_same_file(cache: Path, tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "words"}\n' * 40)
+    (tmp_path / "b.txt").symlink_to("a.jsonl")
+    lengths = [
+        sum(map(len, open_streams(find_documents([str(tmp_path / name)]), ByteTokenizer(), SHARES).values()))
+        for name in ("a.jsonl", "b.txt")
+    ]
+    assert lengths == [40 * len("words."), len('{"text": "words"}\n') * 40 + 1]
+
+
 def test_a_file_that_is_young_gets_no_link(
     corpus: Path, counted: Counted, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -49,6 +49,13 @@ def test_an_id_outside_is_named_by_file_and_byte(
         require_ids([reader], VOCABULARY)
 
 
+def test_a_last_piece_that_is_not_full_is_read_too(tmp_path: Path) -> None:
+    with Writer(tmp_path / "a", np.int32) as writer:
+        writer.add_documents(np.array([5] * 160 + [VOCABULARY], np.int32), [161])
+    with pytest.raises(DataError, match=f"token {VOCABULARY} at byte 640"):
+        check_ids(Reader(tmp_path / "a"), VOCABULARY)
+
+
 def test_all_are_read_and_their_ends_returned(tmp_path: Path) -> None:
     reader = written(tmp_path / "a", np.int32, {})
     assert check_ids(reader, VOCABULARY) == check_ids(reader, None) == (0, VOCABULARY - 1)

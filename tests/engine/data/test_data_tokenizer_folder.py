@@ -81,6 +81,28 @@ def test_gpt2s_class_is_read_where_the_file_has_its_parts(tmp_path: Path) -> Non
     assert open_tokenizer(str(write(folder, tokenizer_config=said))).end_of_document == 1
 
 
+@pytest.mark.usefixtures("alone")
+@pytest.mark.parametrize(
+    "parts",
+    [
+        {"normalizer": {"type": "NFC"}},
+        {"pre_tokenizer": {"type": "Whitespace"}},
+        {"pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True}},
+        {"pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}},
+        {"model": {"type": "Unigram", "vocab": [["</s>", 0.0], ["<end>", 0.0]], "unk_id": 1}},
+        {"model": {"type": "BPE", "vocab": {"</s>": 0, "<end>": 1}, "merges": [], "ignore_merges": True}},
+        {"decoder": {"type": "Fuse"}},
+    ],
+    ids=str,
+)
+def test_parts_that_gpt2s_class_replaces_are_not_taken_for_its_own(tmp_path: Path, parts: dict[str, Any]) -> None:
+    said = {"tokenizer_class": "GPT2Tokenizer", **dict.fromkeys(("bos_token", "eos_token", "unk_token"), "<end>")}
+    path = write(tmp_path / "m", tokenizer_config=said) / "tokenizer.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | parts))
+    with pytest.raises(DataError, match=r"needs transformers: .*has parts that GPT2Tokenizer replaces"):
+        open_tokenizer(str(path.parent))
+
+
 def test_what_is_kept_needs_transformers_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("transformers")
     said = PLAIN | {"pad_token": "[PAD]", "bos_token": "<begin>", "add_prefix_space": True}

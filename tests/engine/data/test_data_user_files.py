@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import codecs
 import gzip
 import json
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,7 +15,15 @@ import zstandard
 from megatron_run.errors import DataError
 from megatron_run_engine.data import user_files
 from megatron_run_engine.data.documents import find_documents
-from megatron_run_engine.data.user_files import byte_lines, json_line, read_bytes, read_range, read_text, text_lines
+from megatron_run_engine.data.user_files import (
+    byte_lines,
+    file_lines,
+    json_line,
+    read_bytes,
+    read_range,
+    read_text,
+    text_lines,
+)
 
 #: What Python's splitlines takes for the end of a line, and no other program does.
 NO_ENDS = "\x0b \x0c \x1c \x1d \x1e \x85 \u2028 \u2029 \r in a line"
@@ -31,6 +41,7 @@ def test_lines_end_at_the_line_feed_and_nowhere_else(tmp_path: Path) -> None:
     assert list(text_lines(path)) == [(1, "one"), (2, NO_ENDS), (3, ""), (4, "last")]
     assert byte_lines(b"") == []
     assert byte_lines(b"a\n") == [b"a"]
+    assert byte_lines(b"a\r\r\n") == [b"a\r"]
 
 
 def test_a_text_keeps_the_ends_of_its_lines(tmp_path: Path) -> None:
@@ -99,9 +110,11 @@ def test_a_pointer_of_git_lfs_is_no_text(tmp_path: Path) -> None:
             read(path)
 
 
-def test_what_is_no_text_is_said(tmp_path: Path) -> None:
+@pytest.mark.parametrize("mark", [codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE])
+def test_what_is_no_text_is_said(tmp_path: Path, mark: bytes) -> None:
     path = tmp_path / "a.txt"
-    path.write_bytes("日本".encode("utf-16"))  # without a NUL
+    order = "le" if mark == codecs.BOM_UTF16_LE else "be"
+    path.write_bytes(mark + "日本".encode(f"utf-16-{order}"))  # without a NUL
     for read in (read_text, lambda file: find_documents([str(file)])):
         with pytest.raises(DataError, match="it is UTF-16"):
             read(path)
@@ -110,6 +123,25 @@ def test_what_is_no_text_is_said(tmp_path: Path) -> None:
         read_text(path)
     with pytest.raises(DataError, match=r"did you mean 'a\.txt'"):
         read_text(tmp_path / "aa.txt")
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("a.txt", None),
+        ("a.txt", POINTER),
+        ("a.txt", b"\xff"),
+        ("a.txt.gz", None),
+        ("a.txt.gz", gzip.compress(TEXT)[:-1]),
+        ("a.txt.zst", b"no frame"),
+    ],
+)
+def test_a_fault_has_the_origin_of_the_name(tmp_path: Path, name: str, content: bytes | None) -> None:
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError) as refused:
+        read_text(tmp_path / name, "data.paths")
+    assert refused.value.origin == "data.paths"
 
 
 @pytest.mark.parametrize(
@@ -130,3 +162,23 @@ def test_a_line_of_json_may_hold_what_splitlines_ends_a_line_at(tmp_path: Path) 
     path = tmp_path / "a.jsonl"
     path.write_bytes(json.dumps({"text": "a\u2028b\x85c"}, ensure_ascii=False).encode() + b"\r\n")
     assert [json_line(line)["text"] for _, line in text_lines(path)] == ["a\u2028b\x85c"]
+
+
+def test_lines_of_a_file_are_those_of_its_contents_one_at_a_time(tmp_path: Path) -> None:
+    content = "\ufeffone\r\n\ntwo\u2028three\nfour".encode()
+    (tmp_path / "a").write_bytes(content)
+    assert [line for _, line in file_lines(tmp_path / "a")] == byte_lines(content.removeprefix(codecs.BOM_UTF8))
+    (tmp_path / "a").write_bytes(b"short\n" + b"x" * 2**24)
+    tracemalloc.start()
+    assert next(file_lines(tmp_path / "a")) == (1, b"short")
+    assert tracemalloc.get_traced_memory()[1] < 2**20
+    tracemalloc.stop()
+
+
+@pytest.mark.parametrize("content", [None, b"version https://git-lfs.github.com/spec/v1\n"])
+def test_lines_that_cannot_be_read_are_told_with_their_origin(content: bytes | None, tmp_path: Path) -> None:
+    if content is not None:
+        (tmp_path / "a").write_bytes(content)
+    with pytest.raises(DataError) as refused:
+        next(file_lines(tmp_path / "a", "data.paths"))
+    assert refused.value.origin == "data.paths"

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
+import tokenizers
 
 from megatron_run.errors import CheckpointError
 from megatron_run_engine.checkpoint.files import FileSystem
-from megatron_run_engine.data.standalone_tokenizer import byte_tokenizer_json
+from megatron_run_engine.data.standalone_tokenizer import byte_tokenizer_json, files_for_transformers
+from megatron_run_engine.data.tokenizer import open_tokenizer
 from megatron_run_engine.formats import convert
 from tests.support.small_models import GPT2, LLAMA, saved_network
 
@@ -102,3 +105,26 @@ def test_an_import_takes_nothing_from_outside_of_its_source(tmp_path: Path, name
     with pytest.raises(CheckpointError, match=r"is not read: it is a symbolic link to .*; put the file itself there"):
         convert.import_model(tmp_path / "hf", tmp_path / "ours")
     assert not (tmp_path / "ours").exists()
+
+
+def test_bytes_are_exported_as_transformers_reads_them_for_every_family(tmp_path: Path) -> None:
+    """Without ``tokenizer_config.json`` it would choose a class by the model's type: other ids, or none at all."""
+    transformers = pytest.importorskip("transformers")
+    tokenizer = open_tokenizer("bytes")
+    for name, content in files_for_transformers("bytes").items():
+        (tmp_path / name).write_bytes(content)
+    for family in ("gemma2", "qwen3", "gpt_neox", "llama"):
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": family}))
+        read = transformers.AutoTokenizer.from_pretrained(tmp_path)
+        text = "caf\u0065\u0301 <b>"
+        assert read(text, add_special_tokens=False).input_ids == list(text.encode()), family
+        assert read.eos_token_id == tokenizer.end_of_document, family
+
+
+def test_the_recorded_end_is_the_one_that_an_export_names(tmp_path: Path) -> None:
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "[UNK]": 1}, "[UNK]"))
+    made.add_special_tokens(["</s>", "<e>"])
+    made.save(str(tmp_path / "t.json"))
+    file = str(tmp_path / "t.json")
+    named = [json.loads(files_for_transformers(file, end)["tokenizer_config.json"])["eos_token"] for end in (None, 3)]
+    assert named == ["</s>", "<e>"]

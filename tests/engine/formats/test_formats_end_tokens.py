@@ -28,7 +28,15 @@ def test_generation_config_says_it_before_config(
     assert end_tokens(tmp_path) == expected
 
 
-def test_what_is_no_id_is_one_line(tmp_path: Path) -> None:
-    (tmp_path / "generation_config.json").write_text('{"eos_token_id": "</s>"}')
-    with pytest.raises(CheckpointError, match="eos_token_id is '</s>', and must be an id or a list of ids"):
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        ('{"eos_token_id": "</s>"}', "eos_token_id is '</s>', and must be an id or a list of ids"),
+        ('{"eos_token_id": [1, true]}', r"eos_token_id is \[1, True\], and must be"),
+        ('{"eos_token_id": 1', "generation_config.json cannot be used: "),
+    ],
+)
+def test_what_is_no_id_is_one_line(tmp_path: Path, content: str, why: str) -> None:
+    (tmp_path / "generation_config.json").write_text(content)
+    with pytest.raises(CheckpointError, match=why):
         end_tokens(tmp_path)

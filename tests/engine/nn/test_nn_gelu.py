@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from megatron_run.contracts import Init, LinearPart
 from megatron_run_engine.builtin.parallel_layer.dense import DenseLayers
 from megatron_run_engine.nn.fused import fused_gelu, fused_gelu_gradient, fuses, gelu_rows
-from megatron_run_engine.nn.gelu import Gelu
+from megatron_run_engine.nn.gelu import Gelu, Terms
 from megatron_run_engine.nn.linear import linear
 from megatron_run_engine.nn.mlp import Mlp
 from megatron_run_engine.nn.parallel import Split, column_linear
@@ -226,3 +226,12 @@ def test_a_feed_forward_layer_hands_its_activation_only_to_layers_that_take_it()
     mlp.input = nn.Sequential(plain)  # as layers of other factories, or wrapped ones, are
     assert not mlp.activates
     assert mlp(torch.zeros(3, 1, 12, dtype=torch.float64)).shape == (3, 1, 12)
+
+
+def test_terms_are_kept_until_they_are_taken() -> None:
+    """They would wait in memory for as long as autograd's graph does."""
+    terms, rows = Terms(), torch.ones(2, 3)
+    terms.leave(rows)
+    assert terms.take() is rows
+    with pytest.raises(AssertionError, match="comes before"):
+        terms.take()

@@ -66,6 +66,35 @@ def test_steps_give_what_multiplied_gradients_give(rule: str, late: Callable[[],
         torch.testing.assert_close(found, expected[key], rtol=tolerance, atol=tolerance * 1e-2)
 
 
+def test_the_factor_of_a_step_is_that_of_no_other(late: Callable[[], None]) -> None:
+    """The second step multiplies by nothing."""
+
+    def stepped() -> Bench:
+        bench = Bench(create, single_process_context(dtype=torch.bfloat16))
+        bench.reduce(*gradients(0))
+        bench.optimizer.unscale_(bench.one / 8)
+        bench.update(0.01, 0.1)
+        bench.reduce(*gradients(1))
+        bench.update(0.01, 0.1)
+        return bench
+
+    expected = masters(stepped())
+    late()
+    for key, found in masters(stepped()).items():
+        torch.testing.assert_close(found, expected[key], rtol=1e-6, atol=1e-8)
+
+
+def test_after_an_update_nothing_is_left_to_multiply_by(late: Callable[[], None]) -> None:
+    late()
+    bench = Bench(create, single_process_context(dtype=torch.bfloat16))
+    bench.reduce(*gradients(0))
+    bench.optimizer.unscale_(bench.one / 8)
+    bench.optimizer.clip_(0.25)
+    bench.update(0.01, 0.1)
+    bench.optimizer.count_zeros()
+    assert bench.optimizer.clip_(0.0).item() == pytest.approx(0.25, rel=1e-4)
+
+
 @pytest.mark.parametrize("check", optimizer_checks(create, ranks=(1,)), ids=lambda check: check.name)
 def test_the_contract_holds(check: Check, late: Callable[[], None]) -> None:
     late()

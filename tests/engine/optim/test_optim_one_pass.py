@@ -83,16 +83,20 @@ class Trial:
 
 
 def trained(rule: str, dtype: str, device: str, *, torchs: bool) -> Values:
-    """After three steps, of which the second is clipped, and a step more from what was saved."""
+    """After three steps, of which the second is clipped, and a step more from what was saved, and from its weights."""
     trial = Trial(rule, dtype, device, torchs=torchs)
     for number, max_norm in ((1, 0.0), (2, 3.0), (3, 1e9)):
         trial.step(number, max_norm)
     again = Trial(rule, dtype, device, torchs=torchs)
     again.step(7, 0.0)  # its tables are made
     shapes = {f".{name}": shape for name, shape in SIZES.items()}
-    again.optimizer.load_state(SavedState(trial.optimizer.iter_state(), shapes).read)
+    saved = SavedState(trial.optimizer.iter_state(), shapes)
+    again.optimizer.load_state(saved.read)
     again.step(4, 2.0)
-    return again.values()
+    resumed = {(name, f"{field} of all"): value for (name, field), value in again.values().items()}
+    again.optimizer.load_weights(saved.read)
+    again.step(5, 2.0)
+    return resumed | again.values()
 
 
 def both(device: str) -> list[tuple[Values, Values]]:

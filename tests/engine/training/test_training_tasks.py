@@ -247,6 +247,22 @@ def test_mistakes_are_one_line(model: LoadedModel, tmp_path: Path, task: str, co
     assert str(caught.value) == message.format(path)
 
 
+def test_json_lines_are_scored_by_their_texts_and_refused_without(model: LoadedModel, tmp_path: Path) -> None:
+    texts = ["def f(): pass", "class A: ..."]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": each}) + "\n" for each in texts))
+    (tmp_path / "b").mkdir()
+    for number, each in enumerate(texts):
+        (tmp_path / "b" / f"{number}.txt").write_text(each)
+    records, files = model.evaluate(f"perplexity={tmp_path / 'a.jsonl'}", f"perplexity={tmp_path / 'b'}")
+    assert (records.loss, records.tokens) == (files.loss, files.tokens)
+    path = tmp_path / "c.jsonl"
+    path.write_text('{"messages": []}\n')
+    with pytest.raises(RunError) as caught:
+        model.evaluate(f"perplexity={path}")
+    why = "of JSON lines data=text reads the key 'text'"
+    assert str(caught.value) == f"{path}:1 is no record with a text: {why} (from perplexity={path})"
+
+
 def test_without_a_tokenizer_one_is_asked_for() -> None:
     with pytest.raises(RunError, match=r"no tokenizer: a task reads text; name it: --plugin data=text,tokenizer=FILE$"):
         Reader(None, 8, 0, 257).encode("text")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
+from weakref import ref
 
 import pytest
 import torch
@@ -110,6 +111,16 @@ def test_what_was_loaded_for_other_samples_is_not_taken(tmp_path: Path) -> None:
         loader.load_ahead(dataset, elsewhere, 2)
         found = [loader.training(dataset, 3, 16)(index).fields["tokens"] for index in range(2)]
         assert all(map(torch.equal, found, expected))
+
+
+def test_what_was_loaded_ahead_is_kept_until_it_is_taken(tmp_path: Path) -> None:
+    """Beside those of the next step, a step would have its own microbatches in memory."""
+    bench = Bench(tmp_path, *SIX)
+    loader, dataset = cast("Any", bench.trainer._loader), bench.trainer._dataset
+    ahead(bench)
+    loader.load_ahead(dataset, 16, 2)
+    tokens = ref(loader.training(dataset, 3, 16)(0).fields["tokens"])
+    assert tokens() is None
 
 
 def test_a_rewound_step_loads_its_own_data(tmp_path: Path) -> None:

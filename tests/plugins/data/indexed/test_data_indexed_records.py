@@ -13,6 +13,8 @@ import zstandard
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from megatron_run.errors import DataError
+from megatron_run_data_indexed.preparation import inputs
+from megatron_run_data_indexed.preparation import prepare as preparation
 from megatron_run_data_indexed.preparation.import_export import export
 from megatron_run_data_indexed.preparation.inputs import Separator, blocks, find_inputs
 from megatron_run_data_indexed.preparation.inspect import tokenizer_of
@@ -25,8 +27,8 @@ MARK = b"\xef\xbb\xbf"
 
 def prepared(source: Path, tokenizer: str = "bytes", separator: bytes | None = None) -> tuple[Path, Totals]:
     prefix = source.with_name(f"{source.name}.set")
-    inputs, _ = find_inputs([str(source)])
-    job = Preparation(tuple(inputs), prefix, tokenizer, Reading(separator=separator))
+    found, _ = find_inputs([str(source)])
+    job = Preparation(tuple(found), prefix, tokenizer, Reading(separator=separator))
     return prefix, prepare(job, overwrite=True, tell=lambda _: None, progress=lambda _: None)
 
 
@@ -64,6 +66,32 @@ def test_no_document_follows_from_where_blocks_are_cut(tmp_path: Path) -> None:
     assert Separator(b".\n").split(b"a.\r\nbx\nc.\n") == [b"a", b"bx\nc"], "other characters mean themselves"
 
 
+@pytest.mark.parametrize("name", ["a.txt", "a.txt.gz"])
+@pytest.mark.parametrize("separator", [b"\n\n", b"aba", b"\r\n"])
+def test_a_separator_that_overlaps_itself_is_found_alike_whatever_the_blocks(
+    tmp_path: Path, separator: bytes, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Runs of line feeds of all lengths, some as those of Windows, and blocks that are cut in the middle of them."""
+    monkeypatch.setattr(inputs, "_CHUNK", 8)
+    generator = np.random.default_rng(0)
+    pieces = [
+        b"abx"[: generator.integers(4)] + b"\r" * int(generator.integers(2)) + b"\n" * int(generator.integers(6))
+        for _ in range(300)
+    ]
+    pieces += [b"ab" * int(generator.integers(1, 6)) for _ in range(100)]
+    content = b"".join(pieces[index] for index in generator.permutation(len(pieces)))
+    path = tmp_path / name
+    path.write_bytes(gzip.compress(content) if path.suffix == ".gz" else content)
+    (source,), _ = find_inputs([str(path)])
+    reading = Reading(separator=separator)
+    found = [
+        [record.text for block in blocks([source], separator, size) for record in read_records(block, reading)]
+        for size in (1, 7, 64, 200, 10**6)
+    ]
+    assert len(found[-1]) > 50
+    assert all(each == found[-1] for each in found)
+
+
 @pytest.mark.parametrize("text", ["plain", "a\u2028b\u2029c\x85d\x0be\x0cf\x1cg\x1eh", "\ufeffinside"])
 def test_json_lines_hold_every_character_in_one_line(tmp_path: Path, text: str) -> None:
     path = tmp_path / "a.jsonl"
@@ -84,7 +112,9 @@ def test_a_compressed_input_that_breaks_off_makes_no_dataset(tmp_path: Path, pac
     assert not (tmp_path / f"{path.name}.set.idx").exists()
 
 
-def test_text_without_a_token_is_counted_and_a_document_of_such_text_is_empty(tmp_path: Path) -> None:
+def test_text_without_a_token_is_counted_and_a_document_of_such_text_is_empty(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     made = Tokenizer(models.BPE())
     made.pre_tokenizer = pre_tokenizers.Whitespace()
     trainer = trainers.BpeTrainer(vocab_size=60, special_tokens=["<|endoftext|>"], show_progress=False)
@@ -96,6 +126,9 @@ def test_text_without_a_token_is_counted_and_a_document_of_such_text_is_empty(tm
     prefix, totals = prepared(path, str(tmp_path / "t.json"))
     assert (totals.documents, totals.empty, totals.lost) == (3, 1, 6)
     assert len(Reader(prefix)) == 3
+    monkeypatch.setattr(preparation, "SMALLEST", 16)  # a block for each line
+    _, totals = prepared(path, str(tmp_path / "t.json"))
+    assert (totals.documents, totals.empty, totals.lost) == (3, 1, 6)
 
 
 def test_a_dataset_as_text_makes_the_same_dataset_again(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ import numpy as np
 
 from megatron_run.errors import DataError, InputError, near_path
 from megatron_run_engine.data.option_types import SPLITS
-from megatron_run_engine.data.user_files import byte_lines, foreign, json_line, read_bytes, start_of, unreadable
+from megatron_run_engine.data.user_files import file_lines, foreign, json_line, read_bytes, start_of, unreadable
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -61,7 +61,7 @@ class Document:
         if not self.has_records:
             yield str(self.path), self.read()
             return
-        for number, line in enumerate(byte_lines(self.read()), 1):
+        for number, line in file_lines(self.path, "data.paths"):
             if line.strip():
                 place = f"{self.path}:{number}"
                 yield place, _text_of(line, place).encode()
@@ -71,13 +71,17 @@ class Document:
         return (content.decode(errors="replace") for _, content in self.contents())
 
 
+class NoTextError(DataError):
+    """A JSON line without a text: another plugin may read it."""
+
+
 def _text_of(line: bytes, place: str) -> str:
     try:
         record = json_line(line)
     except ValueError as cause:
         raise DataError(f"{place} is no record", why=str(cause), origin="data.paths") from cause
     if not isinstance(record, dict) or not isinstance(record.get("text"), str):
-        raise DataError(f"{place} is no record with a text", why=_NO_TEXT, origin="data.paths", fix=_OTHERS)
+        raise NoTextError(f"{place} is no record with a text", why=_NO_TEXT, origin="data.paths", fix=_OTHERS)
     return str(record["text"])
 
 
@@ -91,8 +95,8 @@ def require_texts(paths: Sequence[Path]) -> None:
     for document in map(Document, paths):
         try:
             next(document.contents() if document.has_records else iter(()), None)
-        except DataError as cause:
-            raise InputError(f"{document.path} has no texts", why=_NO_TEXT, origin="data.paths", fix=_OTHERS) from cause
+        except NoTextError as cause:
+            raise InputError(cause.what, why=_NO_TEXT, origin="data.paths", fix=_OTHERS) from cause
 
 
 def find_documents(names: Sequence[str]) -> tuple[Document, ...]:

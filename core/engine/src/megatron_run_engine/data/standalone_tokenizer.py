@@ -75,18 +75,20 @@ def standalone_files(name: str | Path) -> dict[str, bytes]:
     return {TOKENIZER: path.read_bytes()}
 
 
-def files_for_transformers(name: str | Path) -> dict[str, bytes]:
+def files_for_transformers(name: str | Path, end: int | None = None) -> dict[str, bytes]:
     """The :func:`standalone_files`, with a ``tokenizer_config.json`` by which transformers takes the other as it is.
 
-    It would choose a class by the model's type otherwise. The end of a document is its ``eos_token`` where that changes
-    no id.
+    It would choose a class by the model's type otherwise. ``end``, which ended the documents of a run, or else the
+    tokenizer's own end is its ``eos_token`` where that changes no id. Bytes have files too.
     """
+    if str(name) == "bytes":
+        return FolderTokenizer(byte_tokenizer_json().decode(), {"eos_token": END_OF_DOCUMENT[0]}).files()
     files = standalone_files(name)
     if TOKENIZER not in files or TOKENIZER_CONFIG in files:
         return files
     tokenizer = open_tokenizer(str(name))
     assert isinstance(tokenizer, JsonTokenizer), "it has files"
-    return FolderTokenizer(files[TOKENIZER].decode(), tokenizer.plain_special()).files()
+    return FolderTokenizer(files[TOKENIZER].decode(), tokenizer.plain_special(end)).files()
 
 
 def json_file(name: str) -> Path | None:

@@ -91,7 +91,10 @@ def open_streams(documents: Sequence[Document], tokenizer: Tokenizer, shares: Sh
     made_by = making.identity
     try:
         folder = user_cache("tokens")
-        files = [(each.st_dev, each.st_ino, each.st_size, each.st_mtime_ns, each.st_ctime_ns) for each in stats]
+        files = [
+            (each.st_dev, each.st_ino, each.st_size, each.st_mtime_ns, each.st_ctime_ns, document.has_records)
+            for each, document in zip(stats, documents, strict=True)
+        ]
         link = folder / f"{xxhash.xxh3_128_hexdigest(repr((files, made_by)).encode())}.link"
         with suppress(OSError):
             return _open(folder / f"{link.read_text(encoding='utf-8')}.tokens")

@@ -186,9 +186,9 @@ class JsonTokenizer(Tokenizer):
         """As the folder says."""
         return None if self._folder is None else template_for(self._folder.templates, tools=tools)
 
-    def plain_special(self) -> dict[str, str]:
-        """The end of a document as ``eos_token`` of a file without a folder, where it is a special token already."""
-        name = self._tokenizer.id_to_token(self.end_of_document)
+    def plain_special(self, end: int | None = None) -> dict[str, str]:
+        """``end``, or the end of a document, as ``eos_token`` of a file without a folder, if it is a special token."""
+        name = self._tokenizer.id_to_token(self.end_of_document if end is None else end)
         return {"eos_token": name} if name in self._special_names() else {}
 
     @cached_property

@@ -247,6 +247,23 @@ def byte_lines(content: bytes) -> list[bytes]:
     return [line.removesuffix(b"\r") for line in (lines if lines[-1] else lines[:-1])]
 
 
+def file_lines(path: Path, origin: str = "") -> Iterator[tuple[int, bytes]]:
+    """Yield the lines of a plain file, as :func:`byte_lines` cuts them, with their numbers from 1 on, one in memory.
+
+    Raises :class:`DataError` as :func:`read_bytes`, before the first.
+    """
+    try:
+        refuse_pointer(path, start_of(path)[: len(_POINTER)])
+        with path.open("rb") as file:
+            for number, line in enumerate(file, 1):
+                yield number, (line.removeprefix(MARK) if number == 1 else line).removesuffix(b"\n").removesuffix(b"\r")
+    except OSError as cause:
+        raise unreadable(path, cause, origin) from cause
+    except DataError as error:
+        error.origin = error.origin or origin
+        raise
+
+
 def text_lines(path: Path, origin: str = "") -> Iterator[tuple[int, str]]:
     """Yield the lines of a user's text with their numbers from 1 on. Raises as :func:`read_text`, before the first."""
     content = read_text(path, origin).encode()

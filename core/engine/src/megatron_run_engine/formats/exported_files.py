@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING
 
 from megatron_run_engine.checkpoint.files import followed
 from megatron_run_engine.checkpoint.kept_files import TokenizerFiles, kept_tokenizer, tokenizer_files
-from megatron_run_engine.data.standalone_tokenizer import byte_tokenizer_json, files_for_transformers, reads_bytes
+from megatron_run_engine.data.standalone_tokenizer import files_for_transformers, reads_bytes
 from megatron_run_engine.data.tokenizer import ByteTokenizer, open_tokenizer
 from megatron_run_engine.data.tokenizer_folder import read_files
-from megatron_run_engine.data.tokenizer_folder.record import TOKENIZER
 
 if TYPE_CHECKING:
     from megatron_run.contracts import Weights
@@ -20,10 +19,12 @@ if TYPE_CHECKING:
 
 def files_beside(weights: Weights, checkpoints: Checkpoints, step: int) -> Iterator[tuple[str, bytes]]:
     """The tokenizer's files for another program, where one is known, with its chat template."""
+    about = checkpoints.manifest(step).about
     if weights.tokenizer is not None:
-        yield from files_for_transformers(weights.tokenizer).items()
-    elif reads_bytes(checkpoints.manifest(step).about.identity):
-        yield TOKENIZER, byte_tokenizer_json()
+        end = None if about.tokenizer is None else about.tokenizer.end
+        yield from files_for_transformers(weights.tokenizer, end).items()
+    elif reads_bytes(about.identity):
+        yield from files_for_transformers("bytes").items()
 
 
 def given_tokenizer(weights: Weights) -> TokenizerFiles | None:

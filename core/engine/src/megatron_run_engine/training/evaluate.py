@@ -148,8 +148,8 @@ def generate_text(run: ResolvedRun, assembly: Assembly) -> str | None:
 
     Return None if the data is not text, or the model does not predict the next token.
 
-    ``megatron-run generate --seed SEED``, with ``train.seed``, writes the same. Without a prompt the text begins after
-    a line break, or where the tokenizer knows none, after the end of another text.
+    ``megatron-run generate --past-end --seed SEED``, with ``train.seed``, writes the same. Without a prompt the text
+    begins after a line break, or where the tokenizer knows none, after the end of another text.
     """
     data, asked = assembly.data, run.config.eval
     prompt = data.encode_prompt(asked.prompt or "\n") if assembly.model.predicts_next else None

@@ -18,7 +18,7 @@ from megatron_run.contracts import EvalMetrics
 from megatron_run.contracts.data import Split
 from megatron_run.contracts.schema import TASKS, read_task
 from megatron_run.errors import DataError, InputError
-from megatron_run_engine.data.documents import Document, find_documents
+from megatron_run_engine.data.documents import NoTextError, find_documents
 from megatron_run_engine.data.user_files import json_line, read_text, text_lines
 from megatron_run_engine.runtime.generation.scoring import Score, Window, score, text_windows
 from megatron_run_engine.training.sample_losses import score_samples
@@ -153,10 +153,10 @@ def perplexity(source: str, reader: Reader, stride: int | None) -> Work:
     Every token but the first of a text is scored. Without a stride windows do not overlap. Metrics: ``perplexity``, and
     for text ``bits_per_byte``, by the bytes of the tokens that are scored.
     """
-    if source in get_args(Split) and not Path(source).exists():
+    if _is_split(source):
         return SplitWork(reader.split(cast("Split", source)))
     windows, size = list[Window](), 0.0
-    for text in (text for document in _documents(source) for text in _texts(document)):
+    for text in _texts(source):
         tokens = reader.encode(text)
         if len(tokens) > 1:
             windows += _windows(tokens, reader, stride or reader.longest)
@@ -169,17 +169,21 @@ def perplexity(source: str, reader: Reader, stride: int | None) -> Work:
     return TextWork(windows, metrics)
 
 
-def _documents(source: str) -> tuple[Document, ...]:
+def _texts(source: str) -> Iterator[str]:
+    """The texts of files: one each, or of JSON lines each line's. Raises :class:`DataError` that names the task."""
     try:
-        return find_documents([source])
+        for document in find_documents([source]):
+            yield from document.texts() if document.has_records else (read_text(document.path),)
     except DataError as error:
         error.origin = f"perplexity={source}"
+        if isinstance(error, NoTextError):
+            error.fix = ""  # another plugin of the data helps a training only
         raise
 
 
-def _texts(document: Document) -> Iterator[str]:
-    """The texts of ``document``; only of JSON lines there are several."""
-    return document.texts() if document.has_records else iter((read_text(document.path),))
+def _is_split(source: str) -> bool:
+    """Whether ``source`` names a split of the run's data; a file of that name comes first."""
+    return source in get_args(Split) and not Path(source).exists()
 
 
 def wikitext(source: str, reader: Reader, stride: int | None) -> Work:
@@ -226,8 +230,8 @@ def check_files(tasks: Iterable[str]) -> None:
         try:
             if name != "perplexity":
                 read_text(Path(source))
-            elif source not in get_args(Split):
-                find_documents([source])
+            elif not _is_split(source):
+                next(_texts(source), None)
         except DataError as error:
             error.origin = f"{name}={source}"
             raise

@@ -136,7 +136,8 @@ class Text(DataSource):
         """The error of a ``split`` without a sample, with every way out that leads to one."""
         share, documents, tokens = self._shares.share(split), len(self._texts), len(self._streams[split])
         ways = ["name more text"]
-        if not self._cuts_all:
+        records = any(each.has_records for each in self._texts)
+        if not self._cuts_all and not records:
             ways.append("join it into one file, which is cut")
         needed = (sequence_length + 2) * share / max(tokens, 1)  # of the text, where it is cut by shares
         if self._cuts_all and needed < 0.95:
@@ -147,9 +148,9 @@ class Text(DataSource):
             ways.append(f"lower train.sequence_length to {tokens - 1}")
         return DataError(
             f"the {split} split is too short for one sample",
-            why=f"{share:.0%} of {plural(documents, 'document')} came to {tokens} tokens, and a sample needs "
+            why=f"{share:.0%} of {plural(documents, 'file')} came to {tokens} tokens, and a sample needs "
             f"{sequence_length + 1}"
-            + ("" if self._cuts_all else f"; files below {CUT_FROM // 1024} KiB go to one split whole"),
+            + ("" if self._cuts_all else f"; texts below {CUT_FROM // 1024} KiB go to one split whole"),
             origin="data.paths and data.split",
             fix=", or ".join(ways),
         )

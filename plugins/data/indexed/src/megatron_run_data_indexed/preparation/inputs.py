@@ -148,18 +148,23 @@ class Separator:
     def __init__(self, text: bytes) -> None:
         unix = text.replace(b"\r\n", b"\n")
         self._pattern = re.compile(re.escape(unix).replace(b"\\\n", b"\r?\n"))
-        #: The most bytes that it takes.
+        #: The most bytes that it takes, and all bytes that are in it.
         self.longest = len(unix) + unix.count(b"\n")
+        self._bytes = unix + b"\r" * (b"\n" in unix)
 
     def split(self, content: bytes) -> list[bytes]:
         """The documents of ``content``; after a separator at its end there is none."""
         found: list[bytes] = self._pattern.split(content)
         return found if found[-1] else found[:-1]
 
-    def first_end(self, content: bytes) -> int:
-        """Where the first separator in ``content`` ends; -1 without one."""
-        found = self._pattern.search(content)
+    def first_end(self, content: bytes | bytearray, start: int) -> int:
+        """Where the first separator in ``content`` from ``start`` on ends; -1 without one."""
+        found = self._pattern.search(content, start)
         return found.end() if found else -1
+
+    def apart(self, content: bytes) -> int:
+        """The last place in ``content`` that no separator reaches over, since the byte before is in none; 0 without."""
+        return len(content.rstrip(self._bytes))
 
     def last_end(self, content: bytes | bytearray, start: int) -> int:
         """Where the last separator in ``content`` from ``start`` on ends; -1 without one."""
@@ -200,30 +205,49 @@ def _ranges(source: Input, separator: Separator | None, size: int) -> Iterator[t
     start = 0
     with source.path.open("rb") as file:
         while start < source.size:
-            stop = source.size if start + size >= source.size else _after(file, separator, start + size, source.size)
+            stop = (
+                source.size
+                if start + size >= source.size
+                else _after(file, separator, start, start + size, source.size)
+            )
             yield start, stop
             start = stop
 
 
-def _after(file: BinaryIO, separator: Separator, place: int, end: int) -> int:
-    """The offset after the first ``separator`` that ends at ``place`` or later; ``end`` if there is none."""
-    place = max(0, place - separator.longest)
-    while place < end:
-        file.seek(place)
-        chunk = file.read(_CHUNK)
-        found = separator.first_end(chunk)
-        if found >= 0:
-            return place + found
-        if len(chunk) <= separator.longest:
+def _after(file: BinaryIO, separator: Separator, begun: int, place: int, end: int) -> int:
+    """The offset after the first ``separator`` that ends at ``place`` or later; ``end`` if there is none.
+
+    Separators are found from left to right, and in a run of line feeds it matters where that begins: at ``begun``,
+    behind another one, or anywhere that no separator reaches over. So documents do not depend on the size of blocks.
+    """
+    start, stop = begun, max(begun, place - separator.longest)
+    while stop > begun:
+        low = max(begun, stop - _CHUNK)
+        file.seek(low)
+        apart = separator.apart(file.read(stop - low))
+        if apart:
+            start = low + apart
             break
-        place += len(chunk) - separator.longest
+        stop = low
+    file.seek(start)
+    content = bytearray()
+    while chunk := file.read(_CHUNK):
+        content += chunk
+        searched = 0
+        while (found := separator.first_end(content, searched)) >= 0:
+            if start + found >= place:
+                return start + found
+            searched = found
+        searched = max(searched, len(content) - separator.longest + 1)  # no other one begins before
+        del content[:searched]
+        start += searched
     return end
 
 
 def _unpacked(source: Input, separator: Separator | None, size: int) -> Iterator[tuple[int, int, bytes]]:
     """The contents of a compressed file in pieces that end with a ``separator``, and the bytes that each came from."""
     waiting, start = bytearray(), 0
-    searched = 0
+    looked, searched = 0, 0  # how much was there, and from where a separator may begin
     for chunk, read in unpacked(source.path, source.compression):
         waiting += chunk
         if len(waiting) > LARGEST_RECORD:
@@ -231,14 +255,14 @@ def _unpacked(source: Input, separator: Separator | None, size: int) -> Iterator
                 f"{source.path} unpacks to more than {LARGEST_RECORD >> 20} MiB without an end of a document",
                 fix="unpack it to see what it is; --separator says what ends a document of a text",
             )
-        if separator is None or len(waiting) < max(size, searched + _CHUNK // 2):
+        if separator is None or len(waiting) < max(size, looked + _CHUNK // 2):
             continue
-        cut = separator.last_end(waiting, max(0, searched - separator.longest))
-        searched = len(waiting)
+        cut = separator.last_end(waiting, searched)
+        looked, searched = len(waiting), max(0, len(waiting) - separator.longest + 1)
         if cut >= 0:
             place = min(read, source.size)
             yield start, place, bytes(waiting[:cut])
-            start, searched = place, 0
+            start, looked, searched = place, 0, 0
             del waiting[:cut]
     if waiting:
         yield start, source.size, bytes(waiting)
