@@ -69,5 +69,6 @@ are of another model                       ``inference.network``
 is not read                                ``checkpoint.files.followed``
 is not read                                ``checkpoint.kept_files.read_own``
 is not beside it                           ``checkpoint.kept_files.tokenizer_of``
+is not exported                           ``checkpoint.kept_files.exported_tokenizer``
 =========================================  ======================================================
 """
