@@ -14,25 +14,34 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_run.errors import DataError
-from megatron_run_data_instruct.renderer import BEGIN, END, Broken, Refused, Renderer, compiled, rendered
+from megatron_run_engine.data.chat_template.messages import NoConversation
+from megatron_run_engine.data.chat_template.renderer import (
+    BEGIN,
+    END,
+    Broken,
+    Refused,
+    Renderer,
+    compiled,
+    rendered,
+)
 from megatron_run_engine.data.user_files import read_text, unreadable
 
 if TYPE_CHECKING:
     from megatron_run_engine.data.tokenizer import Tokenizer
 
+#: The name of the template that comes with the tokenizer.
+AUTO = "auto"
 #: The template of a tokenizer without one. The end-of-document token follows the last turn.
 PLAIN = (
     "{% for message in messages %}{{ message.role | capitalize }}: "
     "{% if message.role == 'assistant' %}{% generation %}{{ message.content }}\n{% endgeneration %}"
     "{% else %}{{ message.content }}\n{% endif %}{% endfor %}{% if add_generation_prompt %}Assistant: {% endif %}"
 )
+#: Texts of an answer and of a user that no conversation holds: they are no characters (Unicode 23.7).
+_ANSWER, _NEXT = "\ufdd2", "\ufdd3"
 #: The most bytes of a template.
 _LARGEST = 1 << 26
 _MARKS = re.compile(r"\{%[-+]?\s*generation\b")
-
-
-class NoConversation(Exception):
-    """What is wrong with a line, or with its messages to the template."""
 
 
 class ChatTemplate:
@@ -77,6 +86,21 @@ class ChatTemplate:
                 )
             spans.append((start, len(until)))
         return marked, spans
+
+    def prompt(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None) -> str:
+        """The text of ``messages``, and of what begins an answer to them. Raises :class:`NoConversation`."""
+        return _without_marks(self._text(messages, tools, prompt=True))[0]
+
+    def after_answer(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None) -> str:
+        """What stands between an answer to ``messages`` and the user's next words; empty where it cannot be seen."""
+        later = [{"role": "assistant", "content": _ANSWER}, {"role": "user", "content": _NEXT}]
+        try:
+            text = _without_marks(self._text([*messages, *later], tools, prompt=False))[0]
+        except NoConversation:
+            return ""
+        _, answered, rest = text.rpartition(_ANSWER)
+        between, asked, _ = rest.partition(_NEXT)
+        return between if answered and asked else ""
 
     def _start(
         self,
@@ -151,25 +175,16 @@ def _without_marks(text: str) -> tuple[str, list[tuple[int, int]]]:
 
 
 class Templates:
-    """The template for a conversation: the file ``name`` or, for ``auto``, those of ``tokenizer``, or :data:`PLAIN`.
+    """The templates for conversations, as :func:`template_source` finds them; ``place`` is the tokenizer's.
 
     A tokenizer may come with another one for conversations with tools. ``date`` is what they read as today. Raises
     :class:`DataError` if a file cannot be read.
     """
 
     def __init__(self, name: str, tokenizer: Tokenizer, place: object, date: str | None = None) -> None:
-        tokens = tokenizer.special
-        if name != "auto":
-            path = Path(name).expanduser()
-            self._of = dict.fromkeys((False, True), ChatTemplate(_read(path), path, tokens, date))
-            return
-        sources = {tools: tokenizer.template(tools=tools) for tools in (False, True)}
-        made = {
-            source: ChatTemplate(source, place, tokens, date)
-            if source is not None
-            else ChatTemplate(PLAIN, "this plugin", tokens)
-            for source in dict.fromkeys(sources.values())
-        }
+        path = place if name == AUTO else Path(name).expanduser()
+        sources = {tools: template_source(name, tokenizer, tools=tools) for tools in (False, True)}
+        made = {source: ChatTemplate(source, path, tokenizer.special, date) for source in set(sources.values())}
         self._of = {tools: made[source] for tools, source in sources.items()}
 
     @property
@@ -182,11 +197,24 @@ class Templates:
         return self._of[tools]
 
 
-def _read(path: Path) -> str:
+def template_source(name: str, tokenizer: Tokenizer, *, tools: bool) -> str:
+    """The template ``name`` for conversations with ``tools`` or without.
+
+    It is a file or, for ``auto``, what comes with the tokenizer, else :data:`PLAIN`. Raises :class:`DataError` if the
+    file cannot be read.
+    """
+    if name != AUTO:
+        return read_template(Path(name).expanduser(), "data.template")
+    found = tokenizer.template(tools=tools)
+    return PLAIN if found is None else found
+
+
+def read_template(path: Path, origin: str) -> str:
+    """The template in the file ``path``, which ``origin`` names. Raises :class:`DataError`."""
     try:
         large = path.stat().st_size > _LARGEST
     except OSError as cause:
-        raise unreadable(path, cause, "data.template") from cause
+        raise unreadable(path, cause, origin) from cause
     if large:
-        raise DataError(f"{path} is too large", why=f"more than {_LARGEST >> 20} MiB", origin="data.template")
-    return read_text(path, "data.template")
+        raise DataError(f"{path} is too large", why=f"more than {_LARGEST >> 20} MiB", origin=origin)
+    return read_text(path, origin)
