@@ -96,10 +96,17 @@ def _at_terminal(talk: Conversation) -> None:
             talk.forget()
         elif line.strip():
             try:
-                talk.ask(line, show_piece)
-                click.echo()
+                _answer(talk, line)
             except InputError as error:
                 tell_error(str(error))
+
+
+def _answer(talk: Conversation, turn: str) -> None:
+    """Show the answer to ``turn`` as it comes, and what has cut it short."""
+    answer = talk.ask(turn, show_piece)
+    click.echo()
+    if limit := talk.limit_of(answer):
+        tell(f"the answer is cut by {limit}")
 
 
 def _by_lines(talk: Conversation, lines: Iterable[str], *, as_json: bool) -> None:
@@ -113,8 +120,7 @@ def _by_lines(talk: Conversation, lines: Iterable[str], *, as_json: bool) -> Non
         else:
             if answered:
                 click.echo(BETWEEN)
-            talk.ask(turn, show_piece)
-            click.echo()
+            _answer(talk, turn)
         answered = True
     if not answered:
         raise InputError("nothing was said to the model", fix='name a PROMPT, or pipe lines: echo "Hello" | ...')

@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from megatron_run.errors import plural
+
 if TYPE_CHECKING:
     from megatron_run_engine.inference.loaded_model import LoadedModel
     from megatron_run_engine.inference.text_stream import Completion
@@ -16,7 +18,7 @@ if TYPE_CHECKING:
 class Conversation:
     """A talk with ``model``, which answers as ``writing`` says, through the Jinja ``template`` or its own.
 
-    ``system`` is what it reads before all turns. ``tell`` gets a line where turns are left out or an answer is cut.
+    ``system`` is what it reads before all turns. ``tell`` gets a line where turns are left out.
     """
 
     model: LoadedModel
@@ -40,11 +42,16 @@ class Conversation:
         options = {name: value for name, value in vars(self.writing).items() if name != "num"}
         answer = self.model.chat(self._messages(turns), template=self.template, show=show, **options)
         self._turns = [*turns, {"role": "assistant", "content": answer.text or ""}]
-        if answer.finish == "length":
-            asked = len(answer.tokens) == self.writing.max_new_tokens
-            limit = "--max-new-tokens" if asked else f"the model's {self.model.positions} positions"
-            self.tell(f"the answer is cut after {len(answer.tokens)} tokens, by {limit}")
         return answer
+
+    def limit_of(self, answer: Completion) -> str | None:
+        """What has cut ``answer`` short; None where the model has ended it."""
+        if answer.finish == "stop":
+            return None
+        size = len(answer.tokens)
+        if size == self.writing.max_new_tokens:
+            return f"max_new_tokens={size}"
+        return f"the model's {self.model.positions} positions, after {plural(size, 'token')}"
 
     def _messages(self, turns: list[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
         return turns if self.system is None else [{"role": "system", "content": self.system}, *turns]
@@ -57,7 +64,7 @@ class Conversation:
         while len(kept) > 1 and self._size(kept) > longest:
             kept = kept[2:]
         if len(kept) < len(turns):
-            left = f"the {len(turns) - len(kept)} oldest of {len(turns)} messages are left out"
+            left = f"the {len(turns) - len(kept)} oldest of {len(turns)} messages are left out from here on"
             self.tell(f"{left}: the model reads {positions} tokens")
         return kept
 

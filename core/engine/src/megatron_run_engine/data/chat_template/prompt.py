@@ -34,7 +34,7 @@ class ChatPrompts:
     def __init__(self, data: DataSource, place: object) -> None:
         self._data, self._place = data, place
         self._special = {f"{kind}_token": text for kind, (text, _) in data.special_tokens.items()}
-        self._made: dict[tuple[str, str | None], ChatTemplate] = {}
+        self._last: tuple[tuple[str, str | None], ChatTemplate] | None = None  # it has a process
 
     def of(
         self,
@@ -67,10 +67,11 @@ class ChatPrompts:
         return AnswerPrompt(tokens, *self._ends(between, plain=source == PLAIN))
 
     def _template(self, source: str, date: str | None) -> ChatTemplate:
+        """The template ``source``, which is made anew only where it differs from the last one."""
         key = source, date
-        if key not in self._made:
-            self._made[key] = ChatTemplate(source, self._place, self._special, date)
-        return self._made[key]
+        if self._last is None or self._last[0] != key:
+            self._last = key, ChatTemplate(source, self._place, self._special, date)
+        return self._last[1]
 
     def _ends(self, between: str, *, plain: bool) -> tuple[frozenset[int], tuple[str, ...]]:
         """Tokens and texts that end an answer: what stands ``between`` it and the next turn begins with them."""

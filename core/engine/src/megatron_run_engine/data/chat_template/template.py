@@ -77,9 +77,9 @@ class ChatTemplate:
             if message["role"] != "assistant":
                 continue
             before = self._text(messages[:number], tools, prompt=True)
-            until = self._text(messages[: number + 1], tools, prompt=False)
-            start = self._start(messages[:number], tools, before, until)
-            if start is None or not marked.startswith(until):
+            until = self._begun(messages[: number + 1], tools, marked)
+            start = None if until is None else self._start(messages[:number], tools, before, until)
+            if until is None or start is None:
                 raise NoConversation(
                     f"the template renders message {number} otherwise when others follow; mark what is learned with "
                     "{% generation %} in a template of your own"
@@ -115,10 +115,22 @@ class ChatTemplate:
         both = next(
             (place for place, pair in enumerate(zip(before, until, strict=False)) if pair[0] != pair[1]), len(until)
         )
-        if not earlier or both <= len(self._text(earlier, tools, prompt=False)):
+        begun = self._begun(earlier, tools, until) if earlier else None
+        if begun is None or both <= len(begun):
             return None
         self.unopened = before[both:]
         return both
+
+    def _begun(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None, whole: str
+    ) -> str | None:
+        """The text of ``messages``, with which ``whole`` begins; None where it begins otherwise.
+
+        A template may end a conversation with a special token, as Phi-3's does, which is not there where others follow.
+        """
+        text = self._text(messages, tools, prompt=False)
+        ways = (text, *(text.removesuffix(token) for token in self._tokens.values() if token))
+        return next((way for way in ways if whole.startswith(way)), None)
 
     def _text(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None, *, prompt: bool
