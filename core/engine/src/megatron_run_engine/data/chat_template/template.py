@@ -24,13 +24,12 @@ from megatron_run_engine.data.chat_template.renderer import (
     compiled,
     rendered,
 )
+from megatron_run_engine.data.tokenizer_folder.record import AUTO
 from megatron_run_engine.data.user_files import read_text, unreadable
 
 if TYPE_CHECKING:
     from megatron_run_engine.data.tokenizer import Tokenizer
 
-#: The name of the template that comes with the tokenizer.
-AUTO = "auto"
 #: The template of a tokenizer without one. The end-of-document token follows the last turn.
 PLAIN = (
     "{% for message in messages %}{{ message.role | capitalize }}: "
