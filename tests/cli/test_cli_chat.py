@@ -73,8 +73,11 @@ def test_a_terminal_is_a_loop_that_forgets_goes_on_after_mistakes_and_ends(run: 
     with subprocess.Popen(command, stdin=theirs, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         os.close(theirs)
         os.write(ours, b"a\n\n/new\na\n" + 40 * b"x" + b"\nb\n/exit\n")
-        out, err = process.communicate(timeout=120)
-        os.close(ours)
+        try:
+            out, err = process.communicate(timeout=60)
+        finally:
+            process.kill()
+            os.close(ours)
     assert process.returncode == 0
     first, second = expected(run, "a", "b")
     assert out.decode() == f"> {first}\n> > > {first}\n> > {second}\n> "

@@ -86,11 +86,14 @@ def test_without_a_special_token_an_answer_ends_where_the_next_turn_begins() -> 
 def test_a_space_alone_ends_no_answer(tmp_path: Path) -> None:
     """Its token has no text at the start of one, where tokenizers mark spaces."""
     hub_tokenizer("gemma").save_pretrained(tmp_path)
+    state = json.loads((tmp_path / "tokenizer.json").read_text())
+    state["decoder"]["decoders"].append({"type": "Strip", "content": " ", "start": 1, "stop": 0})  # as Llama 2's
+    (tmp_path / "tokenizer.json").write_text(json.dumps(state))
     data = data_of(tmp_path)
     template = (
         "{% for m in messages %} {{ m.content }} {% if m.role == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
     )
-    assert data.decode(data.encode(" ") or ()) in ("", " ")
+    assert data.decode(data.encode(" ") or ()) == ""
     assert prompt(data, template=template).ends == frozenset({data.special_tokens["eos"][1]})
 
 
