@@ -97,8 +97,8 @@ def _differences(ours: Tokenizer, theirs: Any, seed: int) -> Iterator[str]:
 
 
 def _templates(ours: Tokenizer, theirs: Any) -> Iterator[str]:
-    from megatron_run_data_instruct.renderer import BEGIN, END, compiled, rendered
-    from megatron_run_data_instruct.template import given_to_template
+    from megatron_run_engine.data.chat_template.renderer import BEGIN, END, compiled, rendered
+    from megatron_run_engine.data.chat_template.template import given_to_template
 
     for tools in (None, _TOOLS):
         source = ours.template(tools=tools is not None)

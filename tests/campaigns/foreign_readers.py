@@ -94,7 +94,8 @@ def _tokenized(path: Path) -> object:
 
 
 def _rendered(path: Path) -> object:
-    from megatron_run_data_instruct.template import NoConversation, Templates
+    from megatron_run_engine.data.chat_template.messages import NoConversation
+    from megatron_run_engine.data.chat_template.template import Templates
     from megatron_run_engine.data.tokenizer import open_tokenizer
 
     template = Templates("auto", open_tokenizer(str(path.with_name("tokenizer.json"))), path).of(tools=False)
@@ -150,7 +151,8 @@ def _converted(path: Path) -> object:
 
 def _conversations(path: Path) -> object:
     from megatron_run_data_instruct.conversations import conversation, lines_of
-    from megatron_run_data_instruct.template import NoConversation, Templates
+    from megatron_run_engine.data.chat_template.messages import NoConversation
+    from megatron_run_engine.data.chat_template.template import Templates
     from megatron_run_engine.data.documents import Document
     from megatron_run_engine.data.tokenizer import ByteTokenizer
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import traceback
 from collections.abc import Sequence
 from contextvars import ContextVar
@@ -58,6 +59,12 @@ def write_file(file: Path, text: str) -> None:
         raise InputError(
             f"{file} cannot be written", why=error.strerror or str(error), fix="name another file"
         ) from None
+
+
+def show_piece(piece: str) -> None:
+    """A piece of a text, at once."""
+    sys.stdout.write(piece)
+    sys.stdout.flush()
 
 
 def tell(line: str) -> None:

@@ -15,19 +15,15 @@ import click
 
 from megatron_run.errors import DataError, InputError
 from megatron_run.safe_folder import parse_json
+from megatron_run_cli.commands.chat import ANEW, BETWEEN, END, ChatOptions, chat_options, lines_typed
 from megatron_run_cli.grammar import debug_option, json_option, rank_options
-from megatron_run_cli.output import print_json, tell
+from megatron_run_cli.output import print_json, show_piece, tell
 
 if TYPE_CHECKING:
     from megatron_run.config.request import Request
     from megatron_run.planning import ResolvedRun
     from megatron_run_engine.inference import Completion, LoadedModel, Writing
     from megatron_run_engine.inference.source import Source
-
-#: What stands between texts where several are printed.
-_BETWEEN = "---"
-#: What a line must be to start anew in the loop.
-_ANEW = "/new"
 
 
 @click.command()
@@ -43,6 +39,7 @@ _ANEW = "/new"
     metavar="FILE",
     help="More prompts: one a line, or the strings of a JSON list in a file named .json.",
 )
+@chat_options
 @click.option("--max-new-tokens", type=int, default=128, metavar="N", help="Most tokens of a text [default: 128].")
 @click.option(
     "--temperature", type=float, default=0.8, metavar="T", help="Below 1: likelier tokens; 0: the likeliest [0.8]."
@@ -73,11 +70,12 @@ def generate(
     *,
     step: int | None,
     file: Path | None,
+    chat: ChatOptions | None,
     as_tokens: bool,
     as_json: bool,
     **options: Any,
 ) -> None:
-    """Continue each PROMPT with a trained model.
+    """Continue each PROMPT with a trained model, or answer them with --chat.
 
     MODEL is a run folder, one of its saved steps, an imported folder, or a folder of another program that an installed
     format reads, as huggingface. Without a PROMPT it is read from standard input; at a terminal, line by line.
@@ -92,6 +90,10 @@ def generate(
     source = read_source(model, step)
     run = plan(source, request)
     asked = [*prompts, *(_read_prompts(file) if file else ())]
+    if chat is not None:
+        chat.check(writing, ranks=run.sizes.world, as_tokens=as_tokens)
+        chat.hold(load_here(run, source), writing, asked, as_json=as_json)
+        return
     loops = not asked and sys.stdin.isatty()
     if loops and (run.sizes.world > 1 or as_json or as_tokens):
         raise InputError("no prompt is given", why="the loop at a terminal is for text, one process, no --json")
@@ -112,7 +114,7 @@ def generate(
         print_json({"model": str(source.path), "step": source.step, "texts": [asdict(text) for text in texts]})
     elif not streams:
         for number, text in enumerate(texts):
-            between = [_BETWEEN] if number else []
+            between = [BETWEEN] if number else []
             click.echo("\n".join([*between, text.ids if as_tokens else str(text)]))
 
 
@@ -144,9 +146,9 @@ def _here(model: LoadedModel, prompts: Sequence[Any], writing: Writing, *, strea
     if not streams:
         return model.write(prompts, writing)
     page = model.start(prompts, writing)  # an error comes before the prompt is shown
-    _show(prompts[0])
+    show_piece(prompts[0])
     for _, piece in page.pieces():
-        _show(piece)
+        show_piece(piece)
     click.echo()
     return page.completions()
 
@@ -178,29 +180,19 @@ def _on_ranks(
 
 def _loop(model: LoadedModel, writing: Writing) -> None:
     """Read lines and continue the text with each, until the end of the input."""
-    tell(f"{model!r}: what you type is continued; {_ANEW} starts anew, an empty line goes on, Ctrl-D ends")
+    tell(f"{model!r}: what you type is continued; {ANEW} starts anew, an empty line goes on, {END} or Ctrl-D ends")
     text: list[int] = []
-    while True:
-        try:
-            line = input("> ")
-        except EOFError:
-            click.echo()
-            return
-        if line == _ANEW:
+    for line in lines_typed():
+        if line == ANEW:
             text = []
             continue
         text += model.encode(f"\n{line}" if line else line) if text else model.encode_prompt(line)
         page = model.start([text[-model.positions :]], writing)
         for _, piece in page.pieces():
-            _show(piece)
+            show_piece(piece)
         click.echo()
         (written,) = page.completions()
         text += written.tokens
-
-
-def _show(piece: str) -> None:
-    sys.stdout.write(piece)
-    sys.stdout.flush()
 
 
 def _tell_caches(*, caches: bool) -> None:

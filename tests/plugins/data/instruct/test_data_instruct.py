@@ -20,7 +20,7 @@ from megatron_run.contracts import DataSource
 from megatron_run.errors import DataError
 from megatron_run.planning.decided import pinned
 from megatron_run_data_instruct import InstructOptions, megatron_run_create_data
-from megatron_run_data_instruct.renderer import Broken, Refused, Renderer
+from megatron_run_engine.data.chat_template.renderer import Broken, Refused, Renderer
 from megatron_run_testing import Check
 from megatron_run_testing.data import data_checks
 from tests.support.training import train

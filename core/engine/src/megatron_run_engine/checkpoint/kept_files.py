@@ -39,13 +39,16 @@ class TokenizerFiles(NamedTuple):
         return _own(self.contents)
 
 
-def tokenizer_files(place: Path, end: int | None = None, *, configured: str | None = None) -> TokenizerFiles:
+def tokenizer_files(
+    place: Path, end: int | None = None, *, configured: str | None = None, template: str | None = None
+) -> TokenizerFiles:
     """What is kept of the tokenizer in the file or folder ``place``: files that say all of it by themselves.
 
     ``end`` is the token that ended the documents of a run, ``configured`` the user's name for the tokenizer where
-    ``place`` is a copy of it. Raises :class:`DataError`, and OSError for what is not read.
+    ``place`` is a copy of it, ``template`` what rendered its conversations, None for the tokenizer's own. Raises
+    :class:`DataError`, and OSError for what is not read.
     """
-    contents = standalone_files(place)
+    contents = standalone_files(place, template)
     sha256, files = _hashes(contents)
     return TokenizerFiles(TokenizerRecord(name=configured or str(place), sha256=sha256, files=files, end=end), contents)
 

@@ -58,21 +58,22 @@ def _vocabulary(file: Path | None) -> Mapping[str, int]:
     return opened.get_vocab(with_added_tokens=True)
 
 
-def standalone_files(name: str | Path) -> dict[str, bytes]:
+def standalone_files(name: str | Path, template: str | None = None) -> dict[str, bytes]:
     """The tokenizer ``name`` as files that say all of it by themselves, by their names: one of ``KEPT`` and others.
 
-    Empty for bytes, which need none. Raises :class:`DataError`.
+    ``template`` renders its conversations, if it is not None, instead of what comes with it. Empty for bytes, which
+    need none. Raises :class:`DataError`.
     """
     if str(name) == "bytes":
         return {}
     path, folder = find_tokenizer(Path(name).expanduser())
     if folder is not None:
-        return folder.files()
+        return folder.rendering(template).files()
     if path.suffix == SENTENCEPIECE:
         return {SENTENCEPIECE_MODEL: path.read_bytes()}
-    if path.name.endswith((".txt", "vocab.json")):
-        return {TOKENIZER: read_tokenizer(path).to_str().encode()}
-    return {TOKENIZER: path.read_bytes()}
+    derived = path.name.endswith((".txt", "vocab.json"))
+    content = read_tokenizer(path).to_str().encode() if derived else path.read_bytes()
+    return {TOKENIZER: content} if template is None else _as_folder(name, content).rendering(template).files()
 
 
 def files_for_transformers(name: str | Path, end: int | None = None) -> dict[str, bytes]:
@@ -86,9 +87,14 @@ def files_for_transformers(name: str | Path, end: int | None = None) -> dict[str
     files = standalone_files(name)
     if TOKENIZER not in files or TOKENIZER_CONFIG in files:
         return files
+    return _as_folder(name, files[TOKENIZER], end).files()
+
+
+def _as_folder(name: str | Path, content: bytes, end: int | None = None) -> FolderTokenizer:
+    """The tokenizer ``name``, whose file of ``content`` says all of it, as a folder that names its end."""
     tokenizer = open_tokenizer(str(name))
     assert isinstance(tokenizer, JsonTokenizer), "it has files"
-    return FolderTokenizer(files[TOKENIZER].decode(), tokenizer.plain_special(end)).files()
+    return FolderTokenizer(content.decode(), tokenizer.plain_special(end))
 
 
 def json_file(name: str) -> Path | None:

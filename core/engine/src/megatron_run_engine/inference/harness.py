@@ -14,7 +14,7 @@ from lm_eval.tasks import TaskManager
 from lm_eval.utils import get_rolling_token_windows
 
 from megatron_run.errors import DataError, InputError, did_you_mean
-from megatron_run_engine.inference.loaded_model import Writing
+from megatron_run_engine.inference.writing import Writing
 from megatron_run_engine.runtime.generation import Score, Window, score
 
 if TYPE_CHECKING:

@@ -9,9 +9,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_run_engine.inference.loaded_model import LoadedModel, Writing
+from megatron_run_engine.inference.loaded_model import LoadedModel
 from megatron_run_engine.inference.network import plan
 from megatron_run_engine.inference.source import find_source
+from megatron_run_engine.inference.writing import Writing
 
 if TYPE_CHECKING:
     from megatron_run.config.request import Request

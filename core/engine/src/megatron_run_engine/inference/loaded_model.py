@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,11 +14,13 @@ import torch
 
 from megatron_run.config.request import Request
 from megatron_run.errors import DataError, InputError
+from megatron_run_engine.data.chat_template.prompt import ChatPrompts
 from megatron_run_engine.inference.network import build_network, plan
 from megatron_run_engine.inference.source import find_source
 from megatron_run_engine.inference.stepping import Stepper
 from megatron_run_engine.inference.text_stream import Completion, TextStream
-from megatron_run_engine.runtime.generation import Generation, Sampling, TextTokens
+from megatron_run_engine.inference.writing import Prompt, Writing
+from megatron_run_engine.runtime.generation import Generation, TextTokens
 from megatron_run_engine.runtime.world import World
 from megatron_run_engine.training.checked_plugins import open_split
 from megatron_run_engine.training.environments import find_world
@@ -33,57 +35,6 @@ if TYPE_CHECKING:
     from megatron_run_engine.inference.source import Source
     from megatron_run_engine.runtime.generation import Network
     from megatron_run_engine.training.tasks import ReportProgress
-
-#: A prompt: text, or token ids where the model has no tokenizer.
-Prompt = str | Sequence[int]
-
-
-#: The most texts for a prompt: all of them are written in one batch.
-MOST = 2**16
-
-
-@dataclass(frozen=True)
-class Writing:
-    """How texts are continued: the options of :meth:`LoadedModel.generate`.
-
-    At most ``max_new_tokens`` continue each prompt, ``num`` times; temperature 0 takes the likeliest token. ``top_k``,
-    ``top_p`` and ``repetition_penalty`` are those of :class:`~megatron_run_engine.runtime.generation.Sampling`. A text
-    ends before the first string of ``stop``, at one of ``stop_tokens``, and unless ``past_end`` at a token that ends
-    the model's texts (:attr:`LoadedModel.ends`). The same ``seed`` writes the same: alone or in a batch, with the
-    ``cache`` or without, on any topology. Raises :class:`InputError` for a value out of range.
-    """
-
-    max_new_tokens: int = 128
-    temperature: float = 0.8
-    top_k: int = 0
-    top_p: float = 1.0
-    repetition_penalty: float = 1.0
-    stop: str | Sequence[str] = ()
-    stop_tokens: Sequence[int] = ()
-    past_end: bool = False
-    num: int = 1
-    seed: int = 0
-    cache: bool = True
-
-    def __post_init__(self) -> None:
-        for name, value in (("max_new_tokens", self.max_new_tokens), ("num", self.num)):
-            if value < 1:
-                raise InputError(f"{name}={value}: it must be at least 1")
-        if self.num > MOST:
-            raise InputError(f"num={self.num}: it must be at most {MOST}", fix="write more with another seed")
-        if "" in self.stops:
-            raise InputError("a stop string is empty: every text would end at once")
-        _ = self.sampling  # checks its values
-
-    @property
-    def stops(self) -> tuple[str, ...]:
-        """The stop strings."""
-        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
-
-    @property
-    def sampling(self) -> Sampling:
-        """How a token is chosen."""
-        return Sampling(self.temperature, self.top_k, self.top_p, self.repetition_penalty, self.seed)
 
 
 def load(
@@ -199,6 +150,57 @@ class LoadedModel:
         The texts come in the order of the prompts, those of one prompt together.
         """
         return self.write([prompts] if isinstance(prompts, str) else prompts, Writing(**options))
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        *,
+        template: str | None = None,
+        date: str | None = None,
+        show: Callable[[str], None] | None = None,
+        **options: Any,
+    ) -> Completion:
+        """Answer ``messages``, each with a ``role`` and a ``content``, through the model's own chat template.
+
+        The other arguments are those of :meth:`chat_tokens`; ``show`` gets the pieces of the answer as they come, and
+        ``options`` are those of :class:`Writing` but for ``num``. The answer also ends where the template ends its
+        turn, and, by ``length``, where the model's positions do. Raises as :meth:`chat_tokens`.
+        """
+        writing = Writing(**options)
+        if writing.num > 1:
+            raise InputError(f"num={writing.num}: a conversation has one answer", fix="ask again with another seed")
+        prompt = self._prompts.of(messages, tools, template=template, date=date)
+        check_tokens(self, prompt.tokens)
+        room = self.positions - len(prompt.tokens) + 1  # the last token is never read
+        writing = replace(writing, max_new_tokens=min(writing.max_new_tokens, room))
+        if not writing.past_end:
+            stops = (*writing.stops, *prompt.stops)
+            writing = replace(writing, stop=stops, stop_tokens=(*writing.stop_tokens, *prompt.ends))
+        (answer,) = self.write([prompt.tokens], writing, None if show is None else lambda _, piece: show(piece))
+        return answer
+
+    def chat_tokens(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        *,
+        template: str | None = None,
+        date: str | None = None,
+    ) -> list[int]:
+        """Token ids of ``messages`` and of the beginning of an answer, as transformers' ``apply_chat_template``.
+
+        ``tools`` are those that the model may call, as JSON schemas; ``template`` is Jinja, by default the model's own;
+        ``date``, as 2026-11-30, is what it reads as today. Raises :class:`InputError` for messages that cannot be
+        answered, :class:`DataError` without a tokenizer or a template.
+        """
+        return self._prompts.of(messages, tools, template=template, date=date).tokens
+
+    @cached_property
+    def _prompts(self) -> ChatPrompts:
+        self.encode("")  # without a tokenizer there are none
+        assert self.data is not None
+        return ChatPrompts(self.data, self.source.path)
 
     def evaluate(
         self, *tasks: str, stride: int | None = None, batch: int = 8, progress: ReportProgress | None = None

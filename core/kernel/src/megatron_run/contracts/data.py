@@ -197,6 +197,13 @@ class DataSource(ABC):
         """Text and id of the tokens that have a part of their own, by the names of Hugging Face, such as ``bos``."""
         return {}
 
+    def chat_template(self, *, tools: bool = False) -> str | None:
+        """The Jinja source that renders conversations for the model, those with ``tools`` or without; None: none.
+
+        Its variables are those of transformers. Raises :class:`megatron_run.errors.DataError` if it cannot be read.
+        """
+        return None
+
     @property
     def end_of_text(self) -> int | None:
         """The token that ends a document, None if there is none."""

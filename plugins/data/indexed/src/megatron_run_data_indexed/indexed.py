@@ -304,6 +304,10 @@ class Indexed(DataSource):
         """Return the text of ``tokens``; None without a tokenizer."""
         return None if self._tokenizer is None else self._tokenizer.decode(tokens)
 
+    def chat_template(self, *, tools: bool = False) -> str | None:
+        """As the tokenizer's folder says."""
+        return None if self._tokenizer is None else self._tokenizer.template(tools=tools)
+
     @property
     def end_of_text(self) -> int | None:
         """``data.end_of_document``, what ``data prepare`` has recorded, or the tokenizer's, in this order."""

@@ -1,6 +1,7 @@
 """data=instruct: conversations as JSON lines, through a chat template, packed; loss on responses only.
 
-Reading order: ``conversations`` (lines), ``template`` (texts and where their responses are), here tokens and samples.
+Reading order: ``conversations`` (lines), the engine's ``data.chat_template`` (texts and where their responses are),
+here tokens and samples.
 """
 
 from __future__ import annotations
@@ -20,12 +21,14 @@ from megatron_run.contracts.data import Field as BatchField
 from megatron_run.errors import DataError, plural
 from megatron_run.hookspecs import hookimpl
 from megatron_run_data_instruct.conversations import Line, conversation, lines_of
-from megatron_run_data_instruct.template import NoConversation, Templates
+from megatron_run_engine.data.chat_template.messages import NoConversation
+from megatron_run_engine.data.chat_template.template import Templates, template_source
 from megatron_run_engine.data.documents import Shares, find_documents, require_within
 from megatron_run_engine.data.option_types import Paths, SplitShares, validation_notice
 from megatron_run_engine.data.packing import PACKED_FIELDS, PackedDocuments, best_fit, one_a_row
 from megatron_run_engine.data.standalone_tokenizer import json_file
 from megatron_run_engine.data.tokenizer import Tokenizer, open_tokenizer
+from megatron_run_engine.data.tokenizer_folder.record import AUTO
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -50,7 +53,7 @@ class InstructOptions(BaseModel):
         "bytes", description="bytes, or a file or folder: tokenizer.json, vocab.json, vocab.txt, .model"
     )
     template: str = Field(
-        "auto", description="file of a Jinja chat template; auto: the tokenizer's, else lines of Role: text"
+        AUTO, description="file of a Jinja chat template; auto: the tokenizer's, else lines of Role: text"
     )
     date: Annotated[str | None, AfterValidator(_moment)] = Field(
         None, description="what templates read as today, as 2026-11-30 or 2026-11-30T12:00; unset: the run's first day"
@@ -208,6 +211,10 @@ class Instruct(DataSource):
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of ``tokens``."""
         return self._tokenizer.decode(tokens)
+
+    def chat_template(self, *, tools: bool = False) -> str:
+        """Return the template that the model learns: ``data.template``, the tokenizer's, or lines of Role: text."""
+        return template_source(self._options.template, self._tokenizer, tools=tools)
 
     @property
     def end_of_text(self) -> int:

@@ -190,6 +190,10 @@ class Text(DataSource):
         """Return the text of ``tokens``."""
         return self._tokenizer.decode(tokens)
 
+    def chat_template(self, *, tools: bool = False) -> str | None:
+        """As the tokenizer's folder says."""
+        return self._tokenizer.template(tools=tools)
+
     @property
     def end_of_text(self) -> int:
         """The token between documents."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 #: The files that say all of it: this package reads them without transformers, and transformers reads the same.
@@ -20,6 +20,8 @@ DECIDING = (*BESIDE, MODEL_CONFIG)
 WRITTEN = (TOKENIZER_CONFIG, CHAT_TEMPLATE)
 #: The class of transformers that takes ``tokenizer.json`` as it is. Version 5 calls it ``TokenizersBackend`` too.
 PLAIN_CLASS = "PreTrainedTokenizerFast"
+#: How ``data.template`` names those that come with the tokenizer.
+AUTO = "auto"
 #: The name of the template for conversations with and without tools, and of the one for those with them.
 DEFAULT, WITH_TOOLS = "default", "tool_use"
 
@@ -49,6 +51,12 @@ class FolderTokenizer:
         if not isinstance(found, dict) or set(found) != set(cls.__dataclass_fields__):
             raise ValueError("it is no tokenizer of a folder")
         return cls(**found)
+
+    def rendering(self, template: str | None) -> FolderTokenizer:
+        """The same tokenizer, whose conversations ``template`` renders, all of them; None leaves it as it is."""
+        if template is None or template == self.templates.get(DEFAULT):
+            return self
+        return replace(self, templates={DEFAULT: template})
 
     def files(self) -> dict[str, bytes]:
         """The files of a folder from which transformers, and this package without it, read the same tokenizer."""

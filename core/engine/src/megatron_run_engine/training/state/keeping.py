@@ -32,16 +32,20 @@ class Keeping:
 
     def __init__(self, run: ResolvedRun, folder: RunFolder, data: DataSource) -> None:
         self._run, self._folder, self._file = run, folder, data.tokenizer_file
-        self._tokenizer = None if self._file is None else self._files(self._file, data.end_of_text)
+        self._tokenizer = None if self._file is None else self._files(self._file, data)
         #: What a step records of the tokenizer.
         self.record = None if self._tokenizer is None else self._tokenizer.record
         #: What a step records of the longest sequence: where positions are learned, it is that of the samples.
         self.positions: int | None = None
 
-    def _files(self, file: Path, end: int | None) -> TokenizerFiles:
-        """The files of the tokenizer, by the user's name for it: ``file`` may be a copy in the user's cache."""
+    def _files(self, file: Path, data: DataSource) -> TokenizerFiles:
+        """The files of the tokenizer, by the user's name for it: ``file`` may be a copy in the user's cache.
+
+        The template is the one that the model learns, whoever reads the kept files or their export.
+        """
         named = identity(self._run).get("data.tokenizer")
-        return tokenizer_files(file, end=end, configured=named if isinstance(named, str) else None)
+        configured = named if isinstance(named, str) else None
+        return tokenizer_files(file, data.end_of_text, configured=configured, template=data.chat_template())
 
     def begin(self, step: Path | None) -> None:
         """Write the files on rank 0, for a run that goes on from the ``step`` in this folder, its own or another one's.

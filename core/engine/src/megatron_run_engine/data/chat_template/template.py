@@ -14,7 +14,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_run.errors import DataError
-from megatron_run_data_instruct.renderer import BEGIN, END, Broken, Refused, Renderer, compiled, rendered
+from megatron_run_engine.data.chat_template.messages import NoConversation
+from megatron_run_engine.data.chat_template.renderer import (
+    BEGIN,
+    END,
+    Broken,
+    Refused,
+    Renderer,
+    compiled,
+    rendered,
+)
+from megatron_run_engine.data.tokenizer_folder.record import AUTO
 from megatron_run_engine.data.user_files import read_text, unreadable
 
 if TYPE_CHECKING:
@@ -26,13 +36,11 @@ PLAIN = (
     "{% if message.role == 'assistant' %}{% generation %}{{ message.content }}\n{% endgeneration %}"
     "{% else %}{{ message.content }}\n{% endif %}{% endfor %}{% if add_generation_prompt %}Assistant: {% endif %}"
 )
+#: Texts of an answer and of a user that no conversation holds: they are no characters (Unicode 23.7).
+_ANSWER, _NEXT = "\ufdd2", "\ufdd3"
 #: The most bytes of a template.
 _LARGEST = 1 << 26
 _MARKS = re.compile(r"\{%[-+]?\s*generation\b")
-
-
-class NoConversation(Exception):
-    """What is wrong with a line, or with its messages to the template."""
 
 
 class ChatTemplate:
@@ -68,15 +76,30 @@ class ChatTemplate:
             if message["role"] != "assistant":
                 continue
             before = self._text(messages[:number], tools, prompt=True)
-            until = self._text(messages[: number + 1], tools, prompt=False)
-            start = self._start(messages[:number], tools, before, until)
-            if start is None or not marked.startswith(until):
+            until = self._begun(messages[: number + 1], tools, marked)
+            start = None if until is None else self._start(messages[:number], tools, before, until)
+            if until is None or start is None:
                 raise NoConversation(
                     f"the template renders message {number} otherwise when others follow; mark what is learned with "
                     "{% generation %} in a template of your own"
                 )
             spans.append((start, len(until)))
         return marked, spans
+
+    def prompt(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None) -> str:
+        """The text of ``messages``, and of what begins an answer to them. Raises :class:`NoConversation`."""
+        return _without_marks(self._text(messages, tools, prompt=True))[0]
+
+    def after_answer(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None) -> str:
+        """What stands between an answer to ``messages`` and the user's next words; empty where it cannot be seen."""
+        later = [{"role": "assistant", "content": _ANSWER}, {"role": "user", "content": _NEXT}]
+        try:
+            text = _without_marks(self._text([*messages, *later], tools, prompt=False))[0]
+        except NoConversation:
+            return ""
+        _, answered, rest = text.rpartition(_ANSWER)
+        between, asked, _ = rest.partition(_NEXT)
+        return between if answered and asked else ""
 
     def _start(
         self,
@@ -91,10 +114,22 @@ class ChatTemplate:
         both = next(
             (place for place, pair in enumerate(zip(before, until, strict=False)) if pair[0] != pair[1]), len(until)
         )
-        if not earlier or both <= len(self._text(earlier, tools, prompt=False)):
+        begun = self._begun(earlier, tools, until) if earlier else None
+        if begun is None or both <= len(begun):
             return None
         self.unopened = before[both:]
         return both
+
+    def _begun(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None, whole: str
+    ) -> str | None:
+        """The text of ``messages``, with which ``whole`` begins; None where it begins otherwise.
+
+        A template may end a conversation with a special token, as Phi-3's does, which is not there where others follow.
+        """
+        text = self._text(messages, tools, prompt=False)
+        ways = (text, *(text.removesuffix(token) for token in self._tokens.values() if token))
+        return next((way for way in ways if whole.startswith(way)), None)
 
     def _text(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None, *, prompt: bool
@@ -151,25 +186,16 @@ def _without_marks(text: str) -> tuple[str, list[tuple[int, int]]]:
 
 
 class Templates:
-    """The template for a conversation: the file ``name`` or, for ``auto``, those of ``tokenizer``, or :data:`PLAIN`.
+    """The templates for conversations, as :func:`template_source` finds them; ``place`` is the tokenizer's.
 
     A tokenizer may come with another one for conversations with tools. ``date`` is what they read as today. Raises
     :class:`DataError` if a file cannot be read.
     """
 
     def __init__(self, name: str, tokenizer: Tokenizer, place: object, date: str | None = None) -> None:
-        tokens = tokenizer.special
-        if name != "auto":
-            path = Path(name).expanduser()
-            self._of = dict.fromkeys((False, True), ChatTemplate(_read(path), path, tokens, date))
-            return
-        sources = {tools: tokenizer.template(tools=tools) for tools in (False, True)}
-        made = {
-            source: ChatTemplate(source, place, tokens, date)
-            if source is not None
-            else ChatTemplate(PLAIN, "this plugin", tokens)
-            for source in dict.fromkeys(sources.values())
-        }
+        path = place if name == AUTO else Path(name).expanduser()
+        sources = {tools: template_source(name, tokenizer, tools=tools) for tools in (False, True)}
+        made = {source: ChatTemplate(source, path, tokenizer.special, date) for source in set(sources.values())}
         self._of = {tools: made[source] for tools, source in sources.items()}
 
     @property
@@ -182,11 +208,24 @@ class Templates:
         return self._of[tools]
 
 
-def _read(path: Path) -> str:
+def template_source(name: str, tokenizer: Tokenizer, *, tools: bool) -> str:
+    """The template ``name`` for conversations with ``tools`` or without.
+
+    It is a file or, for ``auto``, what comes with the tokenizer, else :data:`PLAIN`. Raises :class:`DataError` if the
+    file cannot be read.
+    """
+    if name != AUTO:
+        return read_template(Path(name).expanduser(), "data.template")
+    found = tokenizer.template(tools=tools)
+    return PLAIN if found is None else found
+
+
+def read_template(path: Path, origin: str) -> str:
+    """The template in the file ``path``, which ``origin`` names. Raises :class:`DataError`."""
     try:
         large = path.stat().st_size > _LARGEST
     except OSError as cause:
-        raise unreadable(path, cause, "data.template") from cause
+        raise unreadable(path, cause, origin) from cause
     if large:
-        raise DataError(f"{path} is too large", why=f"more than {_LARGEST >> 20} MiB", origin="data.template")
-    return read_text(path, "data.template")
+        raise DataError(f"{path} is too large", why=f"more than {_LARGEST >> 20} MiB", origin=origin)
+    return read_text(path, origin)

@@ -1,0 +1,67 @@
+"""The messages of a conversation and the tools of a model, and what is wrong with them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron_run_engine.data.chat_template.renderer import BEGIN, END
+
+#: One turn: its role, its content, and what else a template reads, such as ``tool_calls``.
+Message = dict[str, Any]
+
+
+class NoConversation(Exception):
+    """What is wrong with a conversation, or with its messages to the template."""
+
+
+def checked_messages(found: object) -> list[Message]:
+    """``found``, if it is one or more messages, each with a role and a text. Raises :class:`NoConversation`."""
+    if not isinstance(found, list) or not found:
+        raise NoConversation("its messages must be a list of one or more")
+    for number, message in enumerate(found):
+        if not isinstance(message, dict):
+            raise NoConversation(f"message {number} is {kind_of(message)}, and must be an object")
+        _check_texts(f"message {number}", message)
+        for key in ("role", "content"):
+            text = message.get(key)
+            if not isinstance(text, str) and not (key == "content" and text is None and message.get("tool_calls")):
+                raise NoConversation(f"{key} of message {number} is {kind_of(text)}, and must be text")
+    return found
+
+
+def checked_tools(found: object) -> list[dict[str, Any]] | None:
+    """``found``, if it is None or a list of tools, as JSON schemas. Raises :class:`NoConversation`."""
+    if found is None:
+        return None
+    if not isinstance(found, list) or not all(isinstance(each, dict) for each in found):
+        raise NoConversation("its tools must be a list of objects, as JSON schemas")
+    _check_texts("its tools", found)
+    return found
+
+
+def _check_texts(name: str, value: object) -> None:
+    """Raise :class:`NoConversation` for a text in ``value``, called ``name``, that no template can render."""
+    if isinstance(value, dict):
+        for key, each in value.items():
+            _check_texts(f"{key} of {name}", each)
+            _check_text(f"a key of {name}", key)
+    elif isinstance(value, list):
+        for number, each in enumerate(value):
+            _check_texts(f"{number} of {name}", each)
+    elif isinstance(value, str):
+        _check_text(name, value)
+
+
+def _check_text(name: str, text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as cause:
+        raise NoConversation(f"{name} has half of a surrogate pair, which is no character") from cause
+    if BEGIN in text or END in text:
+        raise NoConversation(f"{name} holds U+FDD0 or U+FDD1, which no text may")
+
+
+def kind_of(value: object) -> str:
+    """What ``value`` is in JSON, in words."""
+    kinds = {type(None): "missing", str: "text", list: "a list", dict: "an object", bool: "a truth value"}
+    return kinds.get(type(value), "a number")
