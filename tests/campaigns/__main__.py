@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from benchmarks.support.report import heading, table
@@ -23,11 +23,12 @@ from tests.campaigns.fuzz import fuzz_all
 from tests.campaigns.hangs import flipped_replicas, hangs, slow_steps
 from tests.campaigns.kills import kills
 from tests.campaigns.malformed import damaged_runs, malformed
+from tests.campaigns.public_tokenizers import packages
 from tests.campaigns.stops import stops
 from tests.campaigns.surroundings import surroundings
 
 #: What each campaign needs: a folder, a first seed, how many runs there may be at once, and the share of it to do.
-Campaign = Callable[[Path, int, int, float], Sequence[Figures]]
+Campaign = Callable[[Path, int, int, float], Iterable[Figures]]
 CAMPAIGNS: dict[str, Campaign] = {
     "kills": lambda folder, seed, jobs, share: [kills(folder, _some(200, share), seed, jobs)],
     "crash-points": lambda folder, seed, jobs, share: [crash_points(folder, share)],
@@ -45,6 +46,8 @@ CAMPAIGNS: dict[str, Campaign] = {
     "folders": lambda folder, seed, jobs, share: folders(folder / "folders", _some(300, share), seed),
     "fuzz": lambda folder, seed, jobs, share: fuzz_all(folder, _some(100_000, share), seed, jobs),
 }
+#: The campaign that needs packages of other people, and a network if they are not there: only where it is asked for.
+PACKAGES = "packages"
 
 
 def _made(folder: Path) -> Path:
@@ -59,7 +62,9 @@ def _some(count: int, share: float) -> int:
 def main(words: Sequence[str] | None = None) -> int:
     """Do what ``words`` ask for, those of the command line when None; the exit code."""
     parser = argparse.ArgumentParser(prog="python -m tests.campaigns")
-    parser.add_argument("--only", nargs="+", choices=CAMPAIGNS, default=list(CAMPAIGNS))
+    parser.add_argument("--only", nargs="+", choices=[*CAMPAIGNS, PACKAGES], default=list(CAMPAIGNS))
+    where = "where the packages of that campaign lie, and are downloaded to"
+    parser.add_argument("--packages", type=Path, metavar="FOLDER", default=Path("packages"), help=where)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=2, help="runs at once")
     parser.add_argument("--share", type=float, default=1.0, help="how much of each to do, 1 is all")
@@ -74,10 +79,15 @@ def main(words: Sequence[str] | None = None) -> int:
 
 def _rows(asked: argparse.Namespace, faults: list[str]) -> Iterator[tuple[str, ...]]:
     """A row for each finding, as soon as it is there; what was not as promised goes into ``faults``."""
+
+    def public(folder: Path, seed: int, _: int, share: float) -> Iterable[Figures]:
+        return packages(folder / PACKAGES, asked.packages.expanduser(), _some(3000, share), seed)
+
+    campaigns = {**CAMPAIGNS, PACKAGES: public}
     for name in asked.only:
         print(f"{name} ...", file=sys.stderr, flush=True)
         with tempfile.TemporaryDirectory() as folder:
-            for figures in CAMPAIGNS[name](Path(folder), asked.seed, asked.jobs, asked.share):
+            for figures in campaigns[name](Path(folder), asked.seed, asked.jobs, asked.share):
                 faults += figures.faults
                 yield figures.row
 

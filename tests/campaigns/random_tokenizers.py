@@ -61,6 +61,17 @@ TEMPLATES = tuple(
             "{% if m.reasoning_content is defined %}<think>{{ m.reasoning_content }}{% endif %}",
             "{{ '</s>' }}{% endfor %}{% if documents %}D{% endif %}{% if add_generation_prompt %}>{% endif %}",
         ),
+        (
+            "{{- bos_token }}{% if date_string is not defined %}{% if strftime_now is defined %}",
+            "{% set date_string = strftime_now('%d %b %Y') %}{% else %}{% set date_string = '26 Jul 2024' %}",
+            "{% endif %}{% endif %}{% if not tools is defined %}{% set tools = none %}{% endif %}",
+            "{{ 'Today: ' + date_string }}{% for m in messages %}",
+            "{% if m.role == 'system' and loop.first %}<<{{ m.content }}>>{% continue %}",
+            "{% endif %}{% for d in documents or [] %}{{ d.title }}: {{ d.text }}{% endfor %}",
+            "{{ m.content.split()[0] }}{{ eos_token }}{% endfor %}",
+            "{% for t in tools or [] %}{{ t.function.name }}{% endfor %}",
+            "{% if add_generation_prompt %}{{ strftime_now('%A, %-d %B') ~ ' ' ~ (messages | length) }}{% endif %}",
+        ),
     )
 )
 

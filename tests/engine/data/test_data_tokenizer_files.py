@@ -160,6 +160,9 @@ def test_other_forms_have_a_json_file_in_the_cache(made: Path, tmp_path: Path, m
         ({"vocab.txt": "[UNK]\n", "tokenizer_config.json": "{"}, ".", "tokenizer_config.json is broken"),
         ({"vocab.json": "{", "merges.txt": ""}, "vocab.json", "vocab.json is broken"),
         ({"t.model": "no protocol buffer"}, "t.model", "t.model is broken"),
+        ({"t.model": "IQ== 0\nIg== 1\n"}, "t.model", "t.model is no SentencePiece model: it has tiktoken's form"),
+        ({"tekken.json": "{}"}, ".", "folder .* holds no tokenizer: tekken.json has a form of its own"),
+        ({"qwen.tiktoken": "IQ== 0\n"}, ".", "folder .* holds no tokenizer: qwen.tiktoken has a form of its own"),
     ],
 )
 def test_what_is_no_tokenizer_is_one_line(tmp_path: Path, files: dict[str, str], name: str, message: str) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron_run.errors import CheckpointError
-from megatron_run_engine.formats.end_tokens import end_tokens
+from megatron_run_engine.formats.end_tokens import end_tokens, sampling_defaults
 
 
 @pytest.mark.parametrize(
@@ -40,3 +40,13 @@ def test_what_is_no_id_is_one_line(tmp_path: Path, content: str, why: str) -> No
     (tmp_path / "generation_config.json").write_text(content)
     with pytest.raises(CheckpointError, match=why):
         end_tokens(tmp_path)
+
+
+def test_the_defaults_of_sampling_are_those_that_are_said(tmp_path: Path) -> None:
+    assert sampling_defaults(tmp_path) == {}
+    said = {"repetition_penalty": 1.05, "top_k": 20, "top_p": None, "temperature": 0.7, "do_sample": True}
+    (tmp_path / "generation_config.json").write_text(json.dumps(said))
+    assert sampling_defaults(tmp_path) == {"repetition_penalty": 1.05, "top_k": 20}
+    (tmp_path / "generation_config.json").write_text('{"top_p": "high"}')
+    with pytest.raises(CheckpointError, match="top_p is 'high', and must be a number"):
+        sampling_defaults(tmp_path)

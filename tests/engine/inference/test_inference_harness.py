@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
+from megatron_run.errors import DataError, InputError
 from megatron_run_engine.inference import load
+from tests.engine.inference.harness_models import BOS, EOS, TEMPLATE, TEXT, TOKENIZERS, TURN, save_model
+from tests.plugins.format.huggingface.family_cases import SPLIT
 
+lm_eval: Any = pytest.importorskip("lm_eval")
 pytestmark = [
     pytest.mark.nightly,  # the harness is not installed for `make test`
     pytest.mark.filterwarnings("ignore"),  # of the harness and what it needs
@@ -21,8 +25,25 @@ QUESTIONS = [
     ("jumps over the", ["fox", "lazy dog", "quick brown fox"], 1),
     ("a dog is not", ["a fox", "over", "the quick"], 0),
 ] * 5
-TEXT = "the quick brown fox jumps over the lazy dog and a dog is not a fox"
-
+#: Contexts and what follows them: none, with a space at the end or the begin token, and longer than the model reads.
+PAIRS = [
+    *(("the quick brown", answer) for answer in (" fox", " dog sleeps", "er", "\n\nlazy")),
+    *(("", answer) for answer in ("the fox", " fox", f"{BOS}the", f"{EOS} the")),
+    *((context, "a fox") for context in ("the quick ", "dog  ", f"{BOS}the quick ", f"{EOS}the ", "naïve 🎉 ")),
+    *((" ".join([TEXT] * 3), answer) for answer in (" fox", " quick brown dog")),
+]
+ROLLING = ["", "fox", " fox", TEXT, " ".join([TEXT] * 4), f"{BOS}{TEXT}", f"{TEXT}{EOS} the", "naïve 🎉\n"]
+CONTEXTS = ["the quick brown", "the lazy ", f"{BOS}the fox", "🎉", " ".join([TEXT] * 3)]
+#: No stop is a part of a special token's name, in which the harness finds it, though no text has it.
+SETTINGS: list[dict[str, Any]] = [
+    {"until": [], "max_gen_toks": 9},
+    {"until": ["o", "r"], "max_gen_toks": 9, "do_sample": False, "temperature": 0.0},
+    {"until": [" ", "x"], "max_new_tokens": 8, "num_beams": 1},
+    {"until": [TURN, "\n\n"], "max_tokens": 10},
+    {"until": "h", "max_gen_toks": 7, "repetition_penalty": 1.4},
+]
+#: It knows no system, as Gemma's.
+REFUSES = f"{{% if messages[0].role == 'system' %}}{{{{ raise_exception('no system') }}}}{{% endif %}}{TEMPLATE}"
 TASKS = {
     "choose": """
 output_type: multiple_choice
@@ -47,48 +68,111 @@ metric_list: [{metric: exact_match}]
 }
 
 
-def save_model(family: str, folder: Path) -> None:
-    """A random model of transformers' with a tokenizer of its own."""
-    import transformers
-    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+def requests(kind: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
+    from lm_eval.api.instance import Instance
 
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    from tokenizers import decoders
+    return [Instance(request_type=kind, doc={}, arguments=each, idx=0) for each in arguments]
 
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=300, special_tokens=["<|endoftext|>"], initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
+
+def both(folder: Path, batch: int = 3) -> tuple[Any, Any]:
+    """Our model of the harness and its own, of the model in ``folder``."""
+    from lm_eval.models.huggingface import HFLM
+
+    from megatron_run_engine.inference.harness import HarnessModel
+
+    ours = HarnessModel(load(folder, device="cpu"), batch)
+    return ours, HFLM(pretrained=str(folder), device="cpu", batch_size=1, dtype="float32")
+
+
+def check(ours: Any, theirs: Any) -> None:
+    """All answers of both: log-probabilities of continuations and of texts, and texts."""
+    asked = requests("loglikelihood", PAIRS)
+    for pair, found, expected in zip(PAIRS, ours.loglikelihood(asked), theirs.loglikelihood(asked), strict=True):
+        assert found == (pytest.approx(expected[0], rel=1e-4), expected[1]), pair
+    rolled = requests("loglikelihood_rolling", [(text,) for text in ROLLING])
+    assert ours.loglikelihood_rolling(rolled) == pytest.approx(theirs.loglikelihood_rolling(rolled), rel=1e-4)
+    wanted = [(context, settings) for settings in SETTINGS for context in CONTEXTS]
+    found, expected = ours.generate_until(requests("generate_until", wanted)), []
+    for each in wanted:
+        expected += theirs.generate_until(requests("generate_until", [each]))
+    for asked_for, one, other in zip(wanted, found, expected, strict=True):
+        assert one == other, asked_for
+    assert len(set(expected)) > 5, "the texts tell apart what is written"
+
+
+@pytest.mark.parametrize("case", [*SPLIT, "gemma2, without windows", "phi3, long", "llama, yarn", "granite"])
+def test_every_family_answers_as_transformers(case: str, tmp_path: Path) -> None:
+    save_model(tmp_path, case, "a begin token and spaces")
+    check(*both(tmp_path))
+
+
+@pytest.mark.parametrize("tokenizer", TOKENIZERS)
+def test_every_tokenizer_is_given_as_to_transformers(tokenizer: str, tmp_path: Path) -> None:
+    save_model(tmp_path, "llama", tokenizer)
+    check(*both(tmp_path))
+
+
+@pytest.mark.parametrize("batch", [1, 4])
+@pytest.mark.parametrize("tokenizer", ["a begin token and spaces", "nothing around"])
+def test_texts_end_and_are_chosen_as_generation_config_says(tokenizer: str, batch: int, tmp_path: Path) -> None:
+    save_model(tmp_path / "free", "llama", tokenizer)
+    wanted = requests("generate_until", [(context, {"until": [], "max_gen_toks": 9}) for context in CONTEXTS])
+    free = load(tmp_path / "free", device="cpu")
+    written = [free.generate(context, max_new_tokens=9, temperature=0).pop().tokens for context in CONTEXTS[:3]]
+    ends = sorted({tokens[4] for tokens in written})  # tokens that are written, none of them special
+    save_model(
+        tmp_path / "said", "llama", tokenizer, generation={"eos_token_id": [1, *ends], "repetition_penalty": 1.5}
     )
-    tokenizer.train_from_iterator([TEXT] * 4, trainer)
-    fast = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, eos_token="<|endoftext|>", bos_token="<|endoftext|>"
-    )
-    fast.save_pretrained(folder)
-    torch.manual_seed(3)
-    size = tokenizer.get_vocab_size()
-    special = {"bos_token_id": 0, "eos_token_id": 0, "initializer_range": 0.3}
-    if family == "gpt2":
-        config = transformers.GPT2Config(vocab_size=size, n_positions=32, n_embd=32, n_layer=2, n_head=4, **special)
-        made: Any = transformers.GPT2LMHeadModel(config)
-    else:
-        config = transformers.LlamaConfig(
-            vocab_size=size,
-            max_position_embeddings=32,
-            hidden_size=32,
-            intermediate_size=64,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            **special,
-        )
-        made = transformers.LlamaForCausalLM(config)
-    made.save_pretrained(folder)
+    ours, theirs = both(tmp_path / "said", batch)
+    found = ours.generate_until(wanted)
+    assert found == theirs.generate_until(wanted)
+    assert found != both(tmp_path / "free", batch)[0].generate_until(wanted)
 
 
-@pytest.mark.parametrize("family", ["gpt2", "llama"])
-def test_scores_equal_those_of_transformers(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    lm_eval = pytest.importorskip("lm_eval")
+@pytest.mark.parametrize(
+    ("settings", "why"),
+    [
+        ({"num_beams": 3}, "num_beams"),
+        ({"max_gen_toks": 16}, "texts of 16 tokens"),
+        ({"do_sample": True}, "without a temperature"),
+    ],
+)
+def test_settings_that_mean_something_else_here_are_refused(settings: dict[str, Any], why: str, tmp_path: Path) -> None:
+    save_model(tmp_path, "llama", "a begin token")
+    with pytest.raises(InputError, match=why):
+        both(tmp_path)[0].generate_until(requests("generate_until", [("the", {"until": ["e"], **settings})]))
+
+
+@pytest.mark.parametrize("pair", [("  ", " "), ("the", " fox" * 40)])
+def test_what_the_harness_cannot_score_is_refused(pair: tuple[str, str], tmp_path: Path) -> None:
+    save_model(tmp_path, "llama", "nothing around")
+    ours, theirs = both(tmp_path)
+    with pytest.raises(AssertionError):
+        theirs.loglikelihood(requests("loglikelihood", [pair]))
+    with pytest.raises(DataError, match="the harness cannot score"):
+        ours.loglikelihood(requests("loglikelihood", [pair]))
+
+
+@pytest.mark.parametrize("template", [TEMPLATE, REFUSES])
+def test_conversations_are_rendered_as_by_transformers(template: str, tmp_path: Path) -> None:
+    save_model(tmp_path, "llama", "a begin token", template=template)
+    ours, theirs = both(tmp_path)
+    asked = [{"role": "user", "content": "the quick? "}]
+    turns = [{"role": "system", "content": "be kind"}, *asked, {"role": "assistant", "content": "a fox \n"}]
+    for history in (asked, [*turns, *asked]):
+        found, expected = (each.apply_chat_template(history) for each in (ours, theirs))
+        assert found == expected
+        assert ours.tok_encode(found) == theirs.tok_encode(expected)
+    found, expected = (each.apply_chat_template(turns, add_generation_prompt=False) for each in (ours, theirs))
+    assert found == expected
+    assert ours.chat_template(True) == theirs.chat_template(True) == template
+
+
+@pytest.mark.parametrize("chat", [False, True])
+@pytest.mark.parametrize("case", ["gpt2", "llama"])
+def test_tasks_have_the_metrics_of_transformers(
+    case: str, chat: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from lm_eval.models.huggingface import HFLM
     from lm_eval.tasks import TaskManager
 
@@ -96,7 +180,7 @@ def test_scores_equal_those_of_transformers(family: str, tmp_path: Path, monkeyp
 
     monkeypatch.setenv("HF_DATASETS_OFFLINE", "1")
     monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
-    save_model(family, tmp_path / "model")
+    save_model(tmp_path / "model", case, "a begin token", length=64)
     rows = [
         {"question": text, "choices": [f" {each}" for each in choices], "answer": right, "text": TEXT, "target": " fox"}
         for text, choices, right in QUESTIONS
@@ -108,12 +192,15 @@ def test_scores_equal_those_of_transformers(family: str, tmp_path: Path, monkeyp
     )
     for name, rest in TASKS.items():
         (tmp_path / "tasks" / f"{name}.yaml").write_text(f"task: {name}\n{source}{rest}")
-    ours = run_harness(load(tmp_path / "model", device="cpu"), list(TASKS), folder=str(tmp_path / "tasks"), batch=4)
+    ours = run_harness(
+        load(tmp_path / "model", device="cpu"), list(TASKS), folder=str(tmp_path / "tasks"), batch=4, chat=chat
+    )
     theirs = lm_eval.simple_evaluate(
         HFLM(pretrained=str(tmp_path / "model"), device="cpu", batch_size=1, dtype="float32"),
         tasks=list(TASKS),
         task_manager=TaskManager(include_path=str(tmp_path / "tasks")),
         bootstrap_iters=0,
+        apply_chat_template=chat,
     )["results"]
     for task, metrics in theirs.items():
         numbers = {name: value for name, value in metrics.items() if isinstance(value, float)}

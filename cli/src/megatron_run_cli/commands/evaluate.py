@@ -130,6 +130,7 @@ def overlap(test: Path, train: tuple[str, ...], *, as_json: bool) -> None:
 @click.argument("model", type=click.Path(path_type=Path))
 @click.option("--tasks", required=True, metavar="NAME[,NAME...]", help="Tasks of the harness.")
 @click.option("--include", type=click.Path(path_type=Path), metavar="FOLDER", help="A folder with more tasks.")
+@click.option("--chat", is_flag=True, help="Ask through the model's own chat template.")
 @click.option("--shots", type=click.IntRange(min=0), metavar="N", help="Examples before each question [the task's].")
 @click.option(
     "--step", type=click.IntRange(min=0), metavar="N", help="Number of the step [default: MODEL's, else the newest]."
@@ -138,12 +139,13 @@ def overlap(test: Path, train: tuple[str, ...], *, as_json: bool) -> None:
 @rank_options
 @json_option
 @debug_option
-def harness(
+def harness(  # noqa: PLR0913  # one argument an option
     request: Request,
     model: Path,
     tasks: str,
     *,
     include: Path | None,
+    chat: bool,
     shots: int | None,
     step: int | None,
     batch: int,
@@ -159,7 +161,7 @@ def harness(
     source = read_source(model, step)
     run = plan(source, request)
     folder = None if include is None else str(include.expanduser())
-    how: dict[str, Any] = {"names": tasks.split(","), "folder": folder, "shots": shots, "batch": batch}
+    how: dict[str, Any] = {"names": tasks.split(","), "folder": folder, "shots": shots, "batch": batch, "chat": chat}
     if run.sizes.world > 1:
         results = _on_ranks(run, request, {"path": str(model.expanduser()), "step": step, **how})
     else:

@@ -16,7 +16,8 @@ import numpy as np
 
 from megatron_run.errors import DataError
 from megatron_run_engine.data.lost_text import counter_of_lost
-from megatron_run_engine.data.tokenizer_files import SENTENCEPIECE, find_tokenizer, opened
+from megatron_run_engine.data.pair_layout import PairLayout, layout_of
+from megatron_run_engine.data.tokenizer_files import SENTENCEPIECE, find_tokenizer, no_sentencepiece, opened
 from megatron_run_engine.data.tokenizer_folder import FolderTokenizer, template_for
 
 if TYPE_CHECKING:
@@ -87,6 +88,13 @@ class Tokenizer(ABC):
 
     def template(self, *, tools: bool = False) -> str | None:
         """The chat template that comes with the tokenizer, for conversations with ``tools`` or without; None: none."""
+        return None
+
+    def pair_layout(self) -> PairLayout | None:
+        """What the tokenizer puts around and between two texts; None where its files do not say it.
+
+        Raises :class:`DataError` for what is no row of one text after the other.
+        """
         return None
 
     @property
@@ -185,6 +193,15 @@ class JsonTokenizer(Tokenizer):
     def template(self, *, tools: bool = False) -> str | None:
         """As the folder says."""
         return None if self._folder is None else template_for(self._folder.templates, tools=tools)
+
+    def pair_layout(self) -> PairLayout | None:
+        """As its post-processor does; nothing at all where a folder has none."""
+        try:
+            found = layout_of(self._tokenizer)
+        except ValueError as cause:
+            what = f"tokenizer {self._path} has no layout of two texts"
+            raise DataError(what, why=str(cause), origin="data.tokenizer") from cause
+        return PairLayout((), (), ()) if found is None and self._folder is not None else found
 
     def plain_special(self, end: int | None = None) -> dict[str, str]:
         """``end``, or the end of a document, as ``eos_token`` of a file without a folder, if it is a special token."""
@@ -358,8 +375,7 @@ def _sentencepiece(path: Path) -> Any:
     try:
         return SentencePieceProcessor(model_file=str(path))
     except (RuntimeError, OSError) as cause:
-        why = " ".join(str(cause).split())
-        raise DataError(f"tokenizer file {path} is broken", why=why, origin="data.tokenizer") from cause
+        raise no_sentencepiece(path, cause) from cause
 
 
 def byte_characters() -> dict[str, int]:

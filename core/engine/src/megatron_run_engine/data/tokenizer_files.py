@@ -11,6 +11,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,13 +21,17 @@ from megatron_run.safe_folder import SafeFolder, parse_json
 from megatron_run_engine.data.tokenizer_folder import FolderTokenizer, files_decide, read_folder
 from megatron_run_engine.data.tokenizer_folder.record import TOKENIZER, TOKENIZER_CONFIG
 from megatron_run_engine.data.user_cache import replacing
-from megatron_run_engine.data.user_files import refuse_pointer
+from megatron_run_engine.data.user_files import refuse_pointer, start_of
 
 if TYPE_CHECKING:
     import tokenizers
 
 #: The files of a folder of Hugging Face's, in the order in which they are tried.
 FILES = (TOKENIZER, "vocab.json", "vocab.txt", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model")
+#: Files of other forms, as shell patterns: Mistral's and tiktoken's.
+_OTHERS = ("tekken*.json", "*.tiktoken")
+#: A line of tiktoken's form: a token in base 64 and its rank.
+_TIKTOKEN = re.compile(rb"[A-Za-z0-9+/]+=* \d+\r?\n")
 #: How a SentencePiece model's name ends.
 SENTENCEPIECE = ".model"
 #: Special tokens of BPE vocabularies, GPT-2's one and RoBERTa's, and those of BERT.
@@ -55,7 +60,9 @@ def find_file(path: Path) -> Path:
         for name in FILES:
             if (path / name).is_file():
                 return _fetched(path / name)
-        raise _fault(f"folder {path} holds no tokenizer", fix=f"it would be one of {', '.join(FILES)}")
+        others = sorted(each.name for pattern in _OTHERS for each in path.glob(pattern))
+        why = f"{others[0]} has a form of its own, which the library tokenizers does not read" if others else ""
+        raise _fault(f"folder {path} holds no tokenizer", why=why, fix=f"it would be one of {', '.join(FILES)}")
     if path.name.endswith("merges.txt"):
         path = path.with_name(f"{path.name.removesuffix('merges.txt')}vocab.json")
     if not path.is_file():
@@ -72,6 +79,15 @@ def _fetched(path: Path) -> Path:
         error.origin = "data.tokenizer"
         raise
     return path
+
+
+def no_sentencepiece(path: Path, cause: Exception) -> DataError:
+    """The error for a file that its library cannot read: Llama 3's ``tokenizer.model`` lists tokens and ranks."""
+    if isinstance(cause, RuntimeError) and _TIKTOKEN.match(start_of(path)):
+        why = "it has tiktoken's form, which says neither how texts are split nor special tokens"
+        fix = "name a folder with tokenizer.json of the same model"
+        return _fault(f"tokenizer file {path} is no SentencePiece model", why=why, fix=fix)
+    return _fault(f"tokenizer file {path} is broken", why=" ".join(str(cause).split()))
 
 
 def holds_tokenizer(folder: Path) -> bool:

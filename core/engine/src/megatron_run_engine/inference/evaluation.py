@@ -37,7 +37,7 @@ def work(run: ResolvedRun, world: World, activity: Activity, arguments: Mapping[
     if "names" in arguments:
         from megatron_run_engine.inference.harness import run_harness
 
-        answer = run_harness(model, **{name: arguments[name] for name in ("names", "folder", "shots", "batch")})
+        answer = run_harness(model, **{name: arguments[name] for name in ("names", "folder", "shots", "batch", "chat")})
     else:
         results = model.evaluate(*arguments["tasks"], stride=arguments["stride"], batch=arguments["batch"])
         answer = [asdict(each) for each in results]

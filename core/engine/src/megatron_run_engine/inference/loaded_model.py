@@ -140,6 +140,18 @@ class LoadedModel:
         end = None if self.data is None else self.data.end_of_text
         return frozenset() if end is None else frozenset({end})
 
+    def silent_stops(self, stops: Sequence[str]) -> list[tuple[int, ...]]:
+        """The tokens of those ``stops`` that hold one without text, such as ``<|im_end|>``, which no text shows."""
+        if not stops:
+            return []
+        around = self.encode("a")
+        alone = self.decode([*around, *around])
+
+        def silent(token: int) -> bool:  # between letters: at the start of a text a space may have no text either
+            return self.decode([*around, token, *around]) == alone
+
+        return [tuple(tokens) for stop in stops if any(map(silent, tokens := self.encode(stop)))]
+
     def decode(self, tokens: Sequence[int]) -> str | None:
         """The text of ``tokens``, None without a tokenizer."""
         return None if self.data is None else self.data.decode(tokens)
@@ -298,7 +310,9 @@ class _Text:
         self._writing, self._size = writing, len(tokens)
         self._prompt = prompt if isinstance(prompt, str) else model.decode(tokens)
         self._ends = frozenset(writing.stop_tokens) | (frozenset() if writing.past_end else model.ends)
-        self._stream = None if self._prompt is None else TextStream(model.decode, tokens, writing.stops)
+        self._stream = None
+        if self._prompt is not None:
+            self._stream = TextStream(model.decode, tokens, writing.stops, model.silent_stops(writing.stops))
         self._stopped = False
 
     def push(self) -> str:

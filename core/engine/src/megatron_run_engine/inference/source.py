@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +15,7 @@ from megatron_run_engine.checkpoint.adapted import MergedReader, open_step
 from megatron_run_engine.checkpoint.kept_files import SOURCE, tokenizer_of
 from megatron_run_engine.checkpoint.step_folder import find_step
 from megatron_run_engine.data.tokenizer_folder.record import AUTO
-from megatron_run_engine.formats.end_tokens import end_tokens
+from megatron_run_engine.formats.end_tokens import end_tokens, sampling_defaults
 from megatron_run_engine.run_folder.changes import nested
 from megatron_run_engine.run_folder.folder import last_config
 
@@ -36,9 +36,10 @@ class Source:
 
     ``step`` counts the updates that it has seen. The section ``data`` is there where a tokenizer is known. ``shapes``
     are those of the logical tensors, by name; empty where only reading tells. ``ends`` are the tokens at which a text
-    ends, as its program says them; None where nothing does, and the tokenizer decides. ``sample_length`` is that of the
-    samples of a run, which may be shorter than what the model reads. ``notes`` are lines for the user: what reading it
-    lost. ``lost`` says that its tokenizer is not there, unless the user names one.
+    ends, as its program says them; None where nothing does, and the tokenizer decides. ``sampling`` is how that program
+    chooses tokens where nothing else is asked, by keys of ``Sampling``. ``sample_length`` is that of the samples of a
+    run, which may be shorter than what the model reads. ``notes`` are lines for the user: what reading it lost.
+    ``lost`` says that its tokenizer is not there, unless the user names one.
     """
 
     path: Path
@@ -47,6 +48,7 @@ class Source:
     shapes: Mapping[str, tuple[int, ...]]
     read: ReadBox
     ends: tuple[int, ...] | None = None
+    sampling: Mapping[str, float] = field(default_factory=dict)
     sample_length: int | None = None
     notes: tuple[str, ...] = ()
     lost: DataError | None = None
@@ -108,6 +110,7 @@ def find_source(path: Path | None, step: int | None = None, *, verified: bool = 
         shapes=reader.with_adapters() if isinstance(reader, MergedReader) else reader.shapes(),
         read=lambda name, starts, sizes: reader.read(name, MASTER, starts, sizes),
         ends=end_tokens(home / SOURCE),
+        sampling=sampling_defaults(home / SOURCE),
         sample_length=config.get("train", {}).get("sequence_length"),
         lost=lost,
     )
@@ -136,7 +139,16 @@ def _foreign(path: Path) -> Source:
     config = {"model": {"use": "gpt", **weights.config}, "train": {"sequence_length": weights.sequence_length}}
     if weights.tokenizer is not None:
         config["data"] = _tokenizer(str(weights.tokenizer))
-    return Source(path, config, weights.step, {}, read, ends=end_tokens(path), notes=weights.notes)
+    return Source(
+        path,
+        config,
+        weights.step,
+        {},
+        read,
+        ends=end_tokens(path),
+        sampling=sampling_defaults(path),
+        notes=weights.notes,
+    )
 
 
 def _tokenizer(name: str) -> dict[str, Any]:

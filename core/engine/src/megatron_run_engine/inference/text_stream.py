@@ -8,8 +8,10 @@ from typing import Literal
 
 #: A token sequence may end inside a character, which decodes as this until the rest has come.
 INCOMPLETE = "\ufffd"
-#: After so many tokens what does not decode is no part of a character: UTF-8 has at most 4 bytes.
+#: After so many tokens what does not decode is no part of a character, except for one less: UTF-8 has at most 4 bytes.
 _MOST_PENDING = 4
+#: So many tokens before a text are decoded with it at first.
+_BEFORE = 4
 
 Decode = Callable[[Sequence[int]], str | None]
 
@@ -43,45 +45,71 @@ class Completion:
 class TextStream:
     """Decodes the tokens that follow ``context`` as they come, and finds the first of the ``stops``.
 
-    A piece is given out once it is certain: its last character is whole, and no stop string can begin in it.
+    A piece is given out once it is certain: its last character is whole, and no stop string can begin in it. ``silent``
+    are the tokens of stops that decoding does not show, such as ``<|im_end|>``: the text stops after them too.
     """
 
     decode: Decode
     context: Sequence[int]
     stops: Sequence[str] = ()
+    silent: Sequence[tuple[int, ...]] = ()
     text: str = ""
     stopped: bool = False
     _tokens: list[int] = field(init=False)
+    _written: int = field(init=False)
     _from: int = field(init=False, default=0)
-    _read: int = field(init=False)
+    _next: int = field(init=False)
+    _given: int = field(init=False)
+    _pending: int = field(init=False, default=0)
     _shown: int = field(init=False, default=0)
 
     def __post_init__(self) -> None:
         # Some tokenizers write a word's space only where another word comes before: decode with what came before.
-        self._tokens = list(self.context[-_MOST_PENDING:])
-        self._read = len(self._tokens)
+        before = _BEFORE
+        while not self._visible(self.context[-before:]) and before < len(self.context):
+            before *= 2
+        self._tokens = list(self.context[-before:])
+        self._written = self._next = len(self._tokens)
+        self._given = len(self.decode(self._tokens) or "")
 
     def push(self, token: int) -> str:
         """Add a token; the piece of text that is certain now. Sets ``stopped`` at a stop string, which is left out."""
         self._tokens.append(token)
-        piece = self._new()
-        if piece.endswith(INCOMPLETE) and len(self._tokens) - self._read < _MOST_PENDING:
-            return ""
-        self._from, self._read = self._read, len(self._tokens)
-        return self._add(piece)
+        text = self.decode(self._tokens[self._from :]) or ""
+        certain = len(text.rstrip(INCOMPLETE))
+        self._pending = 0 if certain == len(text) else self._pending + 1
+        if self._pending >= _MOST_PENDING:
+            certain = max(certain, len(text) - _MOST_PENDING + 1)
+        piece = self._new(text, certain)
+        if not self._pending:
+            self._leave_behind()
+        shown = self._add(piece)
+        if any(self._tokens[self._written :][-len(stop) :] == list(stop) for stop in self.silent):
+            self.stopped = True
+        return shown
 
     def finish(self) -> str:
         """The rest, when no more tokens come."""
-        shown = "" if self.stopped else self._add(self._new())
-        self._from = self._read = len(self._tokens)
+        text = self.decode(self._tokens[self._from :]) or ""
+        shown = "" if self.stopped else self._add(self._new(text, len(text)))
         shown += self.text[self._shown :]
         self._shown = len(self.text)
         return shown
 
-    def _new(self) -> str:
-        """The text of the tokens that were not read yet."""
-        before, after = (self.decode(self._tokens[self._from : stop]) or "" for stop in (self._read, None))
-        return after[len(before) :]
+    def _new(self, text: str, end: int) -> str:
+        """What ``text``, of the tokens from ``_from`` on, has up to ``end`` and was not given out."""
+        piece, self._given = text[self._given : end], max(self._given, end)
+        return piece
+
+    def _leave_behind(self) -> None:
+        """Decode no token twice for long: from where the piece began that was the last to be whole, if it shows."""
+        last = self._tokens[self._next :]
+        if self._visible(last):
+            self._from, self._given = self._next, len(self.decode(last) or "")
+            self._next = len(self._tokens)
+
+    def _visible(self, tokens: Sequence[int]) -> bool:
+        return bool((self.decode(tokens) or "").strip())
 
     def _add(self, piece: str) -> str:
         longest = max(map(len, self.stops), default=0)

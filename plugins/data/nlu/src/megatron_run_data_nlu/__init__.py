@@ -39,7 +39,7 @@ class NluOptions(BaseModel):
 
     task: Task = Field("mnli", description="mnli, qqp, squad1, squad2 or race")
     folder: str | None = Field(None, description="folder of the task's files as they are published; needed")
-    tokenizer: str = Field("vocab.txt", description="file or folder of a tokenizer with [CLS], [SEP] and [PAD]")
+    tokenizer: str = Field("vocab.txt", description="file or folder of a tokenizer that lays out pairs of texts")
     stride: int = Field(128, ge=1, description="tokens from window to window of a long context of squad")
 
 

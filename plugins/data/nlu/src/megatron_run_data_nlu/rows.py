@@ -1,4 +1,4 @@
-"""Questions as rows of tokens: ``[CLS] A [SEP] B [SEP]``, padded, and windows over contexts that are longer."""
+"""Questions as rows of tokens, two texts as their tokenizer lays them out, and windows over longer contexts."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import numpy as np
 
 from megatron_run.errors import DataError, InputError
 from megatron_run_data_nlu.questions import Choice, Question
+from megatron_run_engine.data.pair_layout import PairLayout
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -18,26 +19,28 @@ if TYPE_CHECKING:
 
     Tokens = NDArray[np.int64]
 
-#: Special tokens of a row.
-SPECIALS = 3
 #: The most tokens of a question of SQuAD (Devlin et al. 2018).
 LONGEST_QUESTION = 64
 
 
 class Reader:
-    """Makes rows of ``length`` tokens with ``tokenizer``. Raises :class:`InputError` where it lacks special tokens."""
+    """Makes rows of ``length`` tokens with ``tokenizer``: as its post-processor does, or without one as BERT's.
+
+    Raises :class:`InputError` where it lacks special tokens, or a row has nothing to be judged by or to part its texts.
+    """
 
     def __init__(self, tokenizer: Tokenizer, length: int) -> None:
-        vocabulary, names = tokenizer.vocabulary, ("[CLS]", "[SEP]", "[PAD]")
-        lacking = [name for name in names if name not in vocabulary]
-        if lacking:
-            raise InputError(
-                f"the tokenizer has no {', '.join(lacking)}",
-                why="data=nlu lays out its rows as BERT's",
-                fix="set data.tokenizer to BERT's vocab.txt, or another that has them",
-            )
         self._tokenizer, self.length = tokenizer, length
-        self._begin, self._separator, self._padding = (vocabulary[name] for name in names)
+        self.layout = tokenizer.pair_layout() or _berts(tokenizer)
+        for part in ("before", "between"):
+            if not getattr(self.layout, part):
+                raise InputError(
+                    f"the tokenizer puts no token {part} two texts",
+                    why="a task is answered at the first token, and its texts are told apart by one",
+                    fix="set data.tokenizer to one with a post_processor for pairs, as BERT's and RoBERTa's",
+                )
+        padding = tokenizer.special.get("pad_token", "[PAD]")
+        (self._padding,) = _ids(tokenizer, padding)
 
     def places(self, text: str) -> tuple[Tokens, Tokens, Tokens]:
         """The tokens of ``text``, and the characters at which each begins and ends."""
@@ -46,18 +49,41 @@ class Reader:
     def pair(self, first: str, second: str) -> dict[str, Any]:
         """The row of two texts; of one that is too long, the longer text loses its end."""
         a, b = (self.places(text)[0] for text in (first, second))
-        room = self.length - SPECIALS
-        of_a = min(len(a), max(room - len(b), (room + 1) // 2))  # the longer one is cut, and both where both are long
-        return self.row(a[:of_a], b[: room - of_a])
+        room = self.length - self.layout.size
+        of_a, of_b = len(a), len(b)
+        if of_a + of_b > room:  # as transformers: the longer one is cut, and both where both are long
+            shorter = min(of_a, of_b, room // 2)
+            of_a, of_b = (shorter, room - shorter) if of_a <= of_b else (room - shorter, shorter)
+        return self.row(a[:of_a], b[:of_b])
 
-    def row(self, first: Tokens, second: Tokens) -> dict[str, Any]:
+    def row(self, first: Sequence[int] | Tokens, second: Sequence[int] | Tokens) -> dict[str, Any]:
         """The fields of a row of two texts that fit."""
-        end, used = len(first) + 2, len(first) + len(second) + SPECIALS
+        parts = (self.layout.before, first, self.layout.between, second, self.layout.after)
+        sizes = [len(part) for part in parts]
+        used = sum(sizes)
         tokens, types = np.full(self.length, self._padding, np.int64), np.zeros(self.length, np.int64)
-        tokens[0], tokens[1 : end - 1], tokens[end - 1] = self._begin, first, self._separator
-        tokens[end : used - 1], tokens[used - 1] = second, self._separator
-        types[end:used] = 1
+        tokens[:used] = np.concatenate([np.asarray(part, np.int64) for part in parts])
+        types[:used] = np.repeat(self.layout.types, sizes)
         return {"tokens": tokens, "token_types": types, "used": used}
+
+
+def _berts(tokenizer: Tokenizer) -> PairLayout:
+    """BERT's layout, of a tokenizer that does not say one, such as ``vocab.txt``."""
+    begin, separator = _ids(tokenizer, "[CLS]", "[SEP]")
+    return PairLayout((begin,), (separator,), (separator,))
+
+
+def _ids(tokenizer: Tokenizer, *names: str) -> list[int]:
+    """The ids of special tokens. Raises :class:`InputError` for those that ``tokenizer`` lacks."""
+    vocabulary = tokenizer.vocabulary
+    lacking = [name for name in names if name not in vocabulary]
+    if lacking:
+        raise InputError(
+            f"the tokenizer has no {', '.join(lacking)}",
+            why="data=nlu lays out its rows by it",
+            fix="set data.tokenizer to BERT's vocab.txt, or a folder whose tokenizer lays out pairs of texts",
+        )
+    return [vocabulary[name] for name in names]
 
 
 def sample_of(rows: Sequence[Mapping[str, Any]], labels: Sequence[int]) -> dict[str, NDArray[Any]]:
@@ -118,7 +144,8 @@ class Spans:
             self.windows += self._cut(number, len(context[0]), len(asked), stride)
 
     def _cut(self, number: int, size: int, asked: int, stride: int) -> list[Window]:
-        room = self._reader.length - SPECIALS - asked
+        layout = self._reader.layout
+        room, offset = self._reader.length - layout.size - asked, len(layout.before) + asked + len(layout.between)
         if room < 1:
             raise DataError(
                 f"the question {self.questions[number].name} leaves no token for its context",
@@ -126,7 +153,7 @@ class Spans:
             )
         step = min(stride, room)
         firsts = range(0, max(1, size - room + step), step)
-        return [Window(number, first, min(first + room, size), asked + 2) for first in firsts]
+        return [Window(number, first, min(first + room, size), offset) for first in firsts]
 
     def __len__(self) -> int:
         return len(self.windows)
