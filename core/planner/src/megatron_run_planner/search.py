@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from math import isqrt
 
 from megatron_run.contracts.schedule import LayoutSpec, looped_layout
 from megatron_run.errors import InputError, RunError
@@ -21,6 +22,8 @@ CHUNKS = (1, 2, 3, 4, 5, 6, 7, 8)
 MICRO_BATCHES = (1, 2, 4, 8, 16, 32)
 RECOMPUTED: tuple[Recompute, ...] = ("none", "mlp", "full")
 SIMULATED, ACTIONS = 40, 600_000
+#: The most actions of a plan that is simulated; several schedules make one for the same split.
+LARGEST = ACTIONS // 2
 
 
 @dataclass(frozen=True)
@@ -189,6 +192,9 @@ class Search:
                 gradient_bytes=4,
             )
             for each in chunks:
+                if 2 * base.microbatches * each * pipeline > LARGEST:
+                    self._pruned["more microbatches than can be simulated"] += 1
+                    continue
                 for expert in experts:
                     for recompute in RECOMPUTED if not model.experts else ("none", "full"):
                         for zero1 in (False, True) if data > 1 else (False,):
@@ -222,7 +228,9 @@ class Search:
         )
         if not splits:
             return InputError(
-                what, why="sizes do not divide", fix="change the global batch, its ramp-up or the number of GPUs"
+                what,
+                why=f"sizes do not divide, or a step has more than {LARGEST} actions",
+                fix="change the global batch, its ramp-up or the number of GPUs",
             )
         nearest = min(splits, key=lambda split: least_memory(self._model, split).needed())
         needed = least_memory(self._model, nearest).needed() / 2**30
@@ -252,4 +260,5 @@ def shares(model: Model, split: Split, device: Device, step: StepTime) -> dict[s
 
 
 def _divisors(number: int) -> list[int]:
-    return [each for each in range(1, number + 1) if number % each == 0]
+    small = [each for each in range(1, isqrt(number) + 1) if number % each == 0]
+    return sorted({*small, *(number // each for each in small)})
