@@ -82,10 +82,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _refused(str(error), error.exit_code, words, error)
     except ModuleNotFoundError as error:
         return _without_engine(error, words)
-    except (click.Abort, KeyboardInterrupt) as error:  # before RuntimeError: an Abort is one
-        return _refused("interrupted", ExitCode.SIGINT, words, error)
-    except Terminated as error:
-        return _refused(str(error), ExitCode.SIGTERM, words, error)
+    except (click.Abort, KeyboardInterrupt, Terminated) as error:  # before RuntimeError: an Abort is one
+        code = ExitCode.SIGTERM if isinstance(error, Terminated) else ExitCode.SIGINT
+        return _refused(str(error) or "interrupted", code, words, error)
     except (MemoryError, OSError, RuntimeError) as error:
         known = system_limit(error)
         if known is None:

@@ -23,6 +23,6 @@ def raise_when_terminated() -> None:
             signal.signal(number, _raise)
 
 
-def _raise(number: int, frame: FrameType | None) -> None:
+def _raise(number: int, _: FrameType | None) -> None:
     signal.signal(number, signal.SIG_DFL)
     raise Terminated(number)
