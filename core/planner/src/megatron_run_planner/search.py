@@ -13,7 +13,7 @@ from megatron_run.pipeline.plan import Plan
 from megatron_run_planner.devices import Device
 from megatron_run_planner.layer_time import Passes, layer_time
 from megatron_run_planner.memory import RankMemory, least_memory, stage_memory
-from megatron_run_planner.schedules import Schedules, spread
+from megatron_run_planner.schedules import LARGEST, Schedules, spread
 from megatron_run_planner.step_time import StepTime, estimate, step_time
 from megatron_run_planner.workload import Model, Recompute, Split
 
@@ -22,8 +22,6 @@ CHUNKS = (1, 2, 3, 4, 5, 6, 7, 8)
 MICRO_BATCHES = (1, 2, 4, 8, 16, 32)
 RECOMPUTED: tuple[Recompute, ...] = ("none", "mlp", "full")
 SIMULATED, ACTIONS = 40, 600_000
-#: The most actions of a plan that is simulated; several schedules make one for the same split.
-LARGEST = ACTIONS // 2
 
 
 @dataclass(frozen=True)
