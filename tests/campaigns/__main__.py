@@ -23,6 +23,7 @@ from tests.campaigns.fuzz import fuzz_all
 from tests.campaigns.hangs import flipped_replicas, hangs, slow_steps
 from tests.campaigns.kills import kills
 from tests.campaigns.malformed import damaged_runs, malformed
+from tests.campaigns.numbers import numbers
 from tests.campaigns.public_tokenizers import packages
 from tests.campaigns.stops import stops
 from tests.campaigns.surroundings import surroundings
@@ -44,6 +45,7 @@ CAMPAIGNS: dict[str, Campaign] = {
     ],
     "surroundings": surroundings,
     "folders": lambda folder, seed, jobs, share: folders(folder / "folders", _some(300, share), seed),
+    "numbers": lambda folder, seed, jobs, share: numbers(folder, share, seed, jobs),
     "fuzz": lambda folder, seed, jobs, share: fuzz_all(folder, _some(100_000, share), seed, jobs),
 }
 #: The campaign that needs packages of other people, and a network if they are not there: only where it is asked for.

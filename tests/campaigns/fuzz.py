@@ -16,7 +16,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -33,7 +33,7 @@ from tests.campaigns.samples import write_samples
 from tests.support.ranks import CONTEXT, start_server
 
 #: Seconds that an answer may compute, those after which a worker is given up, and mebibytes that answers may need.
-PROMPT, GIVEN_UP, MEMORY = 3.0, 60.0, 512
+PROMPT, GIVEN_UP, MEMORY = 2.0, 60.0, 512
 #: The most inputs that are changed again, and the longest of them in bytes.
 _CORPUS, _LONGEST = 40, 1 << 16
 #: The unchanging part of an answer.
@@ -100,10 +100,9 @@ class Fuzzed:
         self.tally.answers.add(answer)
         return fault
 
-    def run(self, count: int, seed: int) -> Tally:
-        """Read ``count`` inputs; those by which the inputs of faults become small come on top."""
-        for number in range(seed, seed + count):
-            content = changed(number, self.corpus, self._reader.kind)
+    def run(self, inputs: Iterable[bytes]) -> Tally:
+        """Read ``inputs``; those by which the inputs of faults become small come on top."""
+        for content in inputs:
             fault = self.attempt(content)
             if fault and fault not in self.tally.faults:
                 self.tally.faults[fault] = shrunk(content, partial(self._has, fault))
@@ -111,6 +110,16 @@ class Fuzzed:
 
     def _has(self, fault: str, content: bytes) -> bool:
         return self.attempt(content) == fault
+
+
+#: The inputs of a reader, ``count`` of them from a seed on, which may follow from what it made of those before.
+Inputs = Callable[[FuzzedReader, Sequence[bytes], int, int], Iterator[bytes]]
+
+
+def drawn(reader: FuzzedReader, corpus: Sequence[bytes], count: int, seed: int) -> Iterator[bytes]:
+    """Changes of ``corpus`` that are drawn at random."""
+    for number in range(seed, seed + count):
+        yield changed(number, corpus, reader.kind)
 
 
 @contextlib.contextmanager
@@ -160,7 +169,9 @@ def _address_space() -> int:
     return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0]) * resource.getpagesize()
 
 
-def _work(pipe: Connection, tasks: Sequence[tuple[str, int]], samples: Path, work: Path, seed: int) -> None:
+def _work(
+    pipe: Connection, tasks: Sequence[tuple[str, int]], samples: Path, work: Path, seed: int, inputs: Inputs
+) -> None:
     """A worker: says which reader it begins with, and what came of it."""
     sys.setrecursionlimit(1000)  # as a program's
     for number, (name, count) in enumerate(tasks):
@@ -169,16 +180,16 @@ def _work(pipe: Connection, tasks: Sequence[tuple[str, int]], samples: Path, wor
         pipe.send(place / READERS[name].file)
         fuzzed = Fuzzed(READERS[name], samples, place)
         fuzzed.limit_memory()
-        pipe.send(fuzzed.run(count, seed))
+        pipe.send(fuzzed.run(inputs(READERS[name], fuzzed.corpus, count, seed)))
         shutil.rmtree(place)
 
 
-def _watched(tasks: Sequence[tuple[str, int]], samples: Path, work: Path, seed: int) -> Iterator[Tally]:
+def _watched(tasks: Sequence[tuple[str, int]], samples: Path, work: Path, seed: int, inputs: Inputs) -> Iterator[Tally]:
     """The tallies of ``tasks``. A worker that dies or hangs has met a fault, and another one does what is left."""
     left = list(tasks)
     while left:
         reader, writer = CONTEXT.Pipe(duplex=False)
-        process = CONTEXT.Process(target=_work, args=(writer, left, samples, work / str(len(left)), seed))
+        process = CONTEXT.Process(target=_work, args=(writer, left, samples, work / str(len(left)), seed, inputs))
         process.start()
         writer.close()
         file, began, ended = Path(), time.time(), ""
@@ -213,25 +224,32 @@ def _written(file: Path) -> float:
 
 def fuzz_all(folder: Path, count: int, seed: int, jobs: int, only: Sequence[str] = ()) -> list[Figures]:
     """About ``count`` inputs for all readers together, or for those named ``only``; a row for each group of them."""
-    start_server()
-    names = list(only or READERS)
-    write_samples(folder / "samples", {Path(READERS[name].file).parts[0] for name in names})
+    names = [name for name in only or READERS if READERS[name].share]
     whole = sum(READERS[name].share for name in names)
     tasks = [(name, max(1, round(count * READERS[name].share / whole))) for name in names]
+    return read_all("changed at random", tasks, drawn, folder, seed, jobs)
+
+
+def read_all(
+    what: str, tasks: Sequence[tuple[str, int]], inputs: Inputs, folder: Path, seed: int, jobs: int
+) -> list[Figures]:
+    """Let each reader of ``tasks`` read so many of its ``inputs``; a row for each group of readers."""
+    start_server()
+    write_samples(folder / "samples", {Path(READERS[name].file).parts[0] for name, _ in tasks})
     start = time.monotonic()
+
+    def share(at: int) -> list[Tally]:
+        return list(_watched(tasks[at::jobs], folder / "samples", folder / f"work-{at}", seed, inputs))
+
     with ThreadPoolExecutor(jobs) as pool:
-        shares = [tasks[number::jobs] for number in range(jobs)]
-        found = pool.map(
-            lambda at: list(_watched(shares[at], folder / "samples", folder / f"work-{at}", seed)), range(jobs)
-        )
-        tallies = [tally for each in found for tally in each]
+        tallies = [tally for each in pool.map(share, range(jobs)) for tally in each]
     seconds = time.monotonic() - start
     groups = dict.fromkeys(READERS[tally.name].group for tally in tallies)
     of_group = {group: [each for each in tallies if READERS[each.name].group == group] for group in groups}
-    return [_figures(group, each, seconds) for group, each in of_group.items()]
+    return [_figures(f"{what}: {group}", each, seconds) for group, each in of_group.items()]
 
 
-def _figures(group: str, tallies: Sequence[Tally], seconds: float) -> Figures:
+def _figures(what: str, tallies: Sequence[Tally], seconds: float) -> Figures:
     tried, taken = sum(each.tried for each in tallies), sum(each.taken for each in tallies)
     faults = [
         f"{each.name}: {fault}, as {content[:300]!r}{' ...' if len(content) > 300 else ''}"
@@ -246,4 +264,4 @@ def _figures(group: str, tallies: Sequence[Tally], seconds: float) -> Figures:
         f"the slowest took {max(each.slowest for each in tallies) * 1e3:.0f} ms",
         f"memory grew by {max(each.grown for each in tallies):.0f} MiB",
     ]
-    return Figures(f"changed at random: {group}", tried, faults, notes, seconds)
+    return Figures(what, tried, faults, notes, seconds)

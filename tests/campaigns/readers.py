@@ -44,6 +44,8 @@ def _explained(path: Path) -> object:
 def run_command(*words: object) -> object:
     """A command in this process, whose exit code is one of a user's mistakes."""
     code = main([str(word) for word in words])
+    if code == ExitCode.OUT_OF_MEMORY:
+        raise MemoryError
     if code == 1:
         raise AssertionError("exit code 1, which is that of a bug")
     return code

@@ -60,6 +60,11 @@ def _write_config(folder: Path) -> None:
     (folder / "config" / "tiny.json").write_text(json.dumps({name: bare(node) for name, node in sections.items()}))
 
 
+def _write_words(folder: Path) -> None:
+    (folder / "words").mkdir()
+    (folder / "words" / "words.json").write_text("[]")
+
+
 def _write_run(folder: Path) -> None:
     assert run_forked(tiny(folder / "run", RUN_VALUES, nproc=1)).code == 0
 
@@ -213,6 +218,7 @@ def _write_wire(folder: Path) -> None:
 #: What writes the folders of samples, by their names.
 _SAMPLES: Mapping[tuple[str, ...], Callable[[Path], None]] = {
     ("config",): _write_config,
+    ("words",): _write_words,
     ("run",): _write_run,
     ("history",): _write_history,
     ("saved",): _write_step,

@@ -138,7 +138,7 @@ def test_data_of_another_vocabulary_is_refused_with_both_names(model: Path, text
         run_ = load_config(home / "config.yaml", sets={**given, "data.tokenizer": tokenizer, "model.vocab_size": 5})
         with pytest.raises(DataError) as error:
             check_source(run_)
-        assert f"trained with {model}" in str(error.value)
+        assert f"they were trained with {model}, " in str(error.value)
         assert tokenizer in str(error.value)
 
 

@@ -9,7 +9,7 @@ import pytest
 from megatron_run.errors import DataError
 from megatron_run_planner.accuracy import _COLUMNS
 from tests.campaigns import fuzz
-from tests.campaigns.fuzz import Fuzzed, fuzz_all
+from tests.campaigns.fuzz import Fuzzed, drawn, fuzz_all
 from tests.campaigns.fuzzed import DATA, READERS, FuzzedReader
 from tests.campaigns.samples import write_samples
 
@@ -87,7 +87,8 @@ def test_a_reader_that_is_wrong_about_some_bytes_is_found(tmp_path: Path, monkey
     (tmp_path / "samples" / "a").mkdir(parents=True)
     (tmp_path / "samples" / "a" / "b").write_bytes(b'{"a": 1, "b": [1, 2]}')
     reader = FuzzedReader("odd", DATA, "a/b", read, "json")
-    tally = Fuzzed(reader, tmp_path / "samples", tmp_path / "work").run(300, seed=1)
+    fuzzed = Fuzzed(reader, tmp_path / "samples", tmp_path / "work")
+    tally = fuzzed.run(drawn(reader, fuzzed.corpus, 300, seed=1))
     kinds = {fault.split(",")[0]: content for fault, content in tally.faults.items()}
     assert kinds.keys() == {"KeyError", "no answer within 0.05 s", "an error that says nothing"}
     assert len(kinds["KeyError"]) < 30  # it was made small

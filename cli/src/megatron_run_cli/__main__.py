@@ -15,6 +15,7 @@ if not {"LOCAL_RANK", "SLURM_PROCID"} & os.environ.keys():
     gc.set_threshold(50_000, 10, 100)
 
 from megatron_run_cli.main import main
+from megatron_run_cli.termination import raise_when_terminated
 
 
 def program() -> None:
@@ -23,6 +24,7 @@ def program() -> None:
     A process that was a rank ends at once: while Python takes itself down, a communicator whose peer is already gone
     may abort it, and so turn a run that succeeded into one that failed.
     """
+    raise_when_terminated()
     code = main()
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError):  # nobody reads any more, or a plugin has closed it

@@ -25,6 +25,7 @@ from megatron_run_cli.commands.schedule import schedule
 from megatron_run_cli.commands.train import finetune, train
 from megatron_run_cli.grammar import Program, option_meant
 from megatron_run_cli.output import print_refusal, start_answer, tell_error
+from megatron_run_cli.termination import Terminated
 
 
 @click.group(cls=Program, context_settings={"help_option_names": ["-h", "--help"]}, subcommand_metavar="[COMMAND] ...")
@@ -81,13 +82,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _refused(str(error), error.exit_code, words, error)
     except ModuleNotFoundError as error:
         return _without_engine(error, words)
+    except (click.Abort, KeyboardInterrupt, Terminated) as error:  # before RuntimeError: an Abort is one
+        code = ExitCode.SIGTERM if isinstance(error, Terminated) else ExitCode.SIGINT
+        return _refused(str(error) or "interrupted", code, words, error)
     except (MemoryError, OSError, RuntimeError) as error:
         known = system_limit(error)
         if known is None:
             raise
         return _refused(str(known), known.exit_code, words, error)
-    except (click.Abort, KeyboardInterrupt):
-        return int(ExitCode.SIGINT)
     except SystemExit:  # how click ends when nobody reads, as in `plugins list | head -1`; `Program` has any other
         return int(ExitCode.DONE)
     return int(code or 0)

@@ -14,6 +14,7 @@ from typing import Any
 import click
 
 from megatron_run.errors import InputError, printable
+from megatron_run.publishing import publishing
 
 #: Whether the command has printed JSON: its answer is one document, also where it ends with a refusal.
 _ANSWERED: ContextVar[bool] = ContextVar("answered", default=False)
@@ -54,7 +55,11 @@ def print_table(rows: Sequence[Sequence[str]]) -> None:
 def write_file(file: Path, text: str) -> None:
     """Write what the user asked for. Raises :class:`InputError` if it cannot be written."""
     try:
-        file.write_text(text, encoding="utf-8")
+        if file.exists() and not file.is_file():  # a pipe, or the terminal
+            file.write_text(text, encoding="utf-8")
+            return
+        with publishing(file) as (written,):
+            written.write(text.encode())
     except OSError as error:
         raise InputError(
             f"{file} cannot be written", why=error.strerror or str(error), fix="name another file"

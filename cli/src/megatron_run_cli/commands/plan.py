@@ -115,7 +115,9 @@ def task_options(command: Command) -> Command:
         click.option(
             "--device", default="a100", show_default=True, metavar="NAME|FILE", help="A shipped device, or a YAML file."
         ),
-        click.option("--gpus", type=click.IntRange(min=1), metavar="N", help="Devices [default: those of CONFIG]."),
+        click.option(
+            "--gpus", type=click.IntRange(1, 1_000_000), metavar="N", help="Devices [default: those of CONFIG]."
+        ),
         run_options,
     ):
         decorated = option(decorated)

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from difflib import get_close_matches
 from enum import IntEnum
 from importlib.util import find_spec
+from math import isqrt
 from pathlib import Path
 from shlex import quote
 
@@ -147,12 +148,12 @@ class Problems(RunError):
 def system_limit(error: BaseException) -> RunError | None:
     """What the user is told where ``error`` is a limit of the machine or of the shell, else None."""
     number = error.errno if isinstance(error, OSError) else None
-    text = str(error) if isinstance(error, RuntimeError) else ""  # gloo, and Python's own threads, have no numbers
+    text = str(error) if isinstance(error, RuntimeError) else ""  # torch, gloo and Python's own threads have no numbers
     if number in (errno.EMFILE, errno.ENFILE) or os.strerror(errno.EMFILE) in text:
         return _too_few("files are open", resource.RLIMIT_NOFILE, "ulimit -n")
     if number == errno.EAGAIN or os.strerror(errno.EAGAIN) in text or "can't start new thread" in text:
         return _too_few("processes or threads run", resource.RLIMIT_NPROC, "ulimit -u")
-    if isinstance(error, MemoryError) or number == errno.ENOMEM:
+    if isinstance(error, MemoryError) or number == errno.ENOMEM or os.strerror(errno.ENOMEM) in text:
         return OutOfMemoryError("the host ran out of memory", fix="free some, or allow more with ulimit -v")
     return None
 
@@ -277,8 +278,12 @@ def nearest_multiples(number: int, factor: int) -> str:
 
 
 def nearest_divisors(number: int, wanted: int) -> str:
-    """The divisors of ``number`` below and above ``wanted``, which is not one: ``"4 or 6"``."""
-    return nearest(wanted, [divisor for divisor in range(1, number + 1) if number % divisor == 0])
+    """The divisors of ``number`` below and above ``wanted``, which is not one: ``"4 or 6"``.
+
+    Of a number beyond 10^12 they are the nearest that have, or leave, a factor of at most 10^6.
+    """
+    small = [divisor for divisor in range(1, min(isqrt(number), 10**6) + 1) if number % divisor == 0]
+    return nearest(wanted, [*small, *(number // divisor for divisor in small)])
 
 
 class Findings:

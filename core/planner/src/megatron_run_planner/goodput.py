@@ -11,6 +11,11 @@ from math import exp, sqrt
 from random import Random
 from statistics import NormalDist, fmean, quantiles
 
+from megatron_run.errors import InputError
+
+#: Saves and failures that are simulated, of all runs together, and the fewest runs.
+_EVENTS, _FEWEST = 3_000_000, 20
+
 
 @dataclass(frozen=True)
 class Conditions:
@@ -93,7 +98,18 @@ def best_interval(conditions: Conditions) -> float:
 
 
 def simulate_run(conditions: Conditions, interval: float, seconds: float, *, trials: int = 200, seed: int = 0) -> Yield:
-    """``trials`` runs of ``seconds`` each, drawn from ``seed``."""
+    """``trials`` runs of ``seconds`` each, drawn from ``seed``; fewer where so many would take long.
+
+    Raises :class:`InputError` for runs with more saves and failures than are simulated.
+    """
+    events = 1 + seconds / (interval + conditions.stall) + seconds / conditions.between_failures
+    if events * _FEWEST > _EVENTS:
+        raise InputError(
+            f"{seconds / 86400:g} days have about {events:.0f} saves and failures",
+            why=f"at most {_EVENTS // _FEWEST} are simulated",
+            fix="simulate fewer --days, or save less often",
+        )
+    trials = min(trials, int(_EVENTS / events))
     drawn = Random(seed)
     runs = [_one_run(conditions, interval, seconds, drawn) for _ in range(trials)]
     kept = [run[0] / seconds / conditions.straggling for run in runs]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from math import isqrt
 
 from megatron_run.contracts.schedule import LayoutSpec, looped_layout
 from megatron_run.errors import InputError, RunError
@@ -12,7 +13,7 @@ from megatron_run.pipeline.plan import Plan
 from megatron_run_planner.devices import Device
 from megatron_run_planner.layer_time import Passes, layer_time
 from megatron_run_planner.memory import RankMemory, least_memory, stage_memory
-from megatron_run_planner.schedules import Schedules, spread
+from megatron_run_planner.schedules import LARGEST, Schedules, spread
 from megatron_run_planner.step_time import StepTime, estimate, step_time
 from megatron_run_planner.workload import Model, Recompute, Split
 
@@ -189,6 +190,9 @@ class Search:
                 gradient_bytes=4,
             )
             for each in chunks:
+                if 2 * base.microbatches * each * pipeline > LARGEST:
+                    self._pruned["more microbatches than can be simulated"] += 1
+                    continue
                 for expert in experts:
                     for recompute in RECOMPUTED if not model.experts else ("none", "full"):
                         for zero1 in (False, True) if data > 1 else (False,):
@@ -222,7 +226,9 @@ class Search:
         )
         if not splits:
             return InputError(
-                what, why="sizes do not divide", fix="change the global batch, its ramp-up or the number of GPUs"
+                what,
+                why=f"sizes do not divide, or a step has more than {LARGEST} actions",
+                fix="change the global batch, its ramp-up or the number of GPUs",
             )
         nearest = min(splits, key=lambda split: least_memory(self._model, split).needed())
         needed = least_memory(self._model, nearest).needed() / 2**30
@@ -252,4 +258,5 @@ def shares(model: Model, split: Split, device: Device, step: StepTime) -> dict[s
 
 
 def _divisors(number: int) -> list[int]:
-    return [each for each in range(1, number + 1) if number % each == 0]
+    small = [each for each in range(1, isqrt(number) + 1) if number % each == 0]
+    return sorted({*small, *(number // each for each in small)})

@@ -94,6 +94,8 @@ class Model:
 
     def part(self, layers: Iterable[int]) -> Model:
         """The model with these layers alone, numbered anew; what they are on average is what all layers are."""
+        if not self.several_kinds:
+            return self
         indices = list(layers)
         if self.encoder_layers and indices:
             first = sum(index < self.encoder_layers for index in indices)
@@ -101,7 +103,7 @@ class Model:
             if first in (0, len(indices)):
                 return replace(kinds[0] if first else kinds[1], layers=len(indices))
             return replace(self, layers=len(indices), encoder_layers=first)
-        if not self.dense_layers or not indices:
+        if not indices:
             return self
         dense = [index for index, layer in enumerate(indices) if layer in self.dense_layers]
         return replace(self, layers=len(indices), dense_layers=tuple(dense))

@@ -23,7 +23,7 @@ import os
 import struct
 from array import array
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, BinaryIO, Self, TypeAlias
@@ -31,6 +31,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Self, TypeAlias
 import numpy as np
 
 from megatron_run.errors import DataError, advice, near_path
+from megatron_run.publishing import Publication
 from megatron_run_engine.data.user_files import refuse_pointer
 
 if TYPE_CHECKING:
@@ -88,8 +89,9 @@ class Writer:
             raise DataError(f"an indexed dataset cannot hold {np.dtype(dtype)}", why=f"its tokens are one of {names}")
         self._lengths, self._documents = array("i"), array("q", [0])
         self._modes = array("b") if modes else None
-        self._parts = tuple(path.with_name(path.name + ".tmp") for path in self._paths)
-        self._tokens: BinaryIO = _created(self._parts[0])
+        with self._naming():
+            self._publication = Publication(*self._paths)
+        self._tokens, self._index = self._publication.files
 
     @property
     def _paths(self) -> tuple[Path, Path]:
@@ -123,7 +125,7 @@ class Writer:
         if counts.size and counts.max() > np.iinfo(np.int32).max:
             raise self._refused(f"has {counts.max()} tokens", "its length is kept in 32 bits")
         kinds = np.zeros(counts.size, np.int8) if modes is None else np.asarray(modes).astype(np.int8)
-        with _naming(self._parts[0], "written"):
+        with self._naming():
             self._tokens.write(values.data if values.size else b"")
         self._lengths.frombytes(counts.astype(np.int32).tobytes())
         if self._modes is not None:
@@ -140,26 +142,16 @@ class Writer:
         """
         if self._documents[-1] != len(self._lengths):
             self.end_document()
-        with _naming(self._parts[0], "written"), self._tokens as file:
-            _sync(file)
-        with _naming(self._parts[1], "written"), _created(self._parts[1]) as file:
-            self._write_index(file)
-            _sync(file)
-        tokens, index = self._paths
-        index.unlink(missing_ok=True)  # an index never lies beside the tokens of another dataset
-        self._parts[0].replace(tokens)
-        self._parts[1].replace(index)
-        folder = os.open(index.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)  # a rename survives a power failure only after this
-        finally:
-            os.close(folder)
+        with self._naming():
+            self._write_index(self._index)
+            self._publication.publish()
 
     def discard(self) -> None:
         """Remove what was written. A dataset already there stays."""
-        self._tokens.close()
-        for part in self._parts:
-            part.unlink(missing_ok=True)
+        self._publication.discard()
+
+    def _naming(self) -> AbstractContextManager[None]:
+        return _naming(tokens_path(self._prefix), "written")
 
     def _cast(self, tokens: ArrayLike) -> Numbers:
         """Return ``tokens`` [n] in the type of the file, none of them changed by it."""
@@ -335,11 +327,6 @@ def open_tokens(path: str) -> Reader:
     return reader
 
 
-def _created(path: Path) -> BinaryIO:
-    with _naming(path, "written"):
-        return path.open("wb")
-
-
 @contextmanager
 def _naming(path: Path, done: str) -> Iterator[None]:
     """Raise :class:`DataError` with the path for an error of the operating system."""
@@ -347,11 +334,6 @@ def _naming(path: Path, done: str) -> Iterator[None]:
         yield
     except OSError as cause:
         raise DataError(f"{path} cannot be {done}", why=cause.strerror or str(cause)) from cause
-
-
-def _sync(file: BinaryIO) -> None:
-    file.flush()
-    os.fsync(file.fileno())
 
 
 def _mapped(path: Path) -> mmap.mmap | bytes:

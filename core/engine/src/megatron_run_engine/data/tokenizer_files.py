@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_run.errors import DataError, near_path
+from megatron_run.publishing import publishing
 from megatron_run.safe_folder import SafeFolder, parse_json
 from megatron_run_engine.data.tokenizer_folder import FolderTokenizer, files_decide, read_folder
 from megatron_run_engine.data.tokenizer_folder.record import TOKENIZER, TOKENIZER_CONFIG
-from megatron_run_engine.data.user_cache import replacing
 from megatron_run_engine.data.user_files import refuse_pointer, start_of
 
 if TYPE_CHECKING:
@@ -212,7 +212,7 @@ def train_tokenizer(texts: Iterable[str], kind: str, vocab_size: int, out: Path)
     if size <= max(len(SPECIAL[kind]), 1):
         raise DataError("no tokenizer can be trained", why="the texts are empty")
     try:
-        with replacing(out) as file:
+        with publishing(out) as (file,):
             file.write(tokenizer.to_str(pretty=True).encode())
     except OSError as cause:
         raise DataError(f"{out} cannot be written", why=cause.strerror or str(cause)) from cause

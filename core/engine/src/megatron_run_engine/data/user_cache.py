@@ -1,7 +1,6 @@
-"""The folder in which this user's machine keeps what can be made again, and how a file is written there.
+"""The folder in which this user's machine keeps what can be made again.
 
-Many processes may start at once, and any of them may be killed: one writes under a lock that the kernel lifts when its
-holder dies, into a temporary file that is renamed when it is whole.
+Many processes may start at once, and any of them may be killed: a lock is lifted when its holder dies.
 """
 
 from __future__ import annotations
@@ -13,7 +12,8 @@ import tempfile
 from collections.abc import Iterator, MutableMapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import BinaryIO
+
+from megatron_run.publishing import publishing
 
 
 def user_cache(name: str) -> Path:
@@ -62,29 +62,11 @@ def locked(path: Path) -> Iterator[None]:
         yield
 
 
-@contextmanager
-def replacing(path: Path) -> Iterator[BinaryIO]:
-    """Open a temporary file that becomes ``path`` at the end, and is removed if that fails.
-
-    Temporary files of writers that were killed are removed too; call it where ``path`` has one writer at a time.
-    """
-    for left in path.parent.glob(f"{path.name}.*.tmp"):
-        left.unlink(missing_ok=True)
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    try:
-        with temporary.open("wb+") as file:
-            yield file
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
 def keep(path: Path, content: bytes) -> None:
     """Make ``content`` the file ``path`` of the cache, whichever processes do so at once.
 
     A file that has it already is not written again. Raises :class:`OSError`.
     """
-    with locked(path.with_name(f"{path.name}.lock")):
-        if not path.is_file() or path.read_bytes() != content:
-            with replacing(path) as file:
-                file.write(content)
+    if not path.is_file() or path.read_bytes() != content:
+        with publishing(path) as (file,):
+            file.write(content)

@@ -66,11 +66,10 @@ def classify(error: BaseException) -> RunError | None:
     if isinstance(error, SystemExit):  # nothing of ours raises it
         why = in_one_line(error, where=True)
         return PluginError("a plugin ended the process", why=why, origin=_notes(error), fix=_RAISE)
-    if isinstance(error, MemoryError):
-        return OutOfMemoryError("the host ran out of memory", origin=_notes(error), fix=_SMALLER)
     limit = system_limit(error)
     if limit is not None:
         limit.origin = _notes(error)
+        limit.fix = _SMALLER if isinstance(limit, OutOfMemoryError) else limit.fix
         return limit
     if not isinstance(error, RuntimeError):
         return None
@@ -78,7 +77,7 @@ def classify(error: BaseException) -> RunError | None:
     import torch.distributed as dist
 
     first_line = str(error).splitlines()[0] if str(error) else type(error).__name__
-    if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in first_line:
+    if isinstance(error, torch.OutOfMemoryError):
         return OutOfMemoryError("the device ran out of memory", why=first_line, origin=_notes(error), fix=_SMALLER)
     lost = _CONNECTION.search(str(error)) is not None and _COMMUNICATION.search(str(error)) is not None
     if lost or isinstance(error, (dist.DistNetworkError, dist.DistStoreError)):

@@ -59,6 +59,8 @@ def plan_run(
     user changes either. An answer that is no legal layout or plan is a :class:`~megatron_run.errors.ScheduleError`, any
     other failure of the schedule a :class:`~megatron_run.errors.PluginError`.
     """
+    if max(counts, default=0) > MAX_MICROBATCHES:
+        raise InputError(f"{max(counts)} microbatches are more than the {MAX_MICROBATCHES} that can be planned")
     made: Schedule = schedule.create()
     stages, chunks = parallel.pipeline, parallel.chunks
     layout = _place_layers(schedule, made, layers, parallel)

@@ -8,6 +8,6 @@ three, :mod:`~megatron_run_planner.schedules.for_task` asks it for a configurati
 :mod:`~megatron_run_planner.schedules.plugin_file` writes the answer as a schedule plugin.
 """
 
-from megatron_run_planner.schedules.installed import Schedules, named, spread
+from megatron_run_planner.schedules.installed import LARGEST, Schedules, named, spread
 
-__all__ = ["Schedules", "named", "spread"]
+__all__ = ["LARGEST", "Schedules", "named", "spread"]

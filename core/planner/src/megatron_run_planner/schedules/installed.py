@@ -15,13 +15,16 @@ from pydantic import ValidationError
 from megatron_run.config.values import core_scalar
 from megatron_run.contracts.plugin import PluginInfo
 from megatron_run.contracts.schema import ParallelSection
-from megatron_run.errors import PluginError
+from megatron_run.errors import InputError, PluginError
 from megatron_run.pipeline.plan import Plan
 from megatron_run.planning.plans import plan_run
 from megatron_run.registry.choose import choose
 from megatron_run.registry.discover import Catalog, scan
 from megatron_run.registry.load import load
 from megatron_run.registry.loaded_plugin import Plugin
+
+#: The most actions of a plan: more take minutes to prove and to simulate.
+LARGEST = 200_000
 
 
 class Schedules:
@@ -57,8 +60,15 @@ class Schedules:
     ) -> Plan:
         """The plan of one step; without ``counts``, layers that do not divide leave the first places one more.
 
-        Raises :class:`~megatron_run.errors.InputError` when the schedule refuses the shape.
+        Raises :class:`~megatron_run.errors.InputError` when the schedule refuses the shape, or it is too large.
         """
+        actions = 2 * stages * chunks * microbatches
+        if actions > LARGEST:
+            raise InputError(
+                f"a step of {microbatches} microbatches has {actions} actions",
+                why=f"at most {LARGEST} are planned here",
+                fix="take a smaller global batch, or larger microbatches",
+            )
         counts = tuple(counts or spread(layers, stages * chunks))
         key = (name, layers, stages, chunks, microbatches, counts)
         if key not in self._plans:

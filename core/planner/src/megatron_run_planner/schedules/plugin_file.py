@@ -8,6 +8,7 @@ from string import Template
 
 from megatron_run.contracts.schedule import Action, Place
 from megatron_run.errors import InputError, plural
+from megatron_run.publishing import publishing
 
 #: The file. ``LISTS`` serve any number of microbatches: fewer leave out the others' actions, more begin again.
 _FILE = Template(
@@ -102,6 +103,7 @@ def write_plugin(
     if file.suffix != ".py":
         raise InputError(f"{file} is no Python file", why="a schedule is a plugin", fix=f"name it {file.stem}.py")
     try:
-        file.write_text(plugin_text(file.stem, layout, lists, microbatches, about), encoding="utf-8")
+        with publishing(file) as (written,):
+            written.write(plugin_text(file.stem, layout, lists, microbatches, about).encode())
     except OSError as error:
         raise InputError(f"{file} cannot be written: {error.strerror}", fix="name another file") from None

@@ -12,6 +12,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from megatron_run.errors import InputError
+from megatron_run.planning.plans import MAX_LAYERS
 from megatron_run_planner.workload import Latent, Model
 
 #: The models whose options are known, with the defaults in which they differ from ``gpt``.
@@ -38,7 +39,7 @@ class _Options(BaseModel):
 
     model_config = ConfigDict(extra="ignore", frozen=True)
 
-    num_layers: int = Field(ge=1)
+    num_layers: int = Field(ge=1, le=MAX_LAYERS)
     hidden_size: int = Field(ge=1)
     num_heads: int = Field(ge=1)
     num_kv_heads: int | None = None
@@ -63,11 +64,11 @@ class _Options(BaseModel):
     shared_expert_gate: bool = False
     kv_rank: int | None = None
     query_rank: int | None = None
-    rope_head_size: int = 0
-    nope_head_size: int = 0
-    value_head_size: int = 0
+    rope_head_size: int = Field(0, ge=0)
+    nope_head_size: int = Field(0, ge=0)
+    value_head_size: int = Field(0, ge=0)
     mtp_layers: int = 0
-    loss_chunks: int = Field(1, ge=1)
+    loss_chunks: int = Field(1, ge=1, le=256)
     dropout: float = 0.1
     head: str = "masked"
     choices: int = Field(1, ge=1)
@@ -83,8 +84,11 @@ class _Options(BaseModel):
     @property
     def dense_layers(self) -> tuple[int, ...]:
         """The layers without experts, where others have them."""
-        pattern = self.expert_layer_pattern or (1, *(0,) * (self.expert_layer_freq - 1))
-        mixed = {n for n in range(self.expert_layer_first, self.num_layers) if pattern[n % len(pattern)]}
+        pattern, freq, first = self.expert_layer_pattern, self.expert_layer_freq, self.expert_layer_first
+        if pattern:
+            mixed = {n for n in range(first, self.num_layers) if pattern[n % len(pattern)]}
+        else:
+            mixed = set(range(-(-first // freq) * freq, self.num_layers, freq))
         return tuple(n for n in range(self.num_layers) if n not in mixed) if self.experts else ()
 
     @property
@@ -109,6 +113,14 @@ def read_model(word: str, given: Mapping[str, Any], sequence: int, vocabulary: i
         raise InputError(
             f"model.{name}: {first['msg'].lower()}", fix="plan needs num_layers, hidden_size and num_heads"
         ) from None
+    if options.choices > sequence:
+        raise InputError(
+            f"model.choices={options.choices} is more than train.sequence_length={sequence}",
+            why="each choice is a part of the sequence",
+        )
+    if options.kv_rank and not (options.value_head_size and options.rope_head_size + options.nope_head_size):
+        sizes = "model.rope_head_size, model.nope_head_size and model.value_head_size"
+        raise InputError("latent attention has heads without a size", fix=f"set {sizes}")
     row, bert = sequence // options.choices, word == "bert"
     positions = (options.max_positions or row) if options.position == "learned" else 0
     words = not bert or options.head in _OVER_WORDS

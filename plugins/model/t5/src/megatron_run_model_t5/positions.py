@@ -24,13 +24,13 @@ if TYPE_CHECKING:
     from megatron_run_model_t5.options import T5Options
 
 
-def buckets(length: int, count: int, farthest: int, *, both_ways: bool) -> Tensor:
-    """The bucket of each query and key: int64 [q, c], 0 to ``count`` - 1.
+def buckets(length: int, count: int, farthest: int, *, both_ways: bool, device: str = "cpu") -> Tensor:
+    """The bucket of each query and key: int64 [q, c], 0 to ``count`` - 1, on the ``device`` cpu, or meta for its size.
 
     ``both_ways``: keys behind the query have the second half of the buckets; else they are never seen. Half of the
     buckets of a direction hold one distance each, the others a range up to ``farthest``.
     """
-    places = torch.arange(length)
+    places = torch.arange(length, device=device)
     ahead = places[None] - places[:, None]  # key minus query
     first = torch.zeros_like(ahead)
     if both_ways:
@@ -55,9 +55,16 @@ class PositionBias(nn.Module):
     def __init__(self, context: BuildContext, options: T5Options, encoder_length: int) -> None:
         super().__init__()
         lengths = {"encoder": encoder_length, "decoder": context.train.sequence_length}
+        device = build_device(context)
         for name, length in lengths.items():
-            found = buckets(length, options.position_buckets, options.position_distance, both_ways=name == "encoder")
-            self.register_buffer(name, found.to(build_device(context)), persistent=False)
+            found = buckets(
+                length,
+                options.position_buckets,
+                options.position_distance,
+                both_ways=name == "encoder",
+                device="meta" if device.type == "meta" else "cpu",  # logarithms round otherwise elsewhere
+            )
+            self.register_buffer(name, found.to(device), persistent=False)
         self._peers = context.groups.parallel_group(context.topology, "tensor")
         mine = options.num_heads // self._peers.size
         self._heads = slice(self._peers.index * mine, (self._peers.index + 1) * mine)

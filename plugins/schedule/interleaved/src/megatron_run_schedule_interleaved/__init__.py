@@ -15,8 +15,6 @@ At most ``min(warm-up + 1, M*V)`` chunk-microbatches are in flight, and the bubb
 
 from __future__ import annotations
 
-from itertools import count
-
 from pydantic import BaseModel, ConfigDict, Field
 
 from megatron_run.contracts import Action, PluginInfo, Schedule, ScheduleSpec
@@ -109,10 +107,11 @@ def _fits(microbatches: int, stages: int, group: int) -> bool:
 
 
 def _nearest(microbatches: int, stages: int, group: int) -> str:
-    """The nearest numbers of microbatches below and above that fit: ``"4 or 8"``."""
-    below = next((m for m in range(microbatches, 0, -1) if _fits(m, stages, group)), None)
-    above = next(m for m in count(microbatches) if _fits(m, stages, group))
-    return f"{below} or {above}" if below else str(above)
+    """The nearest numbers of microbatches below and above that fit, where ``microbatches`` does not: ``"4 or 8"``."""
+    if microbatches < group:
+        return str(group)
+    whole = microbatches - microbatches % group
+    return f"{whole} or {whole + stages}"
 
 
 @hookimpl

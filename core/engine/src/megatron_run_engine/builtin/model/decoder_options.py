@@ -108,6 +108,7 @@ class DecoderOptions(BaseModel):
     loss_chunks: int = Field(
         1,
         ge=1,
+        le=256,
         description="pieces of a microbatch whose logits are made one at a time",
     )
 

@@ -163,9 +163,10 @@ class GptOptions(DecoderOptions):
     @property
     def expert_layers(self) -> frozenset[int]:
         """The indices of the layers that have experts."""
-        pattern: tuple[int, ...] = self.expert_layer_pattern or (1, *(0,) * (self.expert_layer_freq - 1))
-        later = range(self.expert_layer_first, self.num_layers)
-        return frozenset(layer for layer in later if pattern[layer % len(pattern)])
+        pattern, freq, first = self.expert_layer_pattern, self.expert_layer_freq, self.expert_layer_first
+        if not pattern:
+            return frozenset(range(-(-first // freq) * freq, self.num_layers, freq))
+        return frozenset(layer for layer in range(first, self.num_layers) if pattern[layer % len(pattern)])
 
     def explicit(self) -> dict[str, Any]:
         """As :meth:`DecoderOptions.explicit`; ``expert_layer_pattern`` has a number for each layer."""

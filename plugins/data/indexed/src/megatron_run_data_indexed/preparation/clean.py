@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import IO, NamedTuple
 
 from megatron_run.errors import DataError, InputError
+from megatron_run.publishing import publishing
 from megatron_run_data_indexed.preparation.document_rules import Examiner, Rules, judge, ngrams_of
 from megatron_run_data_indexed.preparation.inputs import Input, blocks
 from megatron_run_data_indexed.preparation.records import Reading, read_records, texts
@@ -89,7 +89,7 @@ def clean(job: Cleaning, *, overwrite: bool = False, progress: Callable[[Report]
     report = Report()
     tests = ngrams_of(texts(job.tests, Reading(job.reading.key, job.reading.separator, "skip")), job.rules.ngram)
     examiner = partial(_examiner, job.rules, job.tokenizer, tests)
-    with _written(job.out) as out, _written(job.removed) as removed:
+    with _written(job.removed, job.out) as (removed, out):
         for document, verdict in judge(_documents(job, report, progress), job.rules, examiner, job.workers):
             if verdict.rule:
                 report.removed.setdefault(verdict.rule, Tally()).add(verdict.tokens)
@@ -135,15 +135,11 @@ def _json(record: Mapping[str, object]) -> bytes:
 
 
 @contextmanager
-def _written(path: Path) -> Iterator[IO[bytes]]:
-    """A file that gets its name when it is whole, compressed as its name says. Raises :class:`DataError`."""
-    hidden = path.with_name(f".{path.name}.{os.getpid()}")
+def _written(*paths: Path) -> Iterator[list[IO[bytes]]]:
+    """Files that get their names when all are whole, each compressed as its name says. Raises :class:`DataError`."""
     try:
-        with ExitStack() as stack:
-            plain = stack.enter_context(hidden.open("wb"))
-            yield stack.enter_context(packing(path, plain))
-        hidden.replace(path)
+        with publishing(*paths) as files, ExitStack() as stack:
+            yield [stack.enter_context(packing(path, file)) for path, file in zip(paths, files, strict=True)]
     except OSError as cause:
-        raise DataError(f"{path} cannot be written", why=cause.strerror or str(cause)) from cause
-    finally:
-        hidden.unlink(missing_ok=True)
+        where = cause.filename or " and ".join(map(str, paths))
+        raise DataError(f"{where} cannot be written", why=cause.strerror or str(cause)) from cause

@@ -8,17 +8,17 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 from importlib.util import find_spec
 from itertools import islice
-from multiprocessing import get_context
 from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
 from megatron_run.errors import InputError, did_you_mean
 from megatron_run_data_indexed.preparation.near_duplicates import Duplicates, shingles
+from megatron_run_data_indexed.preparation.workers import process_pool
 from megatron_run_engine.data.overlap import SIZE, ngrams
 
 if TYPE_CHECKING:
@@ -153,7 +153,7 @@ def _examined(
             yield batch, alone.examine([document.text for document in batch])
         return
     # Not forked: rensa's threads do not survive a fork.
-    with ProcessPoolExecutor(workers, get_context("spawn"), _start_worker, (examiner,)) as pool:
+    with process_pool(workers, _start_worker, examiner) as pool:
         under_way: deque[tuple[list[Doc], Future[list[Features]]]] = deque()
         for batch in batches:
             under_way.append((batch, pool.submit(_examine_here, [document.text for document in batch])))

@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 
 from megatron_run.errors import DataError, InputError
+from megatron_run.publishing import publishing
 from megatron_run_data_indexed.preparation.inputs import blocks, find_inputs, missing, open_parquet, read_batches
 from megatron_run_data_indexed.preparation.inspect import document, end_of, text_of
 from megatron_run_data_indexed.preparation.records import lines
 from megatron_run_engine.data.indexed_files import Reader, Writer, dtype_for, index_path
 from megatron_run_engine.data.tokenizer import Tokenizer
-from megatron_run_engine.data.user_cache import replacing
 from megatron_run_engine.data.user_files import json_line, packing
 
 #: Documents that are in memory at once.
@@ -39,7 +39,7 @@ def export(prefix: Path, target: Path, tokenizer: Tokenizer | None, key: str) ->
     end = None if tokenizer is None else end_of(prefix, tokenizer)
     values = (_value(document(reader, number), tokenizer, end) for number in range(count))
     try:
-        with replacing(target) as file:
+        with publishing(target) as (file,):
             if target.suffix == ".parquet":
                 _write_parquet(file, values, key, text=tokenizer is not None)
                 return count

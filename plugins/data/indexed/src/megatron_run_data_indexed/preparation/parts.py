@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import mmap
-import os
 import struct
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,6 +15,8 @@ from typing import Any
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
+
+from megatron_run.publishing import publishing
 
 _MAGIC = b"MRPART01"
 _END = struct.Struct("<QQ8s")
@@ -43,14 +44,12 @@ def write_part(path: Path, plan: int, tokens: NDArray[Any], lengths: NDArray[np.
     record = json.dumps(asdict(account)).encode()
     body = (tokens.data, lengths.astype("<i4").data, record, struct.pack("<Q", len(record)))
     told = xxhash.xxh3_64(seed=plan)
-    temporary = path.with_suffix(f".{os.getpid()}.tmp")
-    with temporary.open("wb") as file:
+    with publishing(path) as (file,):
         for piece in body:
             if len(piece):  # numpy gives an empty array no buffer that xxhash takes
                 told.update(piece)
                 file.write(piece)
         file.write(struct.pack("<Q8s", told.intdigest(), _MAGIC))
-    temporary.replace(path)
 
 
 def read_part(path: Path, plan: int, dtype: np.dtype[Any]) -> tuple[NDArray[Any], NDArray[np.int32], Account] | None:

@@ -22,6 +22,7 @@ import numpy as np
 import xxhash
 
 from megatron_run.errors import DataError, InputError
+from megatron_run.publishing import publishing
 from megatron_run_data_indexed.preparation.about import about_path, read_json
 from megatron_run_data_indexed.preparation.inputs import Block, Input, blocks
 from megatron_run_data_indexed.preparation.parts import Account, read_part, write_part
@@ -313,12 +314,9 @@ def _held(job: Preparation, tokenizer: Tokenizer, end: int | None, *, overwrite:
         if old != plan:
             for left in job.folder.glob("*.part"):
                 left.unlink()
-        for left in job.folder.glob("*.tmp"):
-            left.unlink()
         if old != plan:
-            temporary = file.with_suffix(".tmp")
-            temporary.write_text(json.dumps(plan), encoding="utf-8")
-            temporary.replace(file)
+            with publishing(file) as (made,):
+                made.write(json.dumps(plan).encode())
         yield xxhash.xxh3_64_intdigest(json.dumps(plan).encode())
 
 
@@ -342,6 +340,5 @@ def _write_about(job: Preparation, tokenizer: Tokenizer, end: int | None, totals
         "tokens": totals.tokens,
         "inputs": [str(source.path) for source in job.inputs],
     }
-    temporary = job.folder / "about.tmp"
-    temporary.write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
-    temporary.replace(about_path(job.prefix))
+    with publishing(about_path(job.prefix)) as (file,):
+        file.write(json.dumps(about, indent=2).encode() + b"\n")

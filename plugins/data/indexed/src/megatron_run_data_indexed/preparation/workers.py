@@ -9,10 +9,12 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
-from multiprocessing.connection import Connection
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager, suppress
+from multiprocessing.connection import Connection, wait
 from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
 
@@ -21,6 +23,8 @@ from megatron_run.errors import DataError
 Item = TypeVar("Item")
 #: Items that a process has at most: one at work, one that waits.
 DEPTH = 2
+#: Signals that end a program in order.
+_ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Workers(Generic[Item]):
@@ -83,6 +87,39 @@ class Workers(Generic[Item]):
             if kind is not None:
                 process.terminate()
             process.join()
+
+
+@contextmanager
+def process_pool(count: int, start: Callable[..., None], *arguments: object) -> Iterator[ProcessPoolExecutor]:
+    """``count`` processes with interpreters of their own, which call ``start`` with ``arguments`` first.
+
+    For libraries whose threads do not survive a fork. They end with this process, however it ends.
+    """
+    pool = ProcessPoolExecutor(count, multiprocessing.get_context("spawn"), _begin, (start, arguments))
+    try:
+        masked = signal.pthread_sigmask(signal.SIG_BLOCK, _ENDING)  # half a start would end in the worker's traceback
+        try:
+            for _ in range(count):  # a process for each, since none is idle yet
+                pool.submit(int)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, masked)
+        yield pool
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _begin(start: Callable[..., None], arguments: Sequence[object]) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the program hears it, and ends the pool
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _ENDING)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    start(*arguments)
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    wait([parent.sentinel])
+    os._exit(1)
 
 
 def _serve(pipe: Connection[Any, Any], others: Iterable[Connection[Any, Any]], work: Callable[[Item], None]) -> None:

@@ -1,0 +1,103 @@
+"""Commands that are told to end: one line, the code of the signal, and nothing left of what they had begun."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import click
+import pytest
+
+from megatron_run.errors import ExitCode
+from megatron_run_cli.main import main, program
+from megatron_run_cli.termination import Terminated
+from tests.support.processes import alive, wait_until
+
+_TEXTS = ("a.jsonl", "--tokenizer", "bytes")
+#: Commands that begin processes of their own, by what follows ``megatron-run``, and what shows that they work.
+SLOW = {
+    "clean": (("data", "clean", *_TEXTS, "--out", "out.jsonl", "--min-tokens", "1"), ".out.jsonl.*.tmp"),
+    "prepare": (("data", "prepare", *_TEXTS, "--out", "out"), "out.*/*.part"),
+}
+WORKERS = 2
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Some 60 MB, which take any machine seconds."""
+    folder = tmp_path_factory.mktemp("texts")
+    with (folder / "a.jsonl").open("w", encoding="utf-8") as file:
+        for number in range(30_000):
+            file.write(
+                json.dumps({"text": " ".join(f"word{number * 7919 % 9973 + place}" for place in range(200))}) + "\n"
+            )
+    return folder
+
+
+def children(pid: int) -> list[int]:
+    """The processes whose parent is ``pid``."""
+    found = Path(f"/proc/{pid}/task").glob("*/children")
+    return [int(child) for file in found for child in file.read_text(encoding="ascii").split()]
+
+
+@contextmanager
+def started(name: str, texts: Path, folder: Path) -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
+    words, begun = SLOW[name]
+    (folder / "a.jsonl").symlink_to(texts / "a.jsonl")
+    command = [sys.executable, "-m", "megatron_run_cli", *words, "--workers", str(WORKERS)]
+    with subprocess.Popen(command, cwd=folder, stderr=subprocess.PIPE, text=True, start_new_session=True) as process:
+        try:
+            wait_until(lambda: len(children(process.pid)) >= WORKERS and any(folder.glob(begun)), 60.0)
+            yield process, children(process.pid)
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("name", SLOW)
+def test_a_command_ends_with_its_processes(name: str, number: signal.Signals, texts: Path, tmp_path: Path) -> None:
+    with started(name, texts, tmp_path) as (process, workers):
+        if number == signal.SIGINT:
+            os.killpg(process.pid, number)  # as a terminal sends Ctrl-C
+        else:
+            process.send_signal(number)
+        assert process.wait(30) == {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGKILL: -9}[number]
+        wait_until(lambda: not any(map(alive, workers)), 10.0)
+        assert process.stderr is not None
+        said = [line for line in process.stderr.read().split("\n") if line.startswith(("Traceback", "megatron-run:"))]
+    if number != signal.SIGKILL:
+        assert said == [f"megatron-run: {'interrupted' if number == signal.SIGINT else 'stopped by SIGTERM'}"]
+        assert not list(tmp_path.glob(".*"))
+    assert not [path for path in tmp_path.glob("out*") if path.is_file()]
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [(KeyboardInterrupt(), ExitCode.SIGINT), (click.Abort(), ExitCode.SIGINT), (Terminated(15), ExitCode.SIGTERM)],
+    ids=["Ctrl-C", "abort", "SIGTERM"],
+)
+@pytest.mark.parametrize(
+    "group", [None, *(name for name, each in program.commands.items() if hasattr(each, "commands"))]
+)
+def test_every_command_says_in_one_line_that_it_was_ended(
+    error: BaseException,
+    code: ExitCode,
+    group: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def ended(self: click.Command, ctx: click.Context) -> None:
+        raise error
+
+    monkeypatch.setattr(click.Command, "invoke", ended)
+    words = [name for name in (group,) if name] or ["doctor"]
+    monkeypatch.setattr(type(program.commands[words[0]]), "invoke", ended)
+    assert main(words) == code
+    assert len(capsys.readouterr().err.strip().split("\n")) == 1

@@ -1,0 +1,101 @@
+"""Files that are published: whole, together, and without what a killed writer has left."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from megatron_run.publishing import publishing
+from tests.support.processes import wait_until
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_files_appear_together_when_all_are_whole(tmp_path: Path) -> None:
+    (tmp_path / "b").write_text("old")
+    with publishing(tmp_path / "a", tmp_path / "b") as (a, b):
+        a.write(b"1")
+        b.write(b"2")
+        assert not (tmp_path / "a").exists()
+        assert (tmp_path / "b").read_text() == "old"
+    assert names(tmp_path) == ["a", "b"]
+    assert (tmp_path / "a").read_text() + (tmp_path / "b").read_text() == "12"
+
+
+def test_an_error_leaves_all_as_it_was(tmp_path: Path) -> None:
+    (tmp_path / "b").write_text("old")
+    with pytest.raises(ZeroDivisionError), publishing(tmp_path / "a", tmp_path / "b") as (a, _):  # noqa: PT012
+        a.write(b"1")
+        raise ZeroDivisionError
+    assert names(tmp_path) == ["b"]
+    assert (tmp_path / "b").read_text() == "old"
+
+
+@pytest.mark.parametrize("full", [0, 1])
+def test_a_full_disk_publishes_none_of_several(full: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "b").write_text("old")
+    calls = []
+
+    def sync(handle: int) -> None:
+        calls.append(handle)
+        if len(calls) > full:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", sync)
+    with pytest.raises(OSError, match="No space left"), publishing(tmp_path / "a", tmp_path / "b"):
+        pass
+    assert names(tmp_path) == ["b"]
+    assert (tmp_path / "b").read_text() == "old"
+
+
+def test_a_name_that_is_refused_takes_the_others_back(tmp_path: Path) -> None:
+    (tmp_path / "b").mkdir()
+    with pytest.raises(OSError, match="directory"), publishing(tmp_path / "a", tmp_path / "b"):
+        pass
+    assert names(tmp_path) == ["b"]
+
+
+def test_the_last_file_is_never_beside_others_than_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("data", "index"):
+        (tmp_path / name).write_text("old")
+    seen = []
+    replace = Path.replace
+
+    def watched(self: Path, target: Path) -> Path:
+        seen.append((target.name, (tmp_path / "index").exists()))
+        return replace(self, target)
+
+    monkeypatch.setattr(Path, "replace", watched)
+    with publishing(tmp_path / "data", tmp_path / "index"):
+        pass
+    assert seen == [("data", False), ("index", False)]
+
+
+def test_what_a_killed_writer_left_goes_and_that_of_a_living_one_stays(tmp_path: Path) -> None:
+    pids = []
+    for name in ("killed", "killed.notes"):
+        pid = os.fork()
+        if pid == 0:
+            with publishing(tmp_path / name):
+                signal.pause()
+        pids.append(pid)
+    wait_until(lambda: len(names(tmp_path)) == 2)
+    os.kill(pids[0], signal.SIGKILL)
+    os.waitpid(pids[0], 0)
+    (tmp_path / ".killed.mine.tmp").write_text("of the user")
+    try:
+        left = [name for name in names(tmp_path) if name.startswith(".killed.notes.")]
+        with publishing(tmp_path / "killed"):
+            pass
+        with publishing(tmp_path / "killed.notes"):
+            pass
+        assert names(tmp_path) == sorted([".killed.mine.tmp", *left, "killed", "killed.notes"])
+    finally:
+        os.kill(pids[1], signal.SIGKILL)
+        os.waitpid(pids[1], 0)
