@@ -10,7 +10,7 @@ import os
 import platform
 import re
 import sys
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from itertools import chain
@@ -87,8 +87,12 @@ def _joined(world: World) -> bool:
     return world.launcher in ("torchrun", "slurm")
 
 
-def assign_device(run: ResolvedRun, world: World) -> World:
-    """``world`` with its device chosen; rank 0 prints a notice when it trains on the CPU for want of GPUs.
+def _print(line: str) -> None:
+    print(line, flush=True)  # noqa: T201  # standard output of rank 0 is what the terminal shows
+
+
+def assign_device(run: ResolvedRun, world: World, tell: Callable[[str], None] = _print) -> World:
+    """``world`` with its device chosen; rank 0 tells when it trains on the CPU for want of GPUs.
 
     Raises :class:`megatron_run.errors.RunError` when there is no such device, or a chosen plugin cannot run on it.
     """
@@ -98,7 +102,7 @@ def assign_device(run: ResolvedRun, world: World) -> World:
     device = choose_device(run.config.run.device, world, gpus, shared=backend == "gloo")
     notice = explain_device(run.config.run.device, world, gpus)
     if notice and world.rank == 0:
-        print(notice, flush=True)  # noqa: T201  # standard output of rank 0 is what the terminal shows
+        tell(notice)
     _check_plugins(run, device)
     return replace(world, device=device, backend=choose_backend(backend, device))
 
