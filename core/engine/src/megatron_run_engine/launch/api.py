@@ -34,7 +34,6 @@ from megatron_run_engine.training.process import (
     borrowed_process,
     check_local_devices,
     forks_ranks,
-    prepare_torch,
     threads_per_rank,
 )
 
@@ -83,8 +82,6 @@ def launch(request: Request, options: LaunchOptions, mode: LaunchMode = "auto") 
     what is found before a rank starts; a failure of a rank is in the result.
     """
     world = find_world(os.environ, mode)
-    if world is not None:
-        prepare_torch(os.environ)  # before resolve imports torch; local ranks get it in their environment
     from megatron_run.planning import resolve
 
     if world is None:
