@@ -276,9 +276,13 @@ def nearest_multiples(number: int, factor: int) -> str:
     return nearest(number, [below or factor, below + factor])
 
 
-def nearest_divisors(number: int, wanted: int) -> str:
-    """The divisors of ``number`` below and above ``wanted``, which is not one: ``"4 or 6"``."""
-    return nearest(wanted, [divisor for divisor in range(1, number + 1) if number % divisor == 0])
+def nearest_divisors(number: int, wanted: int, factor: int = 1) -> str:
+    """The divisors of ``number`` below and above ``wanted``, which is not one: ``"4 or 6"``.
+
+    They are multiples of ``factor``, if it divides ``number``.
+    """
+    step = 1 if number % factor else factor
+    return nearest(wanted, [divisor for divisor in range(step, number + 1, step) if number % divisor == 0])
 
 
 class Findings:
