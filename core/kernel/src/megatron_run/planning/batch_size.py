@@ -148,8 +148,8 @@ class BatchSizes:
     """The batch of every step as this many data-parallel ranks share it.
 
     Raises :class:`Problems` when a global batch, at any point of a ramp-up, does not divide into micro batches over
-    the data-parallel ranks, or the ramp leads nowhere. ``follows_from`` is the key and value that demand so many of these, where no number of
-    ranks was asked for.
+    the data-parallel ranks, or the ramp leads nowhere. ``follows_from`` is the key and value that demand so many of
+    these, where no number of ranks was asked for.
     """
 
     def __init__(self, train: TrainSection, data_parallel: int, follows_from: str = "") -> None:
