@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import resource
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -251,6 +252,22 @@ def near_path(path: Path) -> str:
         return did_you_mean(missing.name, alike)
     except (StopIteration, OSError):
         return ""
+
+
+#: NAME or ORGANISATION/NAME, as models of the Hugging Face Hub are called; the part before a slash.
+_HUB_NAME = re.compile(r"(?:([A-Za-z0-9][\w-]*)/)?[A-Za-z0-9][\w.-]*")
+
+
+def from_hub(path: Path) -> str:
+    """How to get the folder ``path``, which does not exist, if it may be a name on the Hub; else an empty string."""
+    near = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+    name = _HUB_NAME.fullmatch(str(near))
+    if name is None or near.suffix[1:].isalpha() or (name[1] and (name[1] == "runs" or Path(name[1]).exists())):
+        return ""
+    return (
+        f"nothing is downloaded here: if {near} is a model of the Hugging Face Hub, "
+        f"type: hf download {near} --local-dir {near} (of pip install huggingface_hub)"
+    )
 
 
 def advice(*parts: str) -> str:

@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_run.errors import DataError, near_path
+from megatron_run.errors import DataError, advice, from_hub, near_path
 from megatron_run.safe_folder import SafeFolder, parse_json
 from megatron_run_engine.data.tokenizer_folder import FolderTokenizer, files_decide, read_folder
 from megatron_run_engine.data.tokenizer_folder.record import TOKENIZER, TOKENIZER_CONFIG
@@ -60,7 +60,7 @@ def find_file(path: Path) -> Path:
         path = path.with_name(f"{path.name.removesuffix('merges.txt')}vocab.json")
     if not path.is_file():
         known = "name a tokenizer.json, a folder, vocab.json, vocab.txt or a .model file, or say bytes"
-        raise _fault(f"tokenizer file {path} does not exist", fix=near_path(path) or known)
+        raise _fault(f"tokenizer file {path} does not exist", fix=near_path(path) or advice(known, from_hub(path)))
     return _fetched(path)
 
 
