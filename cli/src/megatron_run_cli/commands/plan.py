@@ -253,16 +253,12 @@ def schedule(
     from megatron_run_planner.schedules.for_task import find_for_task
     from megatron_run_planner.schedules.places import EFFORT
     from megatron_run_planner.schedules.plugin_file import write_plugin
-    from megatron_run_planner.task import check_sizes
+    from megatron_run_planner.task import check_one_batch, check_sizes
 
     task = counted_task(request, gpus)
     check_sizes(task, gpus)
-    if write and task.growth.batches:
-        raise InputError(
-            "a schedule found by search is for one number of microbatches",
-            why=f"train.ramp_up has {len(task.growth.batches) + 1} sizes of the batch",
-            fix="leave --write or train.ramp_up out",
-        )
+    if write:
+        check_one_batch(task)
     answer = find_for_task(task, machine, Schedules(), seed, round(effort * EFFORT))
     if write:
         plan, about = answer.candidate.plan, report.found_line(answer, machine)

@@ -195,6 +195,16 @@ def check_sizes(task: Task, ranks: int | None) -> None:
     ExpertSplit(model.experts, parallel, None, split.ranks).check()
 
 
+def check_one_batch(task: Task) -> None:
+    """Raise :class:`InputError` where the batch grows: lists that a search has found are for one of its sizes."""
+    if task.growth.batches:
+        raise InputError(
+            "a schedule found by search is for one number of microbatches",
+            why=f"train.ramp_up has {len(task.growth.batches) + 1} sizes of the batch",
+            fix="leave --write or train.ramp_up out",
+        )
+
+
 def _model(word: str, merged: ConfigSource, train: TrainSection) -> tuple[Model, str]:
     """The model, and how it was read."""
     given = {key[1]: _typed(value.data) for key, value in merged.values.items() if key[0] == "model" and len(key) == 2}
