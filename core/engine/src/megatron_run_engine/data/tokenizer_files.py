@@ -95,6 +95,15 @@ def read_tokenizer(path: Path) -> tokenizers.Tokenizer:
     return opened(*find_tokenizer(path))
 
 
+def _lacks_model(path: Path) -> bool:
+    """Whether ``path`` is well-formed JSON, but of another kind than a tokenizer."""
+    try:
+        content = parse_json(SafeFolder(path.parent).read(path.name, _LARGEST))
+    except (OSError, ValueError):
+        return False
+    return not isinstance(content, dict) or "model" not in content
+
+
 def opened(path: Path, folder: FolderTokenizer | None) -> tokenizers.Tokenizer:
     """What :func:`find_tokenizer` has found. Raises :class:`DataError`."""
     import tokenizers
@@ -112,6 +121,8 @@ def opened(path: Path, folder: FolderTokenizer | None) -> tokenizers.Tokenizer:
     except DataError:
         raise
     except Exception as cause:  # the library raises a bare Exception
+        if path.suffix == ".json" and _lacks_model(path):
+            raise _fault(f"{path} is no tokenizer", why="it is JSON without the key model") from cause
         raise _fault(f"tokenizer file {path} is broken", why=" ".join(str(cause).split())) from cause
     if max(tokenizer.get_vocab().values(), default=0) >= _MOST_IDS:  # to_str() goes through all ids up to the highest
         raise _fault(f"tokenizer file {path} is broken", why=f"it has an id above {_MOST_IDS}")
