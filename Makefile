@@ -107,11 +107,14 @@ lock: $(DEV)
 	@rm -f .venv/.runtime-* .venv/.dev-*
 	@ours=$$($(PY) -m pip list --format=freeze 2>/dev/null | sed -n 's/^\(megatron-run[^=@ ]*\).*/\1/p'); \
 	  [ -z "$$ours" ] || $(PIP) uninstall -y $$ours
+	@$(if $(LOCKED),echo "installing what requirements.lock names",:)
 	$(if $(LOCKED),$(PIP) install --no-deps --require-hashes -r requirements.lock)
+	@echo "installing torch and all that training needs in .venv: minutes, 0.3 GB to fetch for CPUs, 3 GB for GPUs"
 	$(PIP) install -c constraints.txt hatchling editables
 	$(PIP) install -c constraints.txt --no-build-isolation $(addprefix -e ./,$(MEMBERS))
 	@touch $@
 .venv/.dev-$(STATE): $(RUNTIME)
+	@echo "installing what tests, checks and the site need in .venv: minutes, 0.5 GB to fetch"
 	$(PIP) install -c constraints.txt -r requirements-dev.txt
 	@touch $@
 
@@ -119,6 +122,7 @@ lock: $(DEV)
 .venv:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 	  || { echo "Python 3.11 or newer is needed: make PYTHON=python3.12"; exit 1; }
+	@echo "making the environment .venv"
 	@$(PYTHON) -m venv --clear .venv \
 	  || { echo "Python's venv module is missing: install it (Debian: python3-venv), or set PYTHON="; exit 1; }
 

@@ -33,6 +33,7 @@ class Clone:
     def __init__(self, folder: Path) -> None:
         self.folder = folder / "clone"
         self.log, self.fail = folder / "log", folder / "fail"
+        self.shown = b""
         self.python = folder / "python"
         self.python.write_text(STAND_IN.format(log=self.log, fail=self.fail), encoding="utf-8")
         self.python.chmod(0o755)
@@ -52,6 +53,7 @@ class Clone:
         outer = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "MFLAGS"))}
         command = ["make", "setup", f"PYTHON={self.python}"]
         done = subprocess.run(command, cwd=self.folder, env=outer, capture_output=True, timeout=60, check=False)
+        self.shown = done.stdout
         asked = self.log.read_text(encoding="utf-8").splitlines()
         return asked if done.returncode == 0 else [*asked, ""]
 
@@ -140,3 +142,14 @@ def test_an_environment_without_its_interpreter_is_made_anew(clone: Clone) -> No
     interpreter.unlink()
     interpreter.symlink_to(clone.folder / "no-such-python")
     assert made_anew(clone.setup())
+
+
+def test_each_long_installation_is_told_before_it_begins(clone: Clone) -> None:
+    clone.setup()
+    lines = clone.shown.decode().splitlines()
+    told = [line for line in lines if line.startswith(("making", "installing"))]
+    assert [line.split()[1] for line in told] == ["the", "torch", "what"]
+    for line, package in zip(told[1:], ("hatchling", "requirements-dev.txt"), strict=True):
+        assert lines.index(line) < next(number for number, each in enumerate(lines) if f" {package}" in each)
+    clone.setup()
+    assert b"installing" not in clone.shown

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import io
 import json
+import shlex
 import subprocess
 import sys
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
@@ -179,3 +181,29 @@ def test_output_that_nobody_reads_is_no_error() -> None:
     command = f"{sys.executable} -m megatron_run_cli plugins list | true; exit ${{PIPESTATUS[0]}}"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def commands(group: click.Group, *path: str) -> Iterator[tuple[tuple[str, ...], click.Command]]:
+    for name, command in group.commands.items():
+        if isinstance(command, click.Group):
+            yield from commands(command, *path, name)
+        else:
+            yield (*path, name), command
+
+
+NEEDY = {path: each for path, each in commands(program) if any(parameter.required for parameter in each.params)}
+
+
+@pytest.mark.parametrize("path", NEEDY, ids=" ".join)
+def test_a_missing_argument_is_answered_with_a_command_that_lacks_nothing(
+    path: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(list(path)) == 2
+    line = capsys.readouterr().err
+    shown = f"Type, as an example: megatron-run {' '.join(path)} "
+    assert line.startswith("megatron-run: Missing ")
+    assert shown in line
+    command = NEEDY[path]
+    words = shlex.split(line.split(shown)[1])
+    with command.make_context(" ".join(path), words, resilient_parsing=False) as context:
+        assert all(context.params[each.name] is not None for each in command.params if each.required and each.name)

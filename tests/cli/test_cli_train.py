@@ -30,6 +30,7 @@ pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(180)]
 TINY = ("preset:tiny", "--plugin", "schedule=1f1b", "--set", "run.threads=1", "--set", "run.folder=run")
 SHORT = (*TINY, "--set", "train.steps=3", "--set", "eval.interval=0")
 ENDLESS = (*TINY, "--set", "train.steps=1000000")
+NOTICE = "megatron-run: schedule=1f1b suggests parallel.pipeline=2\n"
 
 
 def status(folder: Path) -> dict[str, Any]:
@@ -48,7 +49,7 @@ def ranks_of(launcher: int) -> list[int]:
 
 def test_local_ranks_train_and_leave_a_run_folder(tmp_path: Path) -> None:
     done = run_command((*COMMAND, *SHORT), tmp_path)
-    assert (done.returncode, done.stderr) == (0, "megatron-run: schedule=1f1b suggests parallel.pipeline=2\n")
+    assert (done.returncode, done.stderr) == (0, NOTICE)
     assert "step 3/3  loss" in done.stdout
     assert log(tmp_path, 0).read_text() == done.stdout
     assert log(tmp_path, 1).read_text() == ""
@@ -144,7 +145,7 @@ def test_ctrl_c_saves_under_torchrun_too(tmp_path: Path) -> None:
         os.kill(run.pid, signal.SIGINT)  # torchrun forwards it to its ranks
         out, err = run.communicate(timeout=40)
     (saved,) = [int(path.name.removeprefix("step")) for path in (tmp_path / "run" / "checkpoints").glob("step*")]
-    assert "Ctrl-C: this step is finished and saved" in err
+    assert "Ctrl-C: this step is finished and saved" in out, err  # as all that rank 0 prints, by its log
     assert "stopped by SIGINT: " in out
     assert (status(tmp_path)["exit_code"], status(tmp_path)["step"]) == (130, saved)
 
@@ -159,8 +160,8 @@ def test_a_second_ctrl_c_leaves_at_once_under_torchrun(tmp_path: Path) -> None:
         ranks = ranks_of(run.pid)
         assert len(ranks) >= 2
         os.kill(run.pid, signal.SIGINT)
-        assert run.stderr is not None
-        while "Ctrl-C: this step is finished and saved" not in (line := run.stderr.readline()):
+        assert run.stdout is not None
+        while "Ctrl-C: this step is finished and saved" not in (line := run.stdout.readline()):
             assert line, "it ended without a word"
         os.kill(run.pid, signal.SIGINT)
         run.communicate(timeout=20)
@@ -266,6 +267,11 @@ def test_torchrun_starts_the_ranks_and_again_after_one_has_died(tmp_path: Path) 
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("step 3/3  loss") == 1
     assert log(tmp_path, 1).exists()
+    kept = log(tmp_path, 0, attempt=2).read_text()
+    assert kept.startswith("training on the CPU: no GPU"), "printed before the log was open"
+    assert NOTICE in kept, "on the terminal it is an error's line"
+    assert done.stdout.endswith(kept.replace(NOTICE, ""))
+    assert log(tmp_path, 0).read_text().startswith("training on the CPU: no GPU")
     record = json.loads((tmp_path / "run" / "run.json").read_text())
     assert [attempt["attempt"] for attempt in record["attempts"]] == [1, 2]
     assert (status(tmp_path)["state"], status(tmp_path)["step"]) == ("finished", 3)
@@ -294,4 +300,5 @@ def test_two_torchrun_agents_are_one_run(tmp_path: Path) -> None:
     assert [agent.returncode for agent in agents] == [0, 0], errors + others
     assert "step 3/3  loss" in first
     assert second == ""
+    assert first == log(tmp_path, 0).read_text().replace(NOTICE, "")
     assert status(tmp_path)["state"] == "finished"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from megatron_run.config.request import Request
 from megatron_run.contracts import KINDS, RUN_KINDS
 from megatron_run.errors import ExitCode
 from megatron_run.planning import resolve
+from megatron_run_cli.main import main
 from megatron_run_engine.launch import train
 from megatron_run_testing.conformance import check
 from tests.docs.quoted import quotes
@@ -19,7 +21,8 @@ from tests.docs.test_docs_pages import LINK
 from tests.support.checkout import ROOT
 
 EXAMPLES = ROOT / "tests" / "examples" / "plugins"
-LION = ROOT / "tests" / "examples" / "rules" / "lion.py"
+RULES = ROOT / "tests" / "examples" / "rules"
+LION, LION_PACKAGE = RULES / "lion.py", RULES / "lion_package.py"
 GUIDE = ROOT / "docs" / "plugin-authors.md"
 CONTRACTS = ROOT / "core/kernel/src/megatron_run/contracts"
 
@@ -36,9 +39,29 @@ def test_the_guide_has_rules_an_example_and_the_contract_of_each_kind(kind: str)
     assert f"\n### {kind}: " in page
 
 
-def test_the_readme_quotes_one_plugin_and_the_guide_one_rule() -> None:
+def test_the_readme_quotes_one_plugin_and_the_guide_a_rule_with_its_package() -> None:
     shown = [*quotes((ROOT / "README.md").read_text(encoding="utf-8")), *quotes(GUIDE.read_text(encoding="utf-8"))]
-    assert shown == [file.relative_to(ROOT).as_posix() for file in (example("schedule"), LION)]
+    assert shown == [file.relative_to(ROOT).as_posix() for file in (example("schedule"), LION, LION_PACKAGE)]
+
+
+def test_the_packaged_rule_of_the_guide_conforms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The page's own commands and files, in the order in which it names them."""
+    page = GUIDE.read_text(encoding="utf-8")
+    typed = re.search(r"type `megatron-run (plugins new [^`]+)`", page)
+    place = re.search(r"`lion\.py` in\s+`([^`]+)`", page)
+    tried = re.search(r"`megatron-run plugins check\s+([^`]+)`", page[place.end() :] if place else "")
+    assert typed, "the page makes the package"
+    assert place, "and says where the rule lies in it"
+    assert tried, "and tries it"
+    monkeypatch.chdir(tmp_path)
+    assert main(typed[1].split()) == 0
+    shown = quotes(page)
+    for name, example_file in (("lion.py", LION), ("__init__.py", LION_PACKAGE)):
+        Path(place[1], name).write_text(shown[example_file.relative_to(ROOT).as_posix()] + "\n", encoding="utf-8")
+    (report,) = check(tried[1])
+    assert (report.plugin, report.passed) == ("optimizer=lion", True), [
+        f"{result.name}: {result.message}" for result in report.results if not result.passed
+    ]
 
 
 @pytest.mark.parametrize("kind", KINDS)

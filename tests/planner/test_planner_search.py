@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 from itertools import product
 from pathlib import Path
 
@@ -15,8 +16,8 @@ from megatron_run.planning.run import sections
 from megatron_run_engine.training.memory_estimate import model_size
 from megatron_run_planner.devices import read_device, shipped_devices
 from megatron_run_planner.memory import head_activations, layer_activations, least_memory, stage_memory
-from megatron_run_planner.schedules import Schedules, named
-from megatron_run_planner.search import Candidate, Search
+from megatron_run_planner.schedules import Schedules, named, spread
+from megatron_run_planner.search import Candidate, Growth, Search
 from megatron_run_planner.task import check_sizes, read_task, sized, to_type, written
 from megatron_run_planner.workload import Model, Split
 
@@ -43,13 +44,52 @@ def test_a_batch_that_grows_divides_at_each_of_its_sizes(schedules: Schedules) -
     """What is proposed is what a run takes: first batch and increment are dealt to the ranks as the whole is."""
     ramp = {"start": 4, "increment": 4, "samples": 100}
     task = read_task(Request(({**CONFIG, "train": {**CONFIG["train"], "ramp_up": ramp}},)), 8)
-    found = Search(task.model, 8, 32, A100, schedules, task.ramp_up).run(keep=1000)
+    found = Search(task.model, 8, 32, A100, schedules, task.growth).run(keep=1000)
     assert found.best
     assert found.pruned["train.ramp_up does not divide"]
     assert not any(4 % (each.split.micro_batch * each.split.data) for each in found.best)
     whole = Search(task.model, 8, 32, A100, schedules).run(keep=1000).best
     assert any(4 % (each.split.micro_batch * each.split.data) for each in whole)
-    assert read_task(Request((CONFIG,)), 8).ramp_up == ()
+    assert read_task(Request((CONFIG,)), 8).growth == Growth()
+
+
+def test_a_schedule_takes_each_batch_of_those_that_grow(schedules: Schedules) -> None:
+    """Interleaved wants whole groups of microbatches, and is the fastest here but for the batches before the last."""
+    ramp = {"start": 8, "increment": 8, "samples": 100}
+    task = read_task(Request(({**CONFIG, "train": {**CONFIG["train"], "ramp_up": ramp}},)), 8)
+    assert task.growth == Growth((8, 8), (8, 16, 24))
+    search = Search(task.model, 8, 32, A100, schedules, task.growth)
+    found = search.run(keep=1000)
+    assert all(takes(each, 8) and takes(each, 16) and takes(each, 24) for each in found.best)
+    assert found.pruned["smaller batches refused by schedule interleaved"]
+    other = [each for each in Search(task.model, 8, 32, A100, schedules).run(keep=1000).best if each not in found.best]
+    refused = next(each for each in other if each.schedule == "interleaved" and dealt(each, 8))
+    with pytest.raises(InputError, match="interleaved cannot run"):
+        search.describe(refused.split, refused.schedule)
+
+
+def dealt(candidate: Candidate, batch: int) -> bool:
+    return batch % (candidate.split.micro_batch * candidate.split.data) == 0
+
+
+def takes(candidate: Candidate, batch: int) -> bool:
+    """Whether a run with a global batch of ``batch`` resolves with the schedule and split of ``candidate``."""
+    split = candidate.split
+    microbatches = batch // (split.micro_batch * split.data)
+    return dealt(candidate, batch) and accepted(candidate.schedule, split.pipeline, split.chunks, microbatches)
+
+
+@cache
+def accepted(schedule: str, stages: int, chunks: int, microbatches: int) -> bool:
+    sizes: dict[str, object] = {"parallel.pipeline": stages, "parallel.chunks": chunks, "parallel.data": 1}
+    sizes |= {"train.micro_batch_size": 1, "train.global_batch_size": microbatches, "model.num_layers": 8}
+    if 8 % (stages * chunks):
+        sizes["parallel.layers"] = ",".join(map(str, spread(8, stages * chunks)))
+    try:
+        load_config("preset:tiny", sets=sizes, plugins=[f"schedule={schedule}".replace(" ", ",")], environment={})
+    except RunError:
+        return False
+    return True
 
 
 def everything(schedules: Schedules, ranks: int = 4) -> list[Candidate]:

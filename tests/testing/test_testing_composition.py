@@ -26,8 +26,7 @@ from torch import Tensor
 
 from megatron_run.contracts import Optimizer, PluginInfo
 from megatron_run.hookspecs import hookimpl
-from megatron_run_engine.builtin.optimizer.adamw import Replicated
-from megatron_run_engine.optim import FlatOptimizer, UpdateOptions, check_update
+from megatron_run_engine.optim import FlatOptimizer, Replicated, UpdateOptions, check_update
 
 
 class OwnNorm(FlatOptimizer):

@@ -18,6 +18,23 @@ from megatron_run_cli.main import main
 from megatron_run_cli.termination import raise_when_terminated
 
 
+class BeforeTorch:
+    """Prepares this process for its computations at the last moment, the first import of torch, if that comes at all.
+
+    OpenMP and torch read their variables when they are loaded. Local ranks find theirs when they start.
+    """
+
+    def find_spec(self, name: str, _path: object, _target: object = None) -> None:
+        """Find nothing; leave the search to the others."""
+        if name != "torch":
+            return
+        sys.meta_path.remove(self)
+        with suppress(ModuleNotFoundError):  # without the engine
+            from megatron_run_engine.training.process import prepare_process
+
+            prepare_process(os.environ)
+
+
 def program() -> None:
     """Run the command line and end the process with its exit code.
 
@@ -25,6 +42,7 @@ def program() -> None:
     may abort it, and so turn a run that succeeded into one that failed.
     """
     raise_when_terminated()
+    sys.meta_path.insert(0, BeforeTorch())
     code = main()
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError):  # nobody reads any more, or a plugin has closed it

@@ -77,7 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         message = f"there is no option {error.option_name}; {meant}" if meant else error.format_message()
         return _refused(message, ExitCode.INPUT, words)
     except click.ClickException as error:
-        return _refused(_VALID.sub(lambda found: _NUMBERS[found[1]], error.format_message()), ExitCode.INPUT, words)
+        return _refused(_refusal(error), ExitCode.INPUT, words)
     except RunError as error:
         return _refused(str(error), error.exit_code, words, error)
     except ModuleNotFoundError as error:
@@ -93,6 +93,39 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except SystemExit:  # how click ends when nobody reads, as in `plugins list | head -1`; `Program` has any other
         return int(ExitCode.DONE)
     return int(code or 0)
+
+
+#: A whole command for each that wants an argument or option.
+EXAMPLES = {
+    "finetune": "gpt2 --data 'texts/*.txt'",
+    "config explain": "train.lr",
+    "config from-megatron": "pretrain.sh",
+    "plugins info": "schedule=1f1b",
+    "plugins why": "schedule",
+    "plugins new": "schedule mine",
+    "plugins check": "./mine.py",
+    "plan check": "measured.csv --device a100",
+    "import": "gpt2 imported",
+    "export": "runs/latest out --to huggingface",
+    "data prepare": "'texts/*.txt' --out texts --tokenizer tokenizer.json",
+    "data clean": "'texts/*.txt' --out clean --tokenizer tokenizer.json",
+    "data train-tokenizer": "'texts/*.txt' --vocab-size 32000 --out tokenizer.json",
+    "data inspect": "texts",
+    "data convert": "texts texts.jsonl",
+    "generate": "runs/latest 'Once upon a time'",
+    "eval model": "runs/latest --task perplexity=validation",
+    "eval overlap": "test.txt 'texts/*.txt'",
+    "eval harness": "runs/latest --tasks arc_easy",
+}
+
+
+def _refusal(error: click.ClickException) -> str:
+    """What click refuses, in our words; where something is missing, with a command that has it."""
+    message = _VALID.sub(lambda found: _NUMBERS[found[1]], error.format_message())
+    if not isinstance(error, click.MissingParameter) or error.ctx is None:
+        return message
+    name, _, command = error.ctx.command_path.partition(" ")
+    return f"{message} Type, as an example: {name} {command} {EXAMPLES[command]}" if command in EXAMPLES else message
 
 
 def _refused(message: str, code: ExitCode, words: Sequence[str], cause: BaseException | None = None) -> int:

@@ -119,6 +119,7 @@ def test_without_a_device_bars_are_drawn_and_nothing_is_judged(two_stages: Resol
     assert "fits" not in told
     assert all("reserve" not in held for held in told["by_stage"])
     assert "fit small" not in dry_run_text(two_stages)
+    assert "\nmemory of a rank, as on a CPU; --device NAME: as on that device\n" in dry_run_text(two_stages)
     assert re.search(r"^stage 0 \|p+g+", dry_run_text(two_stages), re.M)
 
 

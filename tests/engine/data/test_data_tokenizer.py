@@ -84,7 +84,7 @@ def test_what_is_not_utf8_is_named_with_its_offset(tmp_path: Path) -> None:
     [
         (None, r"tokenizer file .*t.json does not exist \(from data.tokenizer\); .* or say bytes"),
         ("{", r"tokenizer file .*t.json is broken: .* line 1 column 1 \(from data.tokenizer\)"),
-        ("{}", r"tokenizer file .*t.json is broken: Model missing"),
+        *((text, r"t.json is no tokenizer: it is JSON without the key model") for text in ("{}", '{"a": 1}', "[1]")),
     ],
 )
 def test_a_broken_file_is_one_line(tmp_path: Path, content: str | None, message: str) -> None:

@@ -8,8 +8,7 @@ from torch import Tensor, nn
 
 from megatron_run.contracts import ChunkOut, Init, ParameterSpec, Part
 from megatron_run.contracts.topology import Sizes, Topology
-from megatron_run_engine.builtin.optimizer.adamw import Replicated
-from megatron_run_engine.optim import FlatOptimizer, UpdateOptions
+from megatron_run_engine.optim import FlatOptimizer, Replicated, UpdateOptions
 from megatron_run_engine.runtime.comm import Groups, ParallelGroup, Pending
 from megatron_run_engine.runtime.gradients import Bucket, main_grad
 from megatron_run_engine.runtime.parameter_init import describe_parameters

@@ -12,8 +12,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_run.contracts import Optimizer
-from megatron_run_engine.builtin.optimizer.adamw import Replicated, megatron_run_create_optimizer
-from megatron_run_engine.optim import FlatOptimizer, UpdateOptions, flat
+from megatron_run_engine.builtin.optimizer.adamw import megatron_run_create_optimizer
+from megatron_run_engine.optim import FlatOptimizer, Replicated, UpdateOptions, flat
 from megatron_run_engine.optim.gradients import LateFactors, gradients_of
 from megatron_run_engine.optim.update import _divides
 from megatron_run_engine.runtime.context import BuildContext

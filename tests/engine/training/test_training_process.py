@@ -150,6 +150,7 @@ def test_a_containers_quota_limits_the_cores(tmp_path: Path, text: str, cores: i
         ({"OMP_WAIT_POLICY": "active"}, 4, ("active", None)),
         ({"OMP_WAIT_POLICY": "active"}, 5, ("active", None)),
         ({"GOMP_SPINCOUNT": "7"}, 4, (None, "7")),
+        ({"GOMP_SPINCOUNT": SPIN_BRIEFLY}, 5, ("passive", None)),  # the launcher's own
     ],
 )
 def test_waiting_threads_spin_briefly_and_not_at_all_when_there_are_more_than_cores_unless_told_otherwise(

@@ -165,6 +165,15 @@ def test_a_vocabulary_smaller_than_the_datas_is_refused(tmp_path: Path) -> None:
         Bench(tmp_path, "model.vocab_size=100")
 
 
+def test_of_two_vocabularies_that_the_user_named_both_are_named() -> None:
+    run = resolve(Request(("preset:tiny",), sets=("model.vocab_size=100", "data.vocab_size=5000")))
+    with pytest.raises(InputError) as error:
+        with_vocabulary(run, run.one("data").create())
+    assert "vocabulary of 5000: data.vocab_size=5000, from --set data.vocab_size (from --set model.v" in str(
+        error.value
+    )
+
+
 def test_a_vocabulary_that_weights_decide_is_not_to_be_raised() -> None:
     run = resolve(Request(("preset:tiny", Found({"model": {"vocab_size": 100}}, "what is saved in a"))))
     with pytest.raises(InputError) as error:

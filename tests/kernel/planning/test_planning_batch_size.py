@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megatron_run.errors import ExitCode, InputError
+from megatron_run.errors import ExitCode, InputError, Problems
 from megatron_run.planning.batch_size import BatchRamp, BatchSizes, total_samples, total_steps
 
 
@@ -100,6 +100,32 @@ def test_fewer_samples_than_one_batch_is_refused() -> None:
 def test_a_batch_that_does_not_divide_is_refused_with_its_arithmetic(
     config: Any, data_parallel: int, message: str
 ) -> None:
-    with pytest.raises(InputError, match=message) as caught:
+    with pytest.raises(Problems, match=message) as caught:
         BatchSizes(config, data_parallel)
     assert caught.value.exit_code == ExitCode.INPUT
+
+
+@pytest.mark.parametrize(
+    ("full", "start", "increment", "keys"),
+    [
+        (100, 30, 30, ["global_batch_size=100", "ramp_up.start=30", "ramp_up.increment=30"]),
+        (96, 30, 30, ["ramp_up.start=30", "ramp_up.increment=30"]),
+        (96, 33, 64, ["ramp_up.start=33", "ramp_up.increment=64 never"]),
+        (96, 130, 5, ["ramp_up.start=130 is not", "ramp_up.increment=5", "ramp_up.start=130 is above"]),
+    ],
+)
+def test_all_mistakes_of_a_ramp_are_reported_at_once(full: int, start: int, increment: int, keys: list[str]) -> None:
+    with pytest.raises(Problems) as caught:
+        BatchSizes(train(batch=full, micro=8, ramp=(start, increment, 1000)), 4)
+    problems = [str(problem) for problem in caught.value.problems]
+    assert len(problems) == len(keys)
+    assert all(key in problem for key, problem in zip(keys, problems, strict=True))
+
+
+@pytest.mark.parametrize(("increment", "advised"), [(30, "32"), (40, "32 or 96"), (64, "32 or 96"), (100, "96")])
+def test_the_increment_that_is_advised_both_divides_and_reaches_the_full_batch(increment: int, advised: str) -> None:
+    with pytest.raises(Problems, match=rf"set train.ramp_up.increment to {advised}$") as caught:
+        BatchSizes(train(batch=128, micro=8, ramp=(32, increment, 1000)), 4)
+    assert len(caught.value.problems) == 1
+    for size in advised.split(" or "):
+        BatchSizes(train(batch=128, micro=8, ramp=(32, int(size), 1000)), 4)

@@ -172,6 +172,20 @@ def test_everything_that_is_wrong_is_said_at_once() -> None:
     }
 
 
+@pytest.mark.parametrize("nproc", [1, 3])
+def test_batches_and_rates_are_judged_together_and_rates_whatever_the_ranks(nproc: int) -> None:
+    sets = ["train.global_batch_size=7", "train.micro_batch_size=2", "train.lr_warmup=5000", "train.lr_shape=linear"]
+    sets += ["train.weight_decay_end=0.5", "parallel.data=1"]
+    said = {str(problem).split(" is ")[0].split(": ")[0] for problem in mistakes(sets=sets, nproc=nproc)}
+    rates = {
+        "the learning rate's warm-up does not end before its decay",
+        "train.weight_decay_end=0.5 differs from train.weight_decay=0.01",
+    }
+    assert rates <= said
+    (other,) = said - rates
+    assert other.startswith("train.global_batch_size=7" if nproc == 1 else "a world of 3 ranks was asked for")
+
+
 PRESETS = ", ".join(presets())
 
 

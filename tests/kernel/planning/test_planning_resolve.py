@@ -201,9 +201,34 @@ def test_the_description_says_who_won_and_why() -> None:
     assert schedule.split(maxsplit=2)[2].startswith("megatron-run-schedule-interleaved 0.1.0")
     assert schedule.endswith("--plugin schedule=interleaved")
     assert "world 4 = tensor 1 x pipeline 2 x data 2; 2 chunks per stage" in text
-    assert "rank 3  stage 1  data 1  layers 1 | 3" in text
+    assert "  ranks 2-3  stage 1  data 0-1  layers 1 | 3\n" in text
     assert "step of 2 microbatches: in flight at most 4, 3 by stage, bubble 20.0%" in text
     assert text.endswith("note: schedule=interleaved suggests parallel.pipeline=2, parallel.chunks=2")
+
+
+def topology_rows(plugins: list[str], sets: list[str], nproc: int) -> list[str]:
+    """The rows of the topology, each without what aligns it."""
+    lines = describe(resolved(plugins=plugins, sets=sets, nproc=nproc)).split("topology: ")[1].split("\n\n")[0]
+    return [" ".join(line.split()) for line in lines.splitlines()[1:]]
+
+
+def test_ranks_that_hold_the_same_are_one_row_of_the_description() -> None:
+    sets = ["train.global_batch_size=256", "parallel.tensor=2", "parallel.pipeline=2"]
+    assert topology_rows(["schedule=1f1b", "parallel-layer=tensor"], sets, 256) == [
+        "ranks 0-127 stage 0 tensor 0-1 data 0-63 layers 0-1",
+        "ranks 128-255 stage 1 tensor 0-1 data 0-63 layers 2-3",
+    ]
+
+
+def test_experts_tell_ranks_of_a_stage_apart() -> None:
+    sets = ["train.global_batch_size=32", "model.experts=4", "parallel.expert=2"]
+    assert topology_rows([], sets, 4) == [
+        "ranks 0, 2 stage 0 data 0, 2 experts 0-1 of 4 layers 0-3",
+        "ranks 1, 3 stage 0 data 1, 3 experts 2-3 of 4 layers 0-3",
+    ]
+    first, second = topology_rows([], sets, 16)
+    assert first == "ranks 0, 2, ..., 14 stage 0 data 0, 2, ..., 14 experts 0-1 of 4 layers 0-3"
+    assert second.startswith("ranks 1, 3, ..., 15 stage 0")
 
 
 @pytest.mark.parametrize(

@@ -204,7 +204,7 @@ def search(
         for each in tasks:
             check_sizes(each, gpus)
         shown = [
-            Search(each.model, each.split.ranks, each.split.global_batch, machine, schedules).describe(
+            Search(each.model, each.split.ranks, each.split.global_batch, machine, schedules, each.growth).describe(
                 each.split, each.schedule, each.counts
             )
             for each in tasks
@@ -212,7 +212,7 @@ def search(
         text, record = report.own_text(tasks, shown, machine), report.own_record(task, shown, machine)
     else:
         ranks, batch = gpus or task.split.ranks, task.split.global_batch
-        found = Search(task.model, ranks, batch, machine, schedules, task.ramp_up).run()
+        found = Search(task.model, ranks, batch, machine, schedules, task.growth).run()
         shown = [found.best[0]]
         install = to_install(task, found.best[0], schedules.catalog)
         text = report.choice_text(task, found, machine, write, install)
@@ -255,10 +255,12 @@ def schedule(
     from megatron_run_planner.schedules.for_task import find_for_task
     from megatron_run_planner.schedules.places import EFFORT
     from megatron_run_planner.schedules.plugin_file import write_plugin
-    from megatron_run_planner.task import check_sizes
+    from megatron_run_planner.task import check_one_batch, check_sizes
 
     task = counted_task(request, gpus)
     check_sizes(task, gpus)
+    if write:
+        check_one_batch(task)
     answer = find_for_task(task, machine, Schedules(), seed, round(effort * EFFORT))
     if write:
         plan, about = answer.candidate.plan, report.found_line(answer, machine)
@@ -299,7 +301,7 @@ def goodput(request: Request, *, gpus: int | None, machine: Device, days: float,
     task = counted_task(request, gpus)
     ranks = gpus or task.split.ranks
     device = machine.model_copy(update={"links": slow})
-    best = Search(task.model, ranks, task.split.global_batch, device, Schedules(), task.ramp_up).run(1).best[0]
+    best = Search(task.model, ranks, task.split.global_batch, device, Schedules(), task.growth).run(1).best[0]
     told = {name: asked[name] for name in ("mtbf", "stall", "restart", "spread")}
     conditions = Conditions(ranks, -(-ranks // links.machine), **told)
     interval = asked["interval"] or best_interval(conditions)

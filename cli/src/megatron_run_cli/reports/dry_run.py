@@ -46,7 +46,7 @@ def dry_run_text(run: ResolvedRun, device: Device | None = None, svg: Path | Non
     size = _checked_size(run)
     counted = _step_memory(run, device)
     parts = [describe(run), _parameters_text(size, counted)]
-    parts.append(memory_text(_memory(run, size, counted, device, svg)))
+    parts.append(memory_text(_memory(run, size, counted, device, svg), _planned_kind(run)))
     if size.mixture is not None:
         parts.append(_mixture_text(size.mixture, size.parameters, run.sizes.expert))
     parts += step
@@ -187,6 +187,13 @@ def _step_memory(run: ResolvedRun, device: Device | None = None) -> list[dict[st
     from megatron_run_engine.training.step_memory import step_memory
 
     return step_memory(run, gpu=device.cores is None if device else None)
+
+
+def _planned_kind(run: ResolvedRun) -> str:
+    """The kind of device that the run is planned for."""
+    from megatron_run_engine.runtime.context import planned_device
+
+    return "GPU" if planned_device(run.config.run, run.sizes.world).type == "cuda" else "CPU"
 
 
 def _parameters_text(size: ModelSize, counted: list[dict[str, int]] | None) -> str:

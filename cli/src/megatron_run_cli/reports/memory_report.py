@@ -128,18 +128,27 @@ def _task(run: ResolvedRun) -> Task | None:
     return replace(task, split=replace(task.split, data=run.sizes.data))
 
 
-def memory_text(memory: StageMemory) -> str:
-    """A bar a stage, and with a device whether it fits."""
+def memory_text(memory: StageMemory, kind: str = "") -> str:
+    """A bar a stage, and with a device whether it fits; without one ``kind`` is that by which layers were counted."""
     device, needed = memory.device, memory.needed
     scale = max([*needed, device.memory if device else 0.0]) / _WIDTH or 1.0
     limit = round(device.memory / scale) if device else _WIDTH
-    lines = [f"memory of a rank{f', of {_amount(device.memory)} on {device.name}' if device else ''}"]
+    of = f", of {_amount(device.memory)} on {device.name}" if device else f", {_paths(memory, kind)}" if kind else ""
+    lines = [f"memory of a rank{of}"]
     for stage, (held, tensors) in enumerate(zip(memory.stages, memory.tensors, strict=True)):
         bar = _bar(held, scale).ljust(limit)
         lines.append(f"stage {stage} |{bar[:limit]}|{bar[limit:]} {_amount(tensors)}")
     used = [role for role in ROLES if any(role in held for held in memory.stages)]
     lines.append(", ".join(f"{ROLES[role][0]} {role.replace('_', ' ')}" for role in used))
     return "\n".join([*lines, *([_verdict(memory), *_advice(memory)] if device else [])])
+
+
+def _paths(memory: StageMemory, kind: str) -> str:
+    """Whose count it is: on a CPU layers keep other pieces than on a GPU, such as attention's probabilities."""
+    how = (
+        f"as on a {kind}" if memory.counted else "by the planner, as on a GPU" if memory.task else "without activations"
+    )
+    return f"{how}; --device NAME: as on that device"
 
 
 def _bar(held: Mapping[str, float], scale: float) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import resource
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -254,6 +255,22 @@ def near_path(path: Path) -> str:
         return ""
 
 
+#: NAME or ORGANISATION/NAME, as models of the Hugging Face Hub are called; the part before a slash.
+_HUB_NAME = re.compile(r"(?:([A-Za-z0-9][\w-]*)/)?[A-Za-z0-9][\w.-]*")
+
+
+def from_hub(path: Path) -> str:
+    """How to get the folder ``path``, which does not exist, if it may be a name on the Hub; else an empty string."""
+    near = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+    name = _HUB_NAME.fullmatch(str(near))
+    if name is None or near.suffix[1:].isalpha() or (name[1] and (name[1] == "runs" or Path(name[1]).exists())):
+        return ""
+    return (
+        f"nothing is downloaded here: if {near} is a model of the Hugging Face Hub, "
+        f"type: hf download {near} --local-dir {near} (of pip install huggingface_hub)"
+    )
+
+
 def advice(*parts: str) -> str:
     """The non-empty parts as one line: ``"did you mean '1f1b'? installed: sequential, 1f1b"``."""
     return "; ".join(filter(None, parts)).replace("?; ", "? ")
@@ -277,13 +294,16 @@ def nearest_multiples(number: int, factor: int) -> str:
     return nearest(number, [below or factor, below + factor])
 
 
-def nearest_divisors(number: int, wanted: int) -> str:
+def nearest_divisors(number: int, wanted: int, factor: int = 1) -> str:
     """The divisors of ``number`` below and above ``wanted``, which is not one: ``"4 or 6"``.
 
-    Of a number beyond 10^12 they are the nearest that have, or leave, a factor of at most 10^6.
+    They are multiples of ``factor``, if it divides ``number``. Of a number beyond 10^12 they are the nearest that have,
+    or leave, a factor of at most 10^6.
     """
-    small = [divisor for divisor in range(1, min(isqrt(number), 10**6) + 1) if number % divisor == 0]
-    return nearest(wanted, [*small, *(number // divisor for divisor in small)])
+    step = 1 if number % factor else factor
+    rest = number // step
+    small = [divisor for divisor in range(1, min(isqrt(rest), 10**6) + 1) if rest % divisor == 0]
+    return nearest(wanted, [step * divisor for each in small for divisor in (each, rest // each)])
 
 
 class Findings:

@@ -72,7 +72,8 @@ class _Judge:
     def _described(self, split: Split) -> Candidate | None:
         schedule = "1f1b" if split.pipeline > 1 and self._task.split.pipeline == 1 else self._task.schedule
         try:
-            search = Search(self._task.model, split.ranks, split.global_batch, self._device, self._schedules)
+            model, growth = self._task.model, self._task.growth
+            search = Search(model, split.ranks, split.global_batch, self._device, self._schedules, growth)
             return search.describe(split, schedule)
         except RunError:
             return None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from math import isqrt
 
 from megatron_run.contracts.schedule import LayoutSpec, looped_layout
@@ -71,10 +72,26 @@ class Choice:
     tried: int
 
 
+@dataclass(frozen=True)
+class Growth:
+    """How a batch grows: first batch and increment, which are ``dealt`` to the ranks, and the smaller ``batches``."""
+
+    dealt: tuple[int, ...] = ()
+    batches: tuple[int, ...] = ()
+
+    def undealt(self, split: Split) -> list[int]:
+        """The sizes that do not divide into microbatches over the data-parallel ranks of ``split``."""
+        return [size for size in (*self.dealt, *self.batches) if size % (split.micro_batch * split.data)]
+
+
+#: The growth of a batch that is the same in every step.
+STEADY = Growth()
+
+
 class Search:
     """Searches the splits of ``model`` over ``ranks`` of ``device``, of which each has ``memory`` bytes.
 
-    ``ramp_up`` are the first batch and the increment of a batch that grows: they are dealt to the ranks too.
+    By the end of its ``growth`` the batch is ``global_batch``.
     """
 
     def __init__(
@@ -84,9 +101,9 @@ class Search:
         global_batch: int,
         device: Device,
         schedules: Schedules,
-        ramp_up: Sequence[int] = (),
+        growth: Growth = STEADY,
     ) -> None:
-        self._ramp_up = ramp_up
+        self._growth = growth
         self._model, self._ranks, self._batch = model, ranks, global_batch
         self._device, self._schedules = device, schedules
         self._pruned: Counter[str] = Counter()
@@ -113,7 +130,28 @@ class Search:
         if not found:
             raise self._nothing_fits(fitting)
         found.sort(key=lambda each: each.step.seconds)
-        return Choice(tuple(found[:keep]), self._pruned, len(splits))
+        best = tuple(islice(filter(self._grows, found), keep))
+        if not best:
+            raise InputError(
+                f"no schedule of a split that fits takes all {len(self._growth.batches) + 1} batches of train.ramp_up",
+                why=f"the smallest is {self._growth.batches[0]} samples",
+                fix="raise train.ramp_up.start and its increment",
+            )
+        return Choice(best, self._pruned, len(splits))
+
+    def _grows(self, candidate: Candidate) -> bool:
+        """Whether the schedule takes every batch of the growth; one that does not is counted."""
+        try:
+            self._check_growth(candidate.split, candidate.schedule)
+        except RunError:
+            self._pruned[f"smaller batches refused by schedule {candidate.schedule}"] += 1
+            return False
+        return True
+
+    def _check_growth(self, split: Split, schedule: str, counts: Sequence[int] = ()) -> None:
+        """Raise :class:`InputError` where a smaller batch is refused."""
+        for batch in self._growth.batches:
+            self._plan(replace(split, global_batch=batch), schedule, counts)
 
     def judge(self, split: Split, schedule: str) -> Candidate | None:
         """``split`` under ``schedule``, None when the schedule refuses or the memory does not suffice."""
@@ -132,6 +170,7 @@ class Search:
 
         Raises :class:`InputError` when it is refused.
         """
+        self._check_growth(split, schedule, counts)
         return self.candidate(split, schedule, self._plan(split, schedule, counts))
 
     def _plan(self, split: Split, schedule: str, counts: Sequence[int] = ()) -> Plan:
@@ -176,9 +215,6 @@ class Search:
             if self._batch % (micro_batch * data):
                 self._pruned["the global batch does not divide"] += 1
                 continue
-            if any(size % (micro_batch * data) for size in self._ramp_up):
-                self._pruned["train.ramp_up does not divide"] += 1
-                continue
             base = Split(
                 tensor=tensor,
                 pipeline=pipeline,
@@ -189,6 +225,9 @@ class Search:
                 overlap=True,
                 gradient_bytes=4,
             )
+            if self._growth.undealt(base):
+                self._pruned["train.ramp_up does not divide"] += 1
+                continue
             for each in chunks:
                 if 2 * base.microbatches * each * pipeline > LARGEST:
                     self._pruned["more microbatches than can be simulated"] += 1

@@ -178,6 +178,7 @@ def test_floating_point_operations_are_those_of_the_matrices() -> None:
     ("given", "why"),
     [
         ({"value_head_size": 11}, "value_head_size=11 is above rope_head_size [+] nope_head_size = 10"),
+        ({"value_head_size": 11, "num_kv_heads": 1}, "num_kv_heads=1: .*; and value_head_size=11 is above"),
         ({"num_kv_heads": 1}, "num_kv_heads=1: with latent attention it is 5; leave it out"),
         ({"head_size": 12}, "head_size=12: with latent attention it is 10"),
         ({"rope_head_size": 3}, "multiple of 2"),

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import xxhash
 
-from megatron_run.errors import CheckpointError, advice, near_path
+from megatron_run.errors import CheckpointError, advice, from_hub, near_path
 from megatron_run_engine.checkpoint.files import hash_of, no_heartbeat, reading, size_of
 from megatron_run_engine.checkpoint.manifest import MANIFEST, Manifest, read_manifest
 
@@ -135,14 +135,15 @@ def find_checkpoints(path: Path | None) -> tuple[Checkpoints, int | None]:
             return found, None
     if match := _STEP.fullmatch(start.name):
         Checkpoints(start.parent).find(int(match[1]))  # raises with the steps that are there
-    newest = _newest_beside(start)
+    newest, there = _newest_beside(start), start.exists()
     raise CheckpointError(
         f"no checkpoints in {start}",
-        why="no step is saved there" if start.exists() else "there is no such folder",
+        why="no step is saved there" if there else "there is no such folder",
         fix=near_path(start)
         or advice(
             "name a run folder, its checkpoints, or one of its steps",
             f"{newest} is the newest beside it with a saved step" if newest else "",
+            "" if there else from_hub(start),
         ),
     )
 

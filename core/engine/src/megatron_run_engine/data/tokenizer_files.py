@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_run.errors import DataError, near_path
+from megatron_run.errors import DataError, advice, from_hub, near_path
 from megatron_run.publishing import publishing
 from megatron_run.safe_folder import SafeFolder, parse_json
 from megatron_run_engine.data.tokenizer_folder import FolderTokenizer, files_decide, read_folder
@@ -67,7 +67,7 @@ def find_file(path: Path) -> Path:
         path = path.with_name(f"{path.name.removesuffix('merges.txt')}vocab.json")
     if not path.is_file():
         known = "name a tokenizer.json, a folder, vocab.json, vocab.txt or a .model file, or say bytes"
-        raise _fault(f"tokenizer file {path} does not exist", fix=near_path(path) or known)
+        raise _fault(f"tokenizer file {path} does not exist", fix=near_path(path) or advice(known, from_hub(path)))
     return _fetched(path)
 
 
@@ -111,6 +111,15 @@ def read_tokenizer(path: Path) -> tokenizers.Tokenizer:
     return opened(*find_tokenizer(path))
 
 
+def _lacks_model(path: Path) -> bool:
+    """Whether ``path`` is well-formed JSON, but of another kind than a tokenizer."""
+    try:
+        content = parse_json(SafeFolder(path.parent).read(path.name, _LARGEST))
+    except (OSError, ValueError):
+        return False
+    return not isinstance(content, dict) or "model" not in content
+
+
 def opened(path: Path, folder: FolderTokenizer | None) -> tokenizers.Tokenizer:
     """What :func:`find_tokenizer` has found. Raises :class:`DataError`."""
     import tokenizers
@@ -128,6 +137,8 @@ def opened(path: Path, folder: FolderTokenizer | None) -> tokenizers.Tokenizer:
     except DataError:
         raise
     except Exception as cause:  # the library raises a bare Exception
+        if path.suffix == ".json" and _lacks_model(path):
+            raise _fault(f"{path} is no tokenizer", why="it is JSON without the key model") from cause
         raise _fault(f"tokenizer file {path} is broken", why=" ".join(str(cause).split())) from cause
     if max(tokenizer.get_vocab().values(), default=0) >= _MOST_IDS:  # to_str() goes through all ids up to the highest
         raise _fault(f"tokenizer file {path} is broken", why=f"it has an id above {_MOST_IDS}")

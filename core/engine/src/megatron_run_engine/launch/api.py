@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import logging
 import os
-import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -26,7 +25,7 @@ from megatron_run_engine.launch.failures import (
     last_saved,
     resumed,
 )
-from megatron_run_engine.launch.rank_output import flush_output, terminal_writer, untold
+from megatron_run_engine.launch.rank_output import flush_output, terminal_environment, terminal_writer, untold
 from megatron_run_engine.launch.results import RunResult
 from megatron_run_engine.runtime.world import World
 from megatron_run_engine.training.environments import LaunchMode, find_world
@@ -35,7 +34,6 @@ from megatron_run_engine.training.process import (
     borrowed_process,
     check_local_devices,
     forks_ranks,
-    prepare_torch,
     threads_per_rank,
 )
 
@@ -84,8 +82,6 @@ def launch(request: Request, options: LaunchOptions, mode: LaunchMode = "auto") 
     what is found before a rank starts; a failure of a rank is in the result.
     """
     world = find_world(os.environ, mode)
-    if world is not None:
-        prepare_torch(os.environ)  # before resolve imports torch; local ranks get it in their environment
     from megatron_run.planning import resolve
 
     if world is None:
@@ -259,7 +255,7 @@ def _attempt(run: ResolvedRun, request: Request, options: LaunchOptions, *, fork
             return _already_finished(opened, options.tell)
         plan = _local_plan(run, request, opened.folder, options, fork=fork)
         try:
-            result = run_local(plan if options.quiet else replace(plan, shown_environment=_terminal()))
+            result = run_local(plan if options.quiet else replace(plan, shown_environment=terminal_environment()))
             if result.code == ExitCode.SIGINT:
                 result = replace(result, message=interrupted(result.message, result.folder))
         except BaseException as error:
@@ -338,14 +334,6 @@ def _already_finished(opened: OpenedFolder, tell: Callable[[str], None]) -> RunR
 def _last_step(folder: RunFolder) -> int:
     status = folder.read_status()
     return status.step if status is not None else 0
-
-
-def _terminal() -> dict[str, str]:
-    """What rank 0 must know to draw for our terminal, though it writes to a file."""
-    if not sys.stdout.isatty():
-        return {}
-    size = shutil.get_terminal_size()
-    return {"FORCE_COLOR": "1", "COLUMNS": str(size.columns), "LINES": str(size.lines)}
 
 
 def _join(resolve_run: Callable[[], ResolvedRun], world: World, options: LaunchOptions) -> RunResult:

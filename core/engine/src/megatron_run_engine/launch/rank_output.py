@@ -6,10 +6,12 @@ Notices about an environment are told once in it; each leaves an empty file in t
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 
@@ -30,6 +32,38 @@ def redirect_output(log: Path) -> None:
     os.close(descriptor)
 
 
+@contextmanager
+def shown_log(log: Path, shown_before: Sequence[str] = ()) -> Iterator[None]:
+    """Within: ``log`` is descriptors 1 and 2 of this process, and what it gets is copied to where 1 led before.
+
+    It begins with the lines that were ``shown_before``, which are not copied. The caller restores the descriptors.
+    """
+    shown, kept = terminal_environment(), dict(os.environ)
+    with os.fdopen(os.dup(1), "wb", buffering=0) as terminal:
+        redirect_output(log)
+        for line in shown_before:
+            os.write(1, f"{line}\n".encode())
+        os.environ.update(shown)
+        relay = Relay(log, lambda data: _write(terminal.fileno(), data), start=os.fstat(1).st_size)
+        relay.start()
+        try:
+            yield
+        finally:
+            flush_output()
+            relay.finish()
+            for name in shown:
+                os.environ.pop(name)
+                os.environ.update({name: kept[name]} if name in kept else {})
+
+
+def terminal_environment() -> dict[str, str]:
+    """What a rank must know to draw for our terminal, though it writes to a file."""
+    if not sys.stdout.isatty():
+        return {}
+    size = shutil.get_terminal_size()
+    return {"FORCE_COLOR": "1", "COLUMNS": str(size.columns), "LINES": str(size.lines)}
+
+
 def flush_output() -> None:
     """Write what is printed and not yet written, if anybody still takes it."""
     for stream in (sys.stdout, sys.stderr):
@@ -38,10 +72,13 @@ def flush_output() -> None:
 
 
 class Relay:
-    """Copies ``log`` to ``write`` from a thread. When the reader is gone (EPIPE), training continues unseen."""
+    """Copies ``log`` from byte ``start`` on to ``write``, in a thread.
 
-    def __init__(self, log: Path, write: Callable[[bytes], None]) -> None:
-        self._log, self._write = log, write
+    When the reader is gone (EPIPE), training continues unseen.
+    """
+
+    def __init__(self, log: Path, write: Callable[[bytes], None], start: int = 0) -> None:
+        self._log, self._write, self._start = log, write, start
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="relay", daemon=True)
 
@@ -57,6 +94,7 @@ class Relay:
     def _run(self) -> None:
         try:
             with os.fdopen(open_log(self._log, os.O_RDONLY), "rb") as log:
+                log.seek(self._start)
                 while not self._ended.is_set():
                     self._copy(log.read())
                     self._ended.wait(_RELAY)
@@ -76,12 +114,13 @@ def terminal_writer() -> Callable[[bytes], None]:
     except (OSError, ValueError, AttributeError):
         return lambda data: print(data.decode(errors="replace"), end="", flush=True)  # noqa: T201  # the only way there
 
-    def write(data: bytes) -> None:
-        while data:
-            data = data[os.write(descriptor, data) :]
-
     sys.stdout.flush()
-    return write
+    return partial(_write, descriptor)
+
+
+def _write(descriptor: int, data: bytes) -> None:
+    while data:
+        data = data[os.write(descriptor, data) :]
 
 
 def last_log_line(log: Path, window: int = 8192) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import traceback
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -18,7 +18,7 @@ from megatron_run.contracts.activity import Activity
 from megatron_run.errors import CheckpointError, ExitCode, RankLostError
 from megatron_run.planning.run import comparison_table
 from megatron_run_engine.launch.failures import classify, exit_code, last_line
-from megatron_run_engine.launch.rank_output import redirect_output, untold
+from megatron_run_engine.launch.rank_output import redirect_output, shown_log, untold
 from megatron_run_engine.launch.rendezvous import PeerError, Rendezvous, attempt, check_digests, check_gpus
 from megatron_run_engine.launch.results import RankResult
 from megatron_run_engine.launch.signals import stopping_on_signals
@@ -67,6 +67,8 @@ class RankWorker:
         self._opened: OpenedFolder | None = None
         self._rendezvous: Rendezvous | None = None
         self._sidecar: SidecarClient | None = None
+        self._early: list[str] = []  # lines shown before rank 0 had its log
+        self._shown = ExitStack()
         self._terminal = os.dup(2)  # the output of most ranks goes to their log, but one line must reach the user
 
     def run(self) -> RankResult:
@@ -94,9 +96,14 @@ class RankWorker:
                 with suppress(OSError, CheckpointError):  # a full disk or a moved folder must not change the exit code
                     self._opened.folder.end(result.code, result.message)
             self._opened.lock.release()
+        self._shown.close()
         os.close(self._terminal)
         ignorant = rank > 0 and result.secondary and result.lost is None  # the rank that knows prints a better line
-        return replace(result, message="") if joined and (speaker != rank or ignorant) else result
+        if joined and (speaker != rank or ignorant):
+            return replace(result, message="")
+        if joined and result.message and self.folder is not None:
+            print(f"megatron-run: {result.message}", flush=True)  # noqa: T201  # to the log; the caller shows it
+        return result
 
     def _train(self) -> ExitCode:
         """The start of a rank, phase by phase: the ranks agree on the outcome of each, so that all fail together."""
@@ -109,6 +116,7 @@ class RankWorker:
             if world.rank == 0:
                 for notice in untold(run.notices):
                     self._tell(notice)
+                    self._early.append(f"megatron-run: {notice}")
             self.folder = self._find_folder(rendezvous, run)
         if self.folder is None:
             return ExitCode.DONE
@@ -141,7 +149,7 @@ class RankWorker:
         """This rank's world with its device, once all ranks are known to run the same; NCCL wants a GPU for each."""
 
         def place() -> World:
-            placed = assign_device(run, self._world)
+            placed = assign_device(run, self._world, self._print)
             start_device(run, placed.device)
             return placed
 
@@ -157,6 +165,11 @@ class RankWorker:
         placed = rendezvous.agree("device", attempt(place), note)
         rendezvous.agree("compare", attempt(compare))  # rank 0 alone has the notes: the others compare none
         return placed.value
+
+    def _print(self, line: str) -> None:
+        """Print a line before the log is open, which will begin with it."""
+        print(line, flush=True)  # noqa: T201  # standard output of rank 0 is what the terminal shows
+        self._early.append(line)
 
     def _find_folder(self, rendezvous: Rendezvous, run: ResolvedRun) -> RunFolder | None:
         """Rank 0 opens the run folder and the others find it; None when it is finished."""
@@ -180,6 +193,8 @@ class RankWorker:
         folder = rendezvous.agree("join", joining).value
         if rank > 0 or self._quiet:
             redirect_output(folder.log(rank))
+        else:
+            self._shown.enter_context(shown_log(folder.log(rank), self._early))
         return folder
 
     def _failure(self, error: BaseException) -> RankResult:

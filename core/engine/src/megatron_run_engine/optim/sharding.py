@@ -14,11 +14,13 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import torch
 
+from megatron_run_engine.runtime.comm import Pending
+
 if TYPE_CHECKING:
     from torch import Tensor
 
     from megatron_run.contracts import ParamInfo, Part
-    from megatron_run_engine.runtime.comm import Pending
+    from megatron_run_engine.runtime.comm import ParallelGroup
     from megatron_run_engine.runtime.gradients import Bucket
 
 Key = TypeVar("Key")
@@ -135,6 +137,25 @@ class ShardingStrategy(ABC):
     @abstractmethod
     def start_gather(self, values: Tensor, bucket: Bucket) -> Pending:
         """Start gathering updated ``values``, parameters in the layout of ``bucket``, on the ranks that lack them."""
+
+
+class Replicated(ShardingStrategy):
+    """Every data-parallel rank holds all gradients and optimizer state, and computes the same update."""
+
+    def __init__(self, peers: ParallelGroup) -> None:
+        self._peers = peers
+
+    def updated(self, bucket: Bucket) -> range:
+        """Return the whole bucket."""
+        return range(len(bucket.grad))
+
+    def start_reduce(self, bucket: Bucket) -> Pending:
+        """Start an all-reduce."""
+        return self._peers.start_sum(bucket.grad)
+
+    def start_gather(self, values: Tensor, bucket: Bucket) -> Pending:
+        """No-op: every rank has updated all parameters itself."""
+        return Pending(values)
 
 
 class Piece(NamedTuple):

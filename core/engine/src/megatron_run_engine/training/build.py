@@ -192,7 +192,9 @@ def with_vocabulary(run: ResolvedRun, data: DataSource) -> BaseModel:
         if origin.source == "found":  # the weights there have so many rows
             fix = "name the tokenizer that the model was trained with: --plugin data=text,tokenizer=FILE"
         what = f"model.vocab_size={chosen} is smaller than the data's vocabulary of {data.vocab_size}"
-        raise InputError(what, origin=str(origin), fix=fix)
+        said = run.origins.get(("data", "vocab_size"), DEFAULT)
+        why = "" if said == DEFAULT else f"data.vocab_size={data.vocab_size}, from {said}"
+        raise InputError(what, why=why, origin=str(origin), fix=fix)
     return options
 
 

@@ -1,7 +1,7 @@
 """What a rank's process gets: its device, its CPU threads, and the environment that must stand before it starts.
 
-torch is imported inside the functions that need it: :func:`prepare_torch` must set its variable before that. The choice
-of threads and environment was measured: ``python -m benchmarks.single --only settings waiting``.
+torch is imported inside the functions that need it: :func:`prepare_process` must set its variables before that. The
+choice of threads and environment was measured: ``python -m benchmarks.single --only settings waiting``.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import os
 import platform
 import re
 import sys
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from itertools import chain
@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Literal
 from megatron_run.errors import InputError
 from megatron_run_engine.data.user_cache import keep_compiled
 from megatron_run_engine.runtime.world import World
+from megatron_run_engine.training.environments import find_world
 
 if TYPE_CHECKING:
     from megatron_run.planning import ResolvedRun
@@ -87,8 +88,12 @@ def _joined(world: World) -> bool:
     return world.launcher in ("torchrun", "slurm")
 
 
-def assign_device(run: ResolvedRun, world: World) -> World:
-    """``world`` with its device chosen; rank 0 prints a notice when it trains on the CPU for want of GPUs.
+def _print(line: str) -> None:
+    print(line, flush=True)  # noqa: T201  # standard output of rank 0 is what the terminal shows
+
+
+def assign_device(run: ResolvedRun, world: World, tell: Callable[[str], None] = _print) -> World:
+    """``world`` with its device chosen; rank 0 tells when it trains on the CPU for want of GPUs.
 
     Raises :class:`megatron_run.errors.RunError` when there is no such device, or a chosen plugin cannot run on it.
     """
@@ -98,7 +103,7 @@ def assign_device(run: ResolvedRun, world: World) -> World:
     device = choose_device(run.config.run.device, world, gpus, shared=backend == "gloo")
     notice = explain_device(run.config.run.device, world, gpus)
     if notice and world.rank == 0:
-        print(notice, flush=True)  # noqa: T201  # standard output of rank 0 is what the terminal shows
+        tell(notice)
     _check_plugins(run, device)
     return replace(world, device=device, backend=choose_backend(backend, device))
 
@@ -309,12 +314,9 @@ def rank_environment(base: Mapping[str, str], threads: int, local_size: int, cor
     user has set of all but the threads stays.
     """
     environment = {**base, "OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
-    if local_size * threads > cores:
-        environment.setdefault("OMP_WAIT_POLICY", "passive")
-    elif "OMP_WAIT_POLICY" not in environment:
-        environment.setdefault("GOMP_SPINCOUNT", SPIN_BRIEFLY)
+    _set_waiting(environment, crowded=local_size * threads > cores)
     environment.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
-    prepare_torch(environment)
+    _prepare_torch(environment)
     tunables = environment.get("GLIBC_TUNABLES", "")
     tuned = "glibc.malloc." in tunables or any(name.startswith(_ALLOCATORS) for name in environment)
     if _has_glibc() and not tuned:
@@ -327,8 +329,35 @@ def _has_glibc() -> bool:
     return name in getattr(os, "confstr_names", {}) and bool(os.confstr(name))
 
 
-def prepare_torch(environment: MutableMapping[str, str]) -> None:
-    """Before torch is imported: silence its C++ warnings about peers that are late or gone, which we report ourselves.
+def prepare_process(environment: MutableMapping[str, str]) -> None:
+    """Give this process, which is about to import torch, what :func:`rank_environment` gives a local rank.
+
+    It is the rank that ``environment`` describes, or the only one. glibc's allocator and gloo are left out: the former
+    has read its variables, and the ranks of other hosts are not found by the loopback interface.
+    """
+    world = None
+    with suppress(InputError):  # who starts the rank will say what is wrong
+        world = find_world(environment)
+    local_size = world.local_size if world is not None else 1
+    threads = environment.setdefault("OMP_NUM_THREADS", str(threads_per_rank("auto", local_size)))
+    environment.setdefault("MKL_NUM_THREADS", threads)
+    crowded = threads.isdecimal() and local_size * int(threads) > available_cores()
+    _set_waiting(environment, crowded=crowded)
+    _prepare_torch(environment)
+
+
+def _set_waiting(environment: MutableMapping[str, str], *, crowded: bool) -> None:
+    """How long threads of OpenMP spin that wait; ``crowded``: more threads than cores."""
+    if crowded:
+        if environment.get("GOMP_SPINCOUNT") == SPIN_BRIEFLY:  # of the launcher's own, and stronger than a policy
+            del environment["GOMP_SPINCOUNT"]
+        environment.setdefault("OMP_WAIT_POLICY", "passive")
+    elif "OMP_WAIT_POLICY" not in environment:
+        environment.setdefault("GOMP_SPINCOUNT", SPIN_BRIEFLY)
+
+
+def _prepare_torch(environment: MutableMapping[str, str]) -> None:
+    """Silence torch's C++ warnings about peers that are late or gone, which we report ourselves.
 
     A level that the user has set stays. What torch compiles is kept where nobody else writes, if there is such a place.
     """

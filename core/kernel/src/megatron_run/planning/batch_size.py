@@ -6,11 +6,12 @@ counter.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from megatron_run.errors import InputError, nearest_divisors, nearest_multiples
+from megatron_run.errors import Findings, InputError, nearest_divisors, nearest_multiples
 
 if TYPE_CHECKING:
     from megatron_run.contracts.schema import TrainSection
@@ -23,6 +24,21 @@ class BatchPeriod:
     size: int
     step: int
     samples: int
+
+
+def _ramp_faults(full: int, start: int, increment: int, unit: int = 1) -> Iterator[InputError]:
+    """Why no ramp leads from ``start`` to ``full``; the advice keeps to multiples of ``unit``."""
+    gap = full - start
+    if gap < 0:
+        yield InputError(
+            f"train.ramp_up.start={start} is above train.global_batch_size={full}", fix=f"start at {full} or below"
+        )
+    elif gap % increment:
+        yield InputError(
+            f"train.ramp_up.increment={increment} never reaches the full batch",
+            why=f"{full} - {start} = {gap}, which is not a multiple of {increment}",
+            fix=f"set train.ramp_up.increment to {nearest_divisors(gap, increment, unit)}",
+        )
 
 
 @dataclass(frozen=True)
@@ -47,18 +63,8 @@ class BatchRamp:
         return cls(full, ramp.start, ramp.increment, ramp.samples) if ramp else cls(full, full, full, 0)
 
     def __post_init__(self) -> None:
-        gap = self.full - self.start
-        if gap < 0:
-            raise InputError(
-                f"train.ramp_up.start={self.start} is above train.global_batch_size={self.full}",
-                fix=f"start at {self.full} or below",
-            )
-        if gap % self.increment:
-            raise InputError(
-                f"train.ramp_up.increment={self.increment} never reaches the full batch",
-                why=f"{self.full} - {self.start} = {gap}, which is not a multiple of {self.increment}",
-                fix=f"set train.ramp_up.increment to {nearest_divisors(gap, self.increment)}",
-            )
+        for fault in _ramp_faults(self.full, self.start, self.increment):
+            raise fault
 
     @property
     def increments(self) -> int:
@@ -141,30 +147,43 @@ def run_length(train: TrainSection, step: int, samples: int) -> tuple[int, int]:
 class BatchSizes:
     """The batch of every step as this many data-parallel ranks share it.
 
-    Raises :class:`InputError` when a global batch, at any point of a ramp-up, does not divide into micro batches over
-    the data-parallel ranks. ``follows_from`` is the key and value that demand so many of these, where no number of
-    ranks was asked for.
+    Raises :class:`Problems` when a global batch, at any point of a ramp-up, does not divide into micro batches over
+    the data-parallel ranks, or the ramp leads nowhere. ``follows_from`` is the key and value that demand so many of
+    these, where no number of ranks was asked for.
     """
 
     def __init__(self, train: TrainSection, data_parallel: int, follows_from: str = "") -> None:
         self._train, self._data_parallel, self._follows_from = train, data_parallel, follows_from
-        self._ramp = BatchRamp.from_config(train)
         self._unit = train.micro_batch_size * data_parallel
-        self._require_divisible("train.global_batch_size", train.global_batch_size)
-        if self._ramp.increments:
-            self._require_divisible("train.ramp_up.start", self._ramp.start)
-            self._require_divisible("train.ramp_up.increment", self._ramp.increment)
+        findings = Findings()
+        for fault in self._faults():
+            findings.add(fault)
+        findings.settle()
+        self._ramp = BatchRamp.from_config(train)
 
-    def _require_divisible(self, key: str, value: int) -> None:
-        if value % self._unit == 0:
+    def _faults(self) -> Iterator[InputError]:
+        full, ramp, unit = self._train.global_batch_size, self._train.ramp_up, self._unit
+        if full % unit:
+            yield self._not_divisible("train.global_batch_size", full, nearest_multiples(full, unit))
+        if ramp is None or ramp.start == full:
             return
+        if ramp.start % unit:
+            yield self._not_divisible("train.ramp_up.start", ramp.start, nearest_multiples(ramp.start, unit))
+        even = ramp.increment % unit == 0
+        if not even:
+            reaching = "" if (full - ramp.start) % unit else nearest_divisors(full - ramp.start, ramp.increment, unit)
+            advice = reaching or nearest_multiples(ramp.increment, unit)
+            yield self._not_divisible("train.ramp_up.increment", ramp.increment, advice)
+        if even or ramp.start > full:
+            yield from _ramp_faults(full, ramp.start, ramp.increment, unit)
+
+    def _not_divisible(self, key: str, value: int, advice: str) -> InputError:
         source = self._follows_from
-        raise InputError(
+        return InputError(
             f"{key}={value} is not a multiple of micro batch x data parallel",
             why=f"{self._train.micro_batch_size} x {self._data_parallel} = {self._unit}"
             + (f", where data parallel is {self._data_parallel} for {source}" if source else ""),
-            fix=f"set {key} to {nearest_multiples(value, self._unit)}"
-            + (f", or lower {source.partition('=')[0]}" if source else ""),
+            fix=f"set {key} to {advice}" + (f", or lower {source.partition('=')[0]}" if source else ""),
         )
 
     def at(self, consumed: int) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from megatron_run.contracts.topology import Topology
@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from megatron_run.pipeline.plan import Plan
     from megatron_run.planning.run import ResolvedRun
     from megatron_run.registry.loaded_plugin import Plugin
+
+#: The most runs of consecutive numbers that a row of equal ranks lists.
+_RUNS = 4
 
 
 def describe(run: ResolvedRun) -> str:
@@ -69,21 +72,32 @@ def _topology(run: ResolvedRun) -> list[str]:
     head = f"world {sizes.world} = tensor {sizes.tensor} x pipeline {sizes.pipeline} x data {sizes.data}"
     pieces = f"; {chunks} chunks per stage" if chunks > 1 else ""
     pieces += f"; data ranks split a layer's experts {sizes.expert} ways" if sizes.expert > 1 else ""
+    alike: dict[object, list[dict[str, Any]]] = {}
+    for record in (_rank_record(run, rank) for rank in range(sizes.world)):
+        alike.setdefault((record["stage"], record["expert"]), []).append(record)
     rows = [
-        (f"rank {record['rank']}", f"stage {record['stage']}", *_axes(run, record), f"layers {record['layers_text']}")
-        for record in (_rank_record(run, rank) for rank in range(sizes.world))
+        (_numbered("rank", records), f"stage {first['stage']}", *_axes(run, records), f"layers {first['layers_text']}")
+        for records in alike.values()
+        for first in records[:1]
     ]
     return [f"topology: {head}{pieces}", *(f"  {row}" for row in _aligned(rows))]
 
 
-def _axes(run: ResolvedRun, record: dict[str, Any]) -> Iterator[str]:
-    """The coordinates along axes of more than one rank, and the experts that the rank holds."""
+def _numbered(axis: str, records: Sequence[Mapping[str, Any]]) -> str:
+    """The numbers of ``records`` along ``axis``: ``"data 3"``, ``"ranks 0-7"``, ``"ranks 0-1, 4-5, ..., 60-61"``."""
+    name = f"{axis}s" if axis == "rank" and len(records) > 1 else axis
+    runs = spans(sorted({record[axis] for record in records})).split(", ")
+    return f"{name} {', '.join(runs if len(runs) <= _RUNS else [*runs[:2], '...', runs[-1]])}"
+
+
+def _axes(run: ResolvedRun, records: Sequence[dict[str, Any]]) -> Iterator[str]:
+    """The coordinates along axes of more than one rank, and the experts that the ranks hold."""
     for axis in ("tensor", "data"):
         if getattr(run.sizes, axis) > 1:
-            yield f"{axis} {record[axis]}"
+            yield _numbered(axis, records)
     if run.sizes.expert > 1:
-        held, experts = record["experts"], experts_of(run.one("model"))
-        yield f"experts {spans(held)} of {experts}" if held else f"expert group {record['expert']}"
+        held, experts = records[0]["experts"], experts_of(run.one("model"))
+        yield f"experts {spans(held)} of {experts}" if held else f"expert group {records[0]['expert']}"
 
 
 def _rank_record(run: ResolvedRun, rank: int) -> dict[str, Any]:
@@ -103,8 +117,9 @@ def _rank_record(run: ResolvedRun, rank: int) -> dict[str, Any]:
 
 def spans(numbers: Sequence[int]) -> str:
     """Ascending ``numbers`` as ranges: ``"0-3"``, ``"0, 2-4"``, ``"none"``."""
-    starts = [number for number in numbers if number - 1 not in numbers]
-    ends = [number for number in numbers if number + 1 not in numbers]
+    known = set(numbers)
+    starts = [number for number in numbers if number - 1 not in known]
+    ends = [number for number in numbers if number + 1 not in known]
     pairs = zip(starts, ends, strict=True)
     return ", ".join(f"{first}" if first == last else f"{first}-{last}" for first, last in pairs) or "none"
 

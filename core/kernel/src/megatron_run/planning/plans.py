@@ -10,10 +10,10 @@ from typing import TypeVar
 from megatron_run.contracts import Schedule
 from megatron_run.contracts.schedule import LayoutSpec, Place, ScheduleSpec, check_counts
 from megatron_run.contracts.schema import ParallelSection, TrainSection
-from megatron_run.errors import InputError, PluginError, RunError, ScheduleError
+from megatron_run.errors import Findings, InputError, PluginError, RunError, ScheduleError
 from megatron_run.pipeline.plan import Plan
 from megatron_run.pipeline.verify import check_layout, check_same_places, verify
-from megatron_run.planning.batch_size import BatchSizes
+from megatron_run.planning.batch_size import BatchSizes, total_samples, total_steps
 from megatron_run.planning.layer_split import is_uneven, layer_counts
 from megatron_run.planning.learning_rate import LearningRate, WeightDecay
 from megatron_run.registry.loaded_plugin import Plugin, in_one_line
@@ -25,11 +25,10 @@ MAX_MICROBATCHES, MAX_LAYERS = 100_000, 100_000
 
 
 def microbatch_counts(train: TrainSection, data_parallel: int, follows_from: str = "") -> tuple[int, ...]:
-    """Every number of microbatches that occurs in the run; also validates batch sizes, learning rate and decay.
+    """Every number of microbatches that occurs in the run.
 
-    ``follows_from`` is that of :class:`BatchSizes`.
-
-    Raises :class:`~megatron_run.errors.InputError` when a global batch does not divide or a rate cannot be followed.
+    ``follows_from`` is that of :class:`BatchSizes`. Raises :class:`~megatron_run.errors.RunError` when a global batch
+    does not divide, or makes too many.
     """
     largest = train.global_batch_size // (train.micro_batch_size * data_parallel)
     if largest > MAX_MICROBATCHES:
@@ -45,9 +44,24 @@ def microbatch_counts(train: TrainSection, data_parallel: int, follows_from: str
             why=f"each is planned, with {sum(counts)} microbatches together",
             fix="raise train.ramp_up.increment",
         )
-    LearningRate.from_config(train)
-    WeightDecay.from_config(train)
     return tuple(sorted(counts))
+
+
+def check_rates(train: TrainSection) -> None:
+    """Raise :class:`~megatron_run.errors.Problems` where learning rate or weight decay cannot be followed.
+
+    A ramp-up that leads nowhere, or a run without a step, is left to :func:`microbatch_counts`.
+    """
+    try:
+        total_samples(train)
+        total_steps(train)
+    except InputError:
+        return
+    findings = Findings()
+    for rate in (LearningRate, WeightDecay):
+        with findings.collect():
+            rate.from_config(train)
+    findings.settle()
 
 
 def plan_run(

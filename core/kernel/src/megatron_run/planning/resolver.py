@@ -37,7 +37,7 @@ from megatron_run.errors import Findings, RunError
 from megatron_run.pipeline.plan import Plan
 from megatron_run.planning.choosing import apply_suggestions, choose_plugins, kind_section, rule_notices, with_options
 from megatron_run.planning.decided import apply_decided
-from megatron_run.planning.plans import layers_of, microbatch_counts, plan_run
+from megatron_run.planning.plans import check_rates, layers_of, microbatch_counts, plan_run
 from megatron_run.planning.rank_grid import (
     ExpertSplit,
     attribute,
@@ -221,7 +221,11 @@ class _Resolver:
     def _counts(
         self, train: TrainSection | None, parallel: ParallelSection | None, sizes: Sizes | None
     ) -> tuple[int, ...]:
-        if train is not None and parallel is not None and sizes is not None:
+        if train is None:
+            return ()
+        with self._findings.collect():
+            check_rates(train)
+        if parallel is not None and sizes is not None:
             with self._findings.collect():
                 return microbatch_counts(train, sizes.data, source_of_data(parallel, self._request.nproc))
         return ()

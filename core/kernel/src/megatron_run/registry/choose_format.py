@@ -16,7 +16,16 @@ from megatron_run.contracts.format import (
     TranslatedScript,
     Weights,
 )
-from megatron_run.errors import CheckpointError, InputError, PluginError, RunError, advice, did_you_mean, near_path
+from megatron_run.errors import (
+    CheckpointError,
+    InputError,
+    PluginError,
+    RunError,
+    advice,
+    did_you_mean,
+    from_hub,
+    near_path,
+)
 from megatron_run.registry.choose import choose, is_file
 from megatron_run.registry.discover import Catalog, Entry, scan
 from megatron_run.registry.known import KNOWN, known_plugin
@@ -82,9 +91,8 @@ def format_to_read(source: Path, word: str | None = None, catalog: Catalog | Non
     Raises a :class:`RunError` where there is no such source or format, and where several formats recognise it.
     """
     if not source.exists():
-        raise CheckpointError(
-            f"there is no file or folder {source}", fix=near_path(source) or "name the file or folder of the model"
-        )
+        fix = near_path(source) or advice("name the file or folder of the model", from_hub(source))
+        raise CheckpointError(f"there is no file or folder {source}", fix=fix)
     catalog = scan() if catalog is None else catalog
     if word:
         return _named(word, IMPORT, f"--from {word}", catalog)

@@ -15,12 +15,13 @@ from megatron_run.config.values import core_scalar, read_text, typed
 from megatron_run.config.yaml import yaml_text
 from megatron_run.contracts.schema import SECTIONS, ParallelSection, TrainSection
 from megatron_run.errors import Findings, InputError, nearest_multiples
+from megatron_run.planning.batch_size import BatchRamp, total_steps
 from megatron_run.planning.layer_split import is_uneven, layer_counts
 from megatron_run.planning.rank_grid import ExpertSplit
 from megatron_run.registry.discover import Catalog, plain_name
 from megatron_run.registry.known import known_plugin
 from megatron_run_planner.schedules import named
-from megatron_run_planner.search import Candidate
+from megatron_run_planner.search import STEADY, Candidate, Growth
 from megatron_run_planner.task.model_options import KNOWN, read_model
 from megatron_run_planner.workload import Model, Recompute, Split
 
@@ -44,8 +45,8 @@ class Task:
 
     ``split`` is its sections ``train`` and ``parallel`` over ``ranks``; ``steps`` is None when the run has no length.
     ``schedule`` is named with its options, and ``counts`` are the layers of each place where the user gave them.
-    ``ramp_up`` are the first batch and increment of ``train.ramp_up``, empty without it. ``reading`` says which parts
-    of the model were read as others, and why; of one that is not ``known``, parameters and FLOPs too.
+    ``growth`` is that of the batch by ``train.ramp_up``. ``reading`` says which parts of the model were read as others,
+    and why; of one that is not ``known``, parameters and FLOPs too.
     """
 
     model: Model
@@ -56,7 +57,7 @@ class Task:
     sections: Mapping[str, Any]
     reading: str = ""
     known: bool = True
-    ramp_up: tuple[int, ...] = ()
+    growth: Growth = STEADY
 
     def with_parameters(self, count: int) -> Task:
         """The task with so many parameters of the model, counted elsewhere: those not read count in every layer."""
@@ -130,9 +131,17 @@ def read_task(request: Request, ranks: int | None) -> Task:
             model.layers, parallel, [index % split.pipeline for index in range(split.pipeline * split.chunks)]
         )
     steps = train.steps or (train.samples and train.samples // train.global_batch_size)
-    ramp_up = (train.ramp_up.start, train.ramp_up.increment) if train.ramp_up else ()
     schedule, sections = _schedule(merged, split), _sections(merged)
-    return Task(model, split, schedule, counts, steps, sections, reading, word in KNOWN, ramp_up)
+    return Task(model, split, schedule, counts, steps, sections, reading, word in KNOWN, _growth(train))
+
+
+def _growth(train: TrainSection) -> Growth:
+    """How the batch grows; the sizes that it jumps over, or that the run ends before, are no part of it."""
+    if train.ramp_up is None:
+        return STEADY
+    ramp, steps = BatchRamp.from_config(train), total_steps(train)
+    batches = {part.size for part in ramp.stretches if part.step < steps}
+    return Growth((ramp.start, ramp.increment), tuple(sorted(batches - {train.global_batch_size})))
 
 
 def _schedule(merged: ConfigSource, split: Split) -> str:
@@ -169,6 +178,12 @@ def check_sizes(task: Task, ranks: int | None) -> None:
             f"microbatches of {split.micro_batch}",
             fix=f"set it to {nearest_multiples(split.global_batch, split.micro_batch * split.data)}",
         )
+    if wrong := task.growth.undealt(split):
+        raise InputError(
+            f"train.ramp_up does not divide over {split.data} copies of the model with microbatches of "
+            f"{split.micro_batch}: {wrong[0]} samples",
+            fix=f"set start and increment to multiples of {split.micro_batch * split.data}",
+        )
     model.split_over(split.tensor)
     if split.pipeline * split.chunks > model.layers:
         raise InputError(
@@ -178,6 +193,16 @@ def check_sizes(task: Task, ranks: int | None) -> None:
         )
     parallel = ParallelSection(tensor=split.tensor, pipeline=split.pipeline, data=split.data, expert=split.expert)
     ExpertSplit(model.experts, parallel, None, split.ranks).check()
+
+
+def check_one_batch(task: Task) -> None:
+    """Raise :class:`InputError` where the batch grows: lists that a search has found are for one of its sizes."""
+    if task.growth.batches:
+        raise InputError(
+            "a schedule found by search is for one number of microbatches",
+            why=f"train.ramp_up has {len(task.growth.batches) + 1} sizes of the batch",
+            fix="leave --write or train.ramp_up out",
+        )
 
 
 def _model(word: str, merged: ConfigSource, train: TrainSection) -> tuple[Model, str]:

@@ -80,14 +80,18 @@ class DeepSeekOptions(GptOptions):
         size = self.rope_head_size + self.nope_head_size
         fixed = {"head_size": size, "num_kv_heads": self.num_heads}
         fixed |= {key: GptOptions.model_fields[key].default for key in _FIXED}
-        for key, value in fixed.items():
-            if getattr(self, key) not in (value, None):
-                raise ValueError(f"{key}={getattr(self, key)}: with latent attention it is {value}; leave it out")
+        faults = [
+            f"{key}={getattr(self, key)}: with latent attention it is {value}; leave it out"
+            for key, value in fixed.items()
+            if getattr(self, key) not in (value, None)
+        ]
         if self.value_head_size > size:
-            raise ValueError(
+            faults.append(
                 f"value_head_size={self.value_head_size} is above rope_head_size + nope_head_size = {size}: "
                 "values are padded to the size of keys; set it to at most that"
             )
+        if faults:
+            raise ValueError("; and ".join(faults))
         return self
 
     def explicit(self) -> dict[str, Any]:

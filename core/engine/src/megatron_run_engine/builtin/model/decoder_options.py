@@ -203,10 +203,10 @@ class DecoderOptions(BaseModel):
     @model_validator(mode="after")
     def _each_pair_has_its_factors(self) -> Self:
         pairs = self.rotated_features // 2
-        for name in ("rope_short_factors", "rope_long_factors"):
-            count = len(getattr(self, name))
-            if self.rope_scaling == "longrope" and count != pairs:
-                raise ValueError(f"{name} has {count} numbers, and {pairs} pairs of features rotate")
+        lists = ("rope_short_factors", "rope_long_factors") if self.rope_scaling == "longrope" else ()
+        counts = {name: len(getattr(self, name)) for name in lists}
+        if wrong := [f"{name} has {count} numbers" for name, count in counts.items() if count != pairs]:
+            raise ValueError(f"{', '.join(wrong)}, and {pairs} pairs of features rotate")
         return self
 
     @property

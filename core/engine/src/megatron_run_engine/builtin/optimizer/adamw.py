@@ -10,35 +10,11 @@ from typing import TYPE_CHECKING
 
 from megatron_run.contracts import PluginInfo
 from megatron_run.hookspecs import hookimpl
-from megatron_run_engine.optim import FlatOptimizer, ShardingStrategy, UpdateOptions, check_update
-from megatron_run_engine.runtime.comm import Pending
+from megatron_run_engine.optim import FlatOptimizer, Replicated, UpdateOptions, check_update
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from megatron_run.contracts import Optimizer
-    from megatron_run_engine.runtime.comm import ParallelGroup
     from megatron_run_engine.runtime.context import BuildContext
-    from megatron_run_engine.runtime.gradients import Bucket
-
-
-class Replicated(ShardingStrategy):
-    """Every data-parallel rank holds all gradients and optimizer state, and computes the same update."""
-
-    def __init__(self, peers: ParallelGroup) -> None:
-        self._peers = peers
-
-    def updated(self, bucket: Bucket) -> range:
-        """Return the whole bucket."""
-        return range(len(bucket.grad))
-
-    def start_reduce(self, bucket: Bucket) -> Pending:
-        """Start an all-reduce."""
-        return self._peers.start_sum(bucket.grad)
-
-    def start_gather(self, values: Tensor, bucket: Bucket) -> Pending:
-        """No-op: every rank has updated all parameters itself."""
-        return Pending(values)
 
 
 @hookimpl

@@ -1,0 +1,79 @@
+"""The program prepares its own process before anything in it loads torch, whichever command it runs."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_run_engine.data.user_cache import COMPILED
+from megatron_run_engine.training.process import SPIN_BRIEFLY, available_cores
+from tests.support.commands import COMMAND, world_of_two
+
+#: In the place of torch: shows what it would find in the environment.
+TORCH = "import json, os\nprint(json.dumps(dict(os.environ)), flush=True)\nos._exit(0)\n"
+SET = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "TORCH_CPP_LOG_LEVEL", COMPILED)
+COMMANDS = {
+    "train": ("preset:tiny",),
+    "generate": ("generate", "run", "text"),
+    "eval": ("eval", "run", "--task", "perplexity=text.txt"),
+    "import": ("import", ".", "new"),
+    "export": ("export", "run", "new", "--to", "huggingface"),
+    "finetune": ("finetune", ".", "--data", "text.txt"),
+    "plugins check": ("plugins", "check", "optimizer=adamw"),
+}
+
+
+def environment_of_torch(folder: Path, words: tuple[str, ...], **variables: str) -> dict[str, str]:
+    """What torch finds when ``words`` are run in ``folder``."""
+    (folder / "stand-in").mkdir()
+    (folder / "stand-in" / "torch.py").write_text(TORCH)
+    (folder / "text.txt").write_text("some text\n")
+    paths = os.pathsep.join([str(folder / "stand-in"), *filter(None, [os.environ.get("PYTHONPATH")])])
+    clean = {name: text for name, text in os.environ.items() if name not in SET}
+    done = subprocess.run(
+        [*COMMAND, *words],
+        cwd=folder,
+        env={**clean, "PYTHONPATH": paths, "XDG_CACHE_HOME": str(folder / "cache"), **variables},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    found: dict[str, str] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+@pytest.mark.parametrize("words", COMMANDS.values(), ids=COMMANDS)
+def test_torch_finds_the_settings_of_a_local_rank(words: tuple[str, ...], tmp_path: Path) -> None:
+    found = environment_of_torch(tmp_path, words)
+    cores = str(available_cores())
+    assert [found.get(name) for name in SET[:5]] == [cores, cores, None, SPIN_BRIEFLY, "ERROR"]
+    assert found[COMPILED].startswith(str(tmp_path / "cache"))
+
+
+def test_a_rank_of_torchrun_finds_them_too_and_more_ranks_than_cores_sleep_at_once(tmp_path: Path) -> None:
+    ranks = available_cores() + 1
+    place = world_of_two(0, 1, WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks))
+    found = environment_of_torch(tmp_path, COMMANDS["train"], **place)
+    assert [found.get(name) for name in SET[:4]] == ["1", "1", "passive", None]
+
+
+def test_what_the_user_has_set_stays(tmp_path: Path) -> None:
+    chosen = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "active", "TORCH_CPP_LOG_LEVEL": "INFO"}
+    found = environment_of_torch(tmp_path, COMMANDS["generate"], **chosen)
+    assert {name: found[name] for name in chosen} == chosen
+    assert "GOMP_SPINCOUNT" not in found
+
+
+def test_a_program_that_imports_the_engine_keeps_its_environment(tmp_path: Path) -> None:
+    code = (
+        "import os; before = dict(os.environ); import megatron_run_engine.inference; assert before == dict(os.environ)"
+    )
+    clean = {name: text for name, text in os.environ.items() if name not in SET}
+    done = subprocess.run([sys.executable, "-c", code], env=clean, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
