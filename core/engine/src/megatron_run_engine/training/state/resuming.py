@@ -179,7 +179,7 @@ def accept(
     if refusal is not None:
         what = f"step {saved.step} belongs to another run"
         raise CheckpointError(what, why=refusal.why, fix=refusal.fix)
-    if saved.data != data and not allows_other_data(run.request, found):
+    if not saved.data.fits(data) and not allows_other_data(run.request, found):
         counts = f"{saved.data.samples} samples then, {data.samples} now"
         raise DataError(
             f"the training data is not what it was when step {saved.step} was saved",
