@@ -6,12 +6,13 @@ import multiprocessing
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from multiprocessing.connection import Connection
 from typing import Any, TypeVar
 
 from megatron_run.registry.loaded_plugin import in_one_line
 from megatron_run_testing import CheckFailed
+from megatron_run_testing.ranks import by_value, end_process
 
 T = TypeVar("T")
 
@@ -42,21 +43,20 @@ def run_elsewhere(
     """
     context = multiprocessing.get_context("spawn")  # a fork would have this process's seed of hash()
     reader, writer = context.Pipe(duplex=False)
-    process = context.Process(target=_work, args=(writer, sys.dont_write_bytecode, work, arguments), daemon=True)
     where = process_with(environment)
-    try:
-        _start(process, environment)
-        writer.close()  # only the process's copy stays open, so that its end is seen as the end of the pipe
+    with reader, ExitStack() as cleanup:
+        with writer:  # only the process's copy stays open, so that its end is seen as the end of the pipe
+            process = context.Process(
+                target=_work, args=(writer, sys.dont_write_bytecode, work, arguments), daemon=True
+            )
+            _start(process, environment)
+        cleanup.callback(end_process, process)
         if not reader.poll(timeout):
             raise CheckFailed(f"{where} it takes longer than {timeout:g} s")
-        failure, result = reader.recv()
-    except EOFError:
-        raise CheckFailed(f"{where} it ends the process, or cannot be imported") from None
-    finally:
-        reader.close()
-        if process.pid is not None:
-            process.kill()
-            process.join()
+        try:
+            failure, result = reader.recv()
+        except EOFError:
+            raise CheckFailed(f"{where} it ends the process, or cannot be imported") from None
     if failure:
         raise CheckFailed(f"{where}: {failure}")
     found: T = result
@@ -80,7 +80,7 @@ def _work(writer: Connection, dont_write_bytecode: bool, work: Callable[..., Any
         answer = "", work(*arguments)
     except Exception as cause:
         answer = in_one_line(cause), None
-    writer.send(answer)
+    writer.send_bytes(by_value(answer))
 
 
 @contextmanager
