@@ -94,6 +94,8 @@ class RankWorker:
                 with suppress(OSError, CheckpointError):  # a full disk or a moved folder must not change the exit code
                     self._opened.folder.end(result.code, result.message)
             self._opened.lock.release()
+        if self._sidecar is not None:
+            self._sidecar.join()
         os.close(self._terminal)
         ignorant = rank > 0 and result.secondary and result.lost is None  # the rank that knows prints a better line
         return replace(result, message="") if joined and (speaker != rank or ignorant) else result

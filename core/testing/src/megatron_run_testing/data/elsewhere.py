@@ -5,12 +5,13 @@ from __future__ import annotations
 import multiprocessing
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from multiprocessing.connection import Connection
 from typing import Any, TypeVar
 
 from megatron_run.registry.loaded_plugin import in_one_line
+from megatron_run_engine.runtime.cuda_libraries import variables_kept
 from megatron_run_testing import CheckFailed
 from megatron_run_testing.ranks import by_value, end_process
 
@@ -65,7 +66,8 @@ def run_elsewhere(
 
 def _start(process: multiprocessing.process.BaseProcess, environment: Mapping[str, str]) -> None:
     """Start ``process`` with ``environment``, which it inherits. Raises :class:`NotSendableError`."""
-    with _variables(environment):
+    with variables_kept(*environment):
+        os.environ.update(environment)
         try:
             process.start()
         except OSError:
@@ -81,17 +83,3 @@ def _work(writer: Connection, dont_write_bytecode: bool, work: Callable[..., Any
     except Exception as cause:
         answer = in_one_line(cause), None
     writer.send_bytes(by_value(answer))
-
-
-@contextmanager
-def _variables(environment: Mapping[str, str]) -> Iterator[None]:
-    """Set variables of this process for a moment."""
-    before = {name: os.environ.get(name) for name in environment}
-    os.environ.update(environment)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            os.environ.pop(name, None)
-            if value is not None:
-                os.environ[name] = value
