@@ -26,7 +26,10 @@ _NOT_OURS = {
     "PYTORCH_NVML_BASED_CUDA_CHECK",  # accelerate
     "TORCHINDUCTOR_CACHE_DIR",  # torch's compiler
     "TRITON_CACHE_DIR",  # torch's compiler
+    "_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR",  # torch's compiler
 }
+#: Threads of tqdm, and of the telemetry of a library that is imported.
+_LIBRARIES = ("tqdm_monitor", "Otel")
 
 #: What there is, and its name or value.
 Entries = Mapping[str, object]
@@ -39,6 +42,7 @@ class Census:
     descriptors: Entries = field(default_factory=dict, metadata={"held": True})
     threads: Entries = field(default_factory=dict, metadata={"held": True})
     memory: Entries = field(default_factory=dict, metadata={"held": True})
+    groups: Entries = field(default_factory=dict, metadata={"held": True})
     handlers: Entries = field(default_factory=dict)
     variables: Entries = field(default_factory=dict)
     switches: Entries = field(default_factory=dict)
@@ -47,7 +51,13 @@ class Census:
     def take(cls) -> Census:
         """The census of now. Nothing is held where the system has no /proc."""
         return cls(
-            dict(_descriptors()), dict(_threads()), dict(_memory()), dict(_handlers()), dict(_variables()), switches()
+            dict(_descriptors()),
+            dict(_threads()),
+            dict(_memory()),
+            dict(_groups()),
+            dict(_handlers()),
+            dict(_variables()),
+            switches(),
         )
 
     def left(self, before: Census) -> list[str]:
@@ -74,8 +84,8 @@ def _descriptors() -> Iterator[tuple[str, str]]:
 
 
 def _threads() -> Iterator[tuple[str, str]]:
-    """Python's threads, but one of tqdm's own. The threads of libraries' pools stay, those of groups go with them."""
-    return ((str(each.ident), each.name) for each in threading.enumerate() if each.name != "tqdm_monitor")
+    """Python's threads, but those of libraries, which have one each. Groups take the threads of theirs with them."""
+    return ((str(each.ident), each.name) for each in threading.enumerate() if not each.name.startswith(_LIBRARIES))
 
 
 def _memory() -> Iterator[tuple[str, str]]:
@@ -86,6 +96,13 @@ def _memory() -> Iterator[tuple[str, str]]:
             _, found, name = path.partition("/dev/shm/")
             if found and not name.startswith("sem."):
                 yield place, name
+
+
+def _groups() -> Iterator[tuple[str, str]]:
+    """Process groups of torch, by their names."""
+    distributed: Any = sys.modules.get("torch.distributed.distributed_c10d")
+    if distributed is not None:
+        yield from ((name, str(type(group).__name__)) for group, name in distributed._world.pg_names.items())
 
 
 def _handlers() -> Iterator[tuple[str, object]]:
@@ -100,7 +117,7 @@ def _variables() -> Iterator[tuple[str, str]]:
 
 
 def switches() -> Entries:
-    """What torch has one of in a process: choices, and process groups. Those of a new one, where it is not loaded."""
+    """The choices of torch that hold for a whole process; those of a new one, where it is not loaded."""
     torch: Any = sys.modules.get("torch")
     if torch is None or not hasattr(torch, "compile"):  # it is not loaded whole
         return AS_NEW
@@ -115,12 +132,7 @@ def switches() -> Entries:
         "inference mode": torch.is_inference_mode_enabled(),
         "autocast": torch.is_autocast_enabled("cpu"),
         "anomaly detection": torch.is_anomaly_enabled(),
-        "process groups": len(torch.distributed.distributed_c10d._world.pg_map) if _has_groups(torch) else 0,
     }
-
-
-def _has_groups(torch: Any) -> bool:
-    return "torch.distributed.distributed_c10d" in sys.modules and bool(torch.distributed.is_available())
 
 
 #: The switches of a process that has just loaded torch, with the one thread that the tests give it.
@@ -135,7 +147,6 @@ AS_NEW: Entries = {
     "inference mode": False,
     "autocast": False,
     "anomaly detection": False,
-    "process groups": 0,
 }
 
 

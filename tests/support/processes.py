@@ -32,7 +32,7 @@ def process_ids(folder: Path) -> list[int]:
 
 @contextmanager
 def on_signals(action: signal.Handlers, *numbers: signal.Signals) -> Iterator[None]:
-    """Within: what this process, and those that it starts, do on ``numbers``, whoever began it: nohup ignores SIGHUP."""
+    """Within: what this process and those that it starts do on ``numbers``. Outside, ``nohup`` may ignore SIGHUP."""
     before = {number: signal.signal(number, action) for number in numbers}
     try:
         yield
