@@ -23,6 +23,7 @@ _NOT_OURS = {
     "PYTEST_CURRENT_TEST",
     "KMP_DUPLICATE_LIB_OK",  # torch
     "KMP_INIT_AT_FORK",  # torch
+    "NO_MKDOCS_2_WARNING",  # mkdocs
     "PYTORCH_NVML_BASED_CUDA_CHECK",  # accelerate
     "TORCHINDUCTOR_CACHE_DIR",  # torch's compiler
     "TRITON_CACHE_DIR",  # torch's compiler
