@@ -25,6 +25,7 @@ from megatron_run.contracts import Observer, StepMetrics
 from megatron_run.errors import RunError
 from megatron_run_engine import train
 from megatron_run_engine.training.memory_estimate import model_size
+from megatron_run_engine.training.process import rounded_products
 from megatron_run_testing.conformance import checks_for
 from tests.contracts.conformance import installed_plugins
 from tests.support.census import Census
@@ -171,3 +172,18 @@ def test_a_process_is_as_before(name: str, tmp_path: Path) -> None:
 def test_a_process_is_as_before_a_hundred_times(name: str, tmp_path: Path) -> None:
     start_server()
     leave_nothing(PROGRAMS[name], tmp_path, 3, 100)
+
+
+def test_a_loaded_model_rounds_as_it_was_asked_and_leaves_the_program_its_choice(tmp_path: Path) -> None:
+    run(tmp_path)
+    seen: list[str] = []
+    with rounded_products("medium"):
+        model = load(tmp_path, sets={"train.matmul_precision": "high"})
+        assert torch.get_float32_matmul_precision() == "medium"
+        hook = torch.nn.modules.module.register_module_forward_hook(
+            lambda *_: seen.append(torch.get_float32_matmul_precision())
+        )
+        with hook:
+            model.generate([[1, 2, 3]], max_new_tokens=2)
+        assert torch.get_float32_matmul_precision() == "medium"
+    assert set(seen) == {"high"}
