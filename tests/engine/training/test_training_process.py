@@ -30,6 +30,7 @@ from megatron_run_engine.training.process import (
     explain_device,
     forks_ranks,
     rank_environment,
+    rounded_products,
     start_device,
     threads_per_rank,
 )
@@ -92,11 +93,12 @@ def test_a_borrowed_process_gets_its_gpu_and_environment_back(started: list[tupl
 @pytest.mark.parametrize("chosen", ["highest", "high", "medium"])
 def test_products_of_fp32_values_round_as_the_run_says_and_afterwards_as_before(chosen: str) -> None:
     run = load_config("preset:tiny", sets={"train.matmul_precision": chosen})
-    torch.set_float32_matmul_precision("medium" if chosen == "highest" else "highest")
-    before = torch.get_float32_matmul_precision()
-    with borrowed_process(run, World(device="cpu")):
-        assert torch.get_float32_matmul_precision() == chosen
-    assert torch.get_float32_matmul_precision() == before
+    before = "medium" if chosen == "highest" else "highest"
+    with rounded_products(before):
+        with borrowed_process(run, World(device="cpu")):
+            assert torch.get_float32_matmul_precision() == chosen
+        assert torch.get_float32_matmul_precision() == before
+    assert torch.get_float32_matmul_precision() == "highest"
 
 
 def test_a_program_that_uses_torchs_newer_settings_keeps_them() -> None:

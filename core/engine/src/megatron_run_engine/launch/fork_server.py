@@ -14,7 +14,6 @@ from __future__ import annotations
 import gc
 import json
 import os
-import select
 import signal
 import socket
 import subprocess
@@ -22,6 +21,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -108,7 +108,7 @@ class _Server:
 
     def hear(self, patience: float) -> bool:
         """Take in what the server says within so many seconds; whether it said anything. Its end ends all its ranks."""
-        if not select.select([self._control], [], [], patience)[0]:
+        if not wait([self._control], patience):
             return False
         said = b""
         with suppress(ConnectionResetError):  # it ended before it has read what it was told
@@ -200,7 +200,7 @@ def _spawn(job: Path, start: RankStart, _private: Sequence[socket.socket]) -> in
 def _report(control: socket.socket, wakeup: socket.socket, processes: Sequence[int]) -> None:
     """Report the end of each rank, and end what is left of them when the launcher is done or gone."""
     running = dict(enumerate(processes))
-    while control not in select.select([control, wakeup], [], [])[0]:  # all that the launcher says is end-of-file
+    while control not in wait([control, wakeup]):  # all that the launcher says is end-of-file
         with suppress(BlockingIOError):
             wakeup.recv(1 << 16)
         for rank, process in tuple(running.items()):

@@ -97,6 +97,8 @@ class RankWorker:
                     self._opened.folder.end(result.code, result.message)
             self._opened.lock.release()
         self._shown.close()
+        if self._sidecar is not None:
+            self._sidecar.join()
         os.close(self._terminal)
         ignorant = rank > 0 and result.secondary and result.lost is None  # the rank that knows prints a better line
         if joined and (speaker != rank or ignorant):

@@ -15,10 +15,12 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal
 
 from megatron_run.errors import InputError
 from megatron_run_engine.data.user_cache import keep_compiled
+from megatron_run_engine.runtime.cuda_libraries import variables_kept
 from megatron_run_engine.runtime.world import World
 from megatron_run_engine.training.environments import find_world
 
@@ -33,6 +35,8 @@ Backend = Literal["nccl", "gloo"]
 KEEP_FREED = "glibc.malloc.hugetlb=1:glibc.malloc.mmap_max=0:glibc.malloc.trim_threshold=34359738368"
 #: How often a waiting thread of GNU's OpenMP looks before it sleeps: some microseconds, where it would be milliseconds.
 SPIN_BRIEFLY = "1000"
+#: A workspace of fixed size.
+_CUBLAS: Mapping[str, str] = MappingProxyType({"CUBLAS_WORKSPACE_CONFIG": ":4096:8"})
 #: Whoever sets one of these has tuned the allocator: glibc's own settings, and another allocator in its place.
 _ALLOCATORS = ("MALLOC_", "LD_PRELOAD")
 
@@ -146,50 +150,84 @@ def deterministic_environment(wanted: bool | None, device: str) -> dict[str, str
     Without a workspace of fixed size cuBLAS may choose another algorithm in the next run, and PyTorch refuses to go
     on; None does not ask for deterministic kernels on a GPU.
     """
-    return {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"} if wanted and device != "cpu" else {}
+    return dict(_CUBLAS) if wanted and device != "cpu" else {}
 
 
-def make_deterministic(wanted: bool | None, device: str) -> None:
-    """Select PyTorch's deterministic kernels. ``wanted=None`` selects them on the CPU, where they cost nothing."""
+@contextmanager
+def chosen_kernels(wanted: bool | None, device: str) -> Iterator[None]:
+    """Within: PyTorch's deterministic kernels, if ``wanted``. None wants them on the CPU, where they cost nothing."""
     import torch
-    from torch.utils import deterministic
+    from torch.utils import deterministic as kernels
 
+    enabled = torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    fill = kernels.fill_uninitialized_memory  # type: ignore[attr-defined]  # torch hides it behind a class
     torch.use_deterministic_algorithms(device == "cpu" if wanted is None else wanted)
     # By default deterministic mode also fills every new tensor, to expose kernels that read uninitialized memory. That
     # makes a step some 5% slower and changes no result, so it is off.
-    deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # torch hides it behind a class
+    kernels.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(enabled, warn_only=warn_only)
+        kernels.fill_uninitialized_memory = fill  # type: ignore[attr-defined]
 
 
 @contextmanager
 def deterministic_kernels(device: str) -> Iterator[None]:
     """Within: PyTorch's deterministic kernels on ``device``, as with ``run.deterministic=true``, for comparing bits."""
-    with _kept_kernels():
+    with variables_kept(*_CUBLAS):
         _set_cublas(True, device)
-        make_deterministic(True, device)
+        with chosen_kernels(True, device):
+            yield
+
+
+@contextmanager
+def rounded_products(precision: str) -> Iterator[None]:
+    """Within: products of fp32 values round as ``precision`` says, a value of ``train.matmul_precision``."""
+    with _kept_products():
+        _set_products(precision)
         yield
 
 
 @contextmanager
-def _kept_kernels() -> Iterator[None]:
-    """Restore the choice of deterministic kernels, the precision of fp32 products and cuBLAS's variable afterwards."""
-    import torch
-    from torch.utils import deterministic as kernels
+def kept_settings() -> Iterator[None]:
+    """Restore afterwards what a rank sets in its process, which may be somebody's program.
 
-    cublas = deterministic_environment(True, "cuda").keys()
-    variables = os.environ.keys() & cublas
-    deterministic = torch.are_deterministic_algorithms_enabled()
-    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
-    fill = kernels.fill_uninitialized_memory  # type: ignore[attr-defined]  # torch hides it behind a class
-    products = _precision_of_products()
+    That is: CPU threads, the precision of fp32 products, the current GPU, the CPU's default generator, cuBLAS's
+    variable and ``sys.excepthook``, which process groups replace.
+    """
+    import torch
+
+    threads, hook = torch.get_num_threads(), sys.excepthook
+    current = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+    try:
+        with variables_kept(*_CUBLAS), _kept_products(), torch.random.fork_rng([]):
+            yield
+    finally:
+        sys.excepthook = hook
+        if torch.get_num_threads() != threads:
+            torch.set_num_threads(threads)
+        if current is not None:
+            torch.cuda.set_device(current)
+
+
+@contextmanager
+def _kept_products() -> Iterator[None]:
+    """Restore the precision of fp32 products afterwards."""
+    before = _precision_of_products()
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
-        kernels.fill_uninitialized_memory = fill  # type: ignore[attr-defined]
-        if products is not None:
-            torch.set_float32_matmul_precision(products)
-        for name in cublas - variables:
-            os.environ.pop(name, None)
+        if before is not None:
+            _set_products(before)
+
+
+def _set_products(precision: str) -> None:
+    import torch
+
+    if _precision_of_products() is not None:
+        torch.set_float32_matmul_precision(precision)
 
 
 def _precision_of_products() -> str | None:
@@ -211,12 +249,14 @@ def _set_cublas(wanted: bool | None, device: str) -> None:
 def join_world(run: ResolvedRun, world: World) -> World:
     """``world`` with this process's device started and, of several ranks, in a process group, which may be there.
 
-    For programs whose ranks do not train. Raises :class:`megatron_run.errors.RunError` as :func:`assign_device` does.
+    For programs whose ranks do not train; their precision of products stays. Raises
+    :class:`megatron_run.errors.RunError` as :func:`assign_device` does.
     """
     import torch.distributed as dist
 
     placed = assign_device(run, world)
-    start_device(run, placed.device)
+    with _kept_products():
+        start_device(run, placed.device)
     if world.size > 1 and not dist.is_initialized():
         method = "env://" if world.launcher == "torchrun" else world.init_method
         dist.init_process_group(placed.backend, method, rank=world.rank, world_size=world.size)
@@ -228,8 +268,7 @@ def start_device(run: ResolvedRun, device: str) -> None:
     import torch
 
     _set_cublas(run.config.run.deterministic, device)
-    if _precision_of_products() is not None:
-        torch.set_float32_matmul_precision(run.config.train.matmul_precision)
+    _set_products(run.config.train.matmul_precision)
     if device != "cpu":
         torch.cuda.set_device(torch.device(device))
 
@@ -254,13 +293,12 @@ def set_threads(run: ResolvedRun, world: World) -> None:
 def borrowed_process(run: ResolvedRun, world: World) -> Iterator[None]:
     """Device and threads for ``run`` in a process that belongs to the caller, and is restored afterwards.
 
-    Restored are the default generators, the choice of deterministic kernels, the precision of fp32 products, threads,
-    the current GPU and cuBLAS's variable.
+    Restored are the default generators and what :func:`kept_settings` names.
     """
     import torch
 
-    threads, gpus = torch.get_num_threads(), [] if world.device == "cpu" else [torch.device(world.device)]
-    with _kept_kernels():
+    gpus = [] if world.device == "cpu" else [torch.device(world.device)]
+    with kept_settings():
         _set_cublas(run.config.run.deterministic, world.device)  # before asking for the current GPU starts CUDA
         current = torch.cuda.current_device() if gpus else None
         try:
@@ -269,8 +307,6 @@ def borrowed_process(run: ResolvedRun, world: World) -> Iterator[None]:
                 set_threads(run, world)
                 yield
         finally:
-            if torch.get_num_threads() != threads:
-                torch.set_num_threads(threads)
             if current is not None:
                 torch.cuda.set_device(current)
 

@@ -25,6 +25,8 @@ from megatron_run_engine.run_folder.opening import VISIBLE_WITHIN
 from megatron_run_engine.runtime.world import World
 
 _PROGRAM = (sys.executable, "-P", "-m", "megatron_run_engine.launch.watchdog.sidecar")
+#: Seconds that a sidecar has to go: it takes two where ranks do not answer its hub.
+_GONE_WITHIN = 10.0
 
 
 class SidecarClient:
@@ -40,6 +42,8 @@ class SidecarClient:
         self._page = Path(self._home.name) / "page"
         self._timeout = timeout
         self._process: subprocess.Popen[bytes] | None = None
+        self._writer: PageWriter | None = None
+        self._thread = threading.Thread(target=self._listen, name="sidecar", daemon=True)
 
     def start_hub(self) -> None:
         """Start the sidecar of rank 0, which keeps the hub, and tell the other ranks where it listens.
@@ -66,8 +70,8 @@ class SidecarClient:
         """
         if self._process is None:
             self._launch(**self._read_secret(time.monotonic() + visible_within))
-        PageWriter(self._page, activity, ahead=self._world.device != "cpu")
-        threading.Thread(target=self._listen, name="sidecar", daemon=True).start()
+        self._writer = PageWriter(self._page, activity, ahead=self._world.device != "cpu")
+        self._thread.start()
 
     def forget_secret(self) -> None:
         """Remove the secret, once every rank has it."""
@@ -93,11 +97,26 @@ class SidecarClient:
         """This rank ends by itself with ``code``."""
         if self._process is not None:
             assert self._process.stdin is not None
-            with suppress(OSError):
-                self._process.stdin.write(b"%d" % code)
-                self._process.stdin.close()
+            with suppress(OSError), self._process.stdin as pipe:
+                pipe.write(b"%d" % code)
+        if self._writer is not None:
+            self._writer.close()
         with suppress(OSError):
             self._home.cleanup()
+
+    def join(self) -> None:
+        """Wait for the end of the sidecar, which :meth:`close` has told to go. One that does not is killed."""
+        if self._process is None:
+            return
+        assert self._process.stdout is not None
+        try:
+            self._process.wait(_GONE_WITHIN)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        if self._thread.is_alive():
+            self._thread.join()  # its end of the pipe reads end-of-file
+        self._process.stdout.close()
 
     def _launch(self, **how: str) -> IO[bytes]:
         """Start the sidecar and give it its orders; its output."""
