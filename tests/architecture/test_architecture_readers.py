@@ -83,7 +83,7 @@ ALLOWED = {
         "plugins/format/megatron/src/megatron_run_format_megatron/launch_script/data_section.py",
     ),
     "where blocks end, which the reader then reads": (f"{_INDEXED}/inputs.py",),
-    "all bytes of what it hashes, and its own hashes": (f"{_ENGINE}/data/file_hashes.py",),
+    "all bytes of what it hashes, and its own hashes": (f"{_ENGINE}/data/contents.py",),
     "numbers and models, which are binary": (f"{_ENGINE}/data/indexed_files.py", f"{_ENGINE}/data/tokenizer.py"),
     "tokenizers, which are kept and hashed byte by byte": (
         f"{_ENGINE}/data/standalone_tokenizer.py",

@@ -22,7 +22,7 @@ from megatron_run_planner.workload import Model, Recompute, Split
 CHUNKS = (1, 2, 3, 4, 5, 6, 7, 8)
 MICRO_BATCHES = (1, 2, 4, 8, 16, 32)
 RECOMPUTED: tuple[Recompute, ...] = ("none", "mlp", "full")
-SIMULATED, ACTIONS = 40, 600_000
+SIMULATED, ACTIONS = 40, 400_000
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from megatron_run_engine.checkpoint.collectives import WorldRanks
 from megatron_run_engine.checkpoint.manifest import About, AdaptersRecord, DataRecord
 from megatron_run_engine.checkpoint.saving import Retention, Saver
 from megatron_run_engine.checkpoint.step_folder import Checkpoints
-from megatron_run_engine.data.file_hashes import hash_of
+from megatron_run_engine.data.contents import contents_hash
 from megatron_run_engine.run_folder.changes import digest, identity
 from megatron_run_engine.runtime.comm import create_aside, patience
 from megatron_run_engine.runtime.parameter_init import frozen, shapes_of, trained
@@ -34,7 +34,6 @@ from megatron_run_engine.training.state.resuming import Resumed, choose_on_rank0
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from pathlib import Path
 
     from megatron_run.contracts import Dataset
     from megatron_run.planning import ResolvedRun
@@ -53,7 +52,16 @@ class Checkpointing:
 
     def __init__(self, run: ResolvedRun, assembly: Assembly, folder: RunFolder, dataset: Dataset) -> None:
         self._run, self._assembly, self._folder = run, assembly, folder
-        self.data = fingerprint(dataset, assembly.data.files)
+        self.data = fingerprint(dataset).model_copy(
+            update={
+                "files": contents_hash(
+                    assembly.data.files,
+                    alive=assembly.context.groups.activity.heartbeat,
+                    tell=assembly.context.log.warning,
+                )
+            }
+        )
+        self._programs = programs(run)  # as they are imported: they may be edited while the run goes on
         self._keeping = Keeping(run, folder, assembly.data)
         context, topology = assembly.context, assembly.context.topology
         self._ranks = WorldRanks(context.groups, topology.rank, topology.sizes.world, context.device)
@@ -234,15 +242,12 @@ class Checkpointing:
             tokenizer=self._keeping.record,
             adapters=self._adapters,
             positions=self._keeping.positions,
-            programs=programs(run),
+            programs=self._programs,
         )
 
 
-def fingerprint(dataset: Dataset, files: Sequence[Path] = ()) -> DataRecord:
-    """Return the fingerprint of ``dataset``, which is made from ``files``.
-
-    It has the number of samples, a hash over some, first and last included, and one over the files' contents.
-    """
+def fingerprint(dataset: Dataset) -> DataRecord:
+    """Return the fingerprint of ``dataset``: its number of samples, and a hash over some, first and last included."""
     count, total = len(dataset), hashlib.sha256()
     for index in sorted(
         {(count - 1) * place // (_FINGERPRINT_SAMPLES - 1) for place in range(_FINGERPRINT_SAMPLES)} if count else ()
@@ -250,4 +255,4 @@ def fingerprint(dataset: Dataset, files: Sequence[Path] = ()) -> DataRecord:
         for name, values in sorted(dataset[index].items()):
             total.update(json.dumps([index, name, str(values.dtype), values.shape]).encode())
             total.update(values.tobytes())
-    return DataRecord(samples=count, sha256=total.hexdigest(), files=hash_of(files))
+    return DataRecord(samples=count, sha256=total.hexdigest())

@@ -1,0 +1,137 @@
+"""One hash of all that the files of a run's data hold, so that a run does not go on with other data.
+
+Of files that lie as they lay, by path, inode, size and times, the user's cache has the hash. Others are read once on a
+machine: the ranks that come later wait.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import BinaryIO
+
+import xxhash
+
+from megatron_run.errors import DataError
+from megatron_run_engine.data.user_cache import YOUNG, keep, user_cache
+
+#: Bytes up to which a file is read whole, in seconds to minutes. Of a larger one as much is read, evenly spread.
+WHOLE = 64 << 30
+#: Bytes that are read at once, and from how many on it is told that this takes a while.
+_PIECE, _LONG = 16 << 20, 8 << 30
+#: Seconds between two looks at a lock.
+_LOOK = 0.2
+
+
+def contents_hash(
+    files: Sequence[Path],
+    alive: Callable[[], object] = lambda: None,
+    tell: Callable[[str], object] = lambda _: None,
+) -> str | None:
+    """The 128-bit XXH3 of the contents of ``files`` in their order; None without files.
+
+    Copied files have the same. ``alive`` is called while this goes on, and ``tell`` with a line where it takes minutes.
+    Raises :class:`DataError` for a file that cannot be read.
+    """
+    if not files:
+        return None
+    try:
+        stats = [(path, path.stat()) for path in files]
+        kept = _place(stats)
+        return _hash(stats, alive, tell) if kept is None else _kept_hash(kept, stats, alive, tell)
+    except OSError as cause:
+        raise DataError(f"{cause.filename or files[0]} cannot be read", why=cause.strerror or str(cause)) from cause
+
+
+_Stats = Sequence[tuple[Path, os.stat_result]]
+
+
+def _kept_hash(kept: Path, stats: _Stats, alive: Callable[[], object], tell: Callable[[str], object]) -> str:
+    with _alone(kept.with_suffix(".lock"), alive):
+        found = _found(kept)
+        if found is None:
+            begun, found = time.time_ns(), _hash(stats, alive, tell)
+            if not _may_change(stats, begun):
+                with suppress(OSError):  # a cache that is full
+                    keep(kept, found.encode())
+    return found
+
+
+def _place(stats: _Stats) -> Path | None:
+    """Where the hash of files that lie so is kept; None without a cache. A device has another number on each host."""
+    lie = [(str(path.resolve()), each.st_ino, each.st_size, each.st_mtime_ns, each.st_ctime_ns) for path, each in stats]
+    try:
+        return user_cache("hashes") / f"{xxhash.xxh3_128_hexdigest(repr((lie, WHOLE)).encode())}.hash"
+    except OSError:
+        return None
+
+
+def _found(kept: Path) -> str | None:
+    try:
+        text = kept.read_text(encoding="ascii")
+    except (OSError, UnicodeDecodeError):
+        return None
+    return text if len(text) == 32 else None
+
+
+def _may_change(stats: _Stats, begun: int) -> bool:
+    """Whether a file has changed since it was looked at, or could unseen, as its last change was a moment ago."""
+    for path, before in stats:
+        now = path.stat()
+        changed = max(now.st_mtime_ns, now.st_ctime_ns)
+        as_before = (now.st_size, now.st_mtime_ns, now.st_ctime_ns) == (
+            before.st_size,
+            before.st_mtime_ns,
+            before.st_ctime_ns,
+        )
+        if not as_before or abs(begun - changed) < YOUNG:
+            return True
+    return False
+
+
+@contextmanager
+def _alone(lock: Path, alive: Callable[[], object]) -> Iterator[None]:
+    """Hold ``lock``, for which others wait, alive; at once on a file system without locks, or that is full."""
+    try:
+        file = lock.open("w", encoding="ascii")
+    except OSError:
+        yield
+        return
+    with file:
+        while True:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                alive()
+                time.sleep(_LOOK)
+                continue
+            except OSError:
+                pass
+            break
+        yield
+
+
+def _hash(stats: _Stats, alive: Callable[[], object], tell: Callable[[str], object]) -> str:
+    size = sum(min(each.st_size, WHOLE) for _, each in stats)
+    if size > _LONG:
+        tell(f"reading {size / 2**30:.0f} GiB of data once, so that a run which goes on knows them again")
+    total = xxhash.xxh3_128()
+    for path, each in stats:
+        total.update(f"{each.st_size} ".encode())
+        with path.open("rb") as file:
+            for piece in _pieces(file, each.st_size):
+                total.update(piece)
+                alive()
+    return total.hexdigest()
+
+
+def _pieces(file: BinaryIO, size: int) -> Iterator[bytes]:
+    """All of ``file``, or as many evenly spread pieces as make ``WHOLE``, its first and last among them."""
+    count, most = -(-size // _PIECE), WHOLE // _PIECE
+    for place in range(min(count, most)):
+        file.seek((place if count <= most else place * (count - 1) // (most - 1)) * _PIECE)
+        yield file.read(_PIECE)
