@@ -1,7 +1,8 @@
 """Resolves a request, in order: sources, plugins, suggestions, options, sections, topology, compatibility, plans.
 
 One pass finds all errors and raises them as one :class:`~megatron_run.errors.Problems`; a part is skipped only when
-its inputs are wrong.
+its inputs are wrong. Before it, and before any plugin is imported, each value of the kernel's sections is checked by
+itself: a misspelt key is known without torch.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from megatron_run.config.values import plain
 from megatron_run.contracts.plugin import RUN_KINDS
 from megatron_run.contracts.schedule import Place
 from megatron_run.contracts.schema import (
+    SECTIONS,
     CheckpointSection,
     Config,
     EvalSection,
@@ -35,7 +37,14 @@ from megatron_run.contracts.schema import (
 from megatron_run.contracts.topology import Sizes
 from megatron_run.errors import Findings, RunError
 from megatron_run.pipeline.plan import Plan
-from megatron_run.planning.choosing import apply_suggestions, choose_plugins, kind_section, rule_notices, with_options
+from megatron_run.planning.choosing import (
+    apply_suggestions,
+    check_names,
+    choose_plugins,
+    kind_section,
+    rule_notices,
+    with_options,
+)
 from megatron_run.planning.decided import apply_decided
 from megatron_run.planning.plans import check_rates, layers_of, microbatch_counts, plan_run
 from megatron_run.planning.rank_grid import (
@@ -149,6 +158,7 @@ class _Resolver:
         """All sources as one, the plugins' suggestions among them, and the plugins with their options."""
         self._notices += catalog.notices
         merged = read_sources(self._request, self._findings, self._notices)
+        self._check_before_imports(merged, catalog)
         chosen = choose_plugins(
             merged, self._objects, catalog, self._findings, self._notices, plan_only=self._plan_only
         )
@@ -164,6 +174,22 @@ class _Resolver:
         if lacking := [str(plugin) for plugin in unloaded if str(plugin) not in files]:
             self._notices.append(f"{', '.join(lacking)} cannot be loaded without the engine: options are not checked")
         return merged, plugins
+
+    def _check_before_imports(self, merged: ConfigSource, catalog: Catalog) -> None:
+        """Raise what is wrong with the kernel's own keys, and all else that is known by then.
+
+        Most plugins import torch, which takes seconds; a schedule is pure data. What plugins may yet suggest is left
+        to later checks.
+        """
+        sections: Mapping[str, type[Section]] = {"": Header, **SECTIONS}
+        for name, model in sections.items():
+            validate_section(model, name, merged.values, self._findings, partial=True)
+        if not self._findings.problems:
+            return
+        check_names(merged, catalog, self._findings)
+        chosen = choose_plugins(merged, (), catalog, self._findings, self._notices, kinds=("schedule",))
+        with_options("schedule", chosen.get("schedule", ()), merged, catalog, self._findings, self._notices)
+        self._settle(_origins(merged))
 
     def _section(self, model: type[AnySection], name: str, merged: ConfigSource) -> AnySection | None:
         """A section of the kernel, or None when something in it is wrong. No name: the keys above the sections."""
