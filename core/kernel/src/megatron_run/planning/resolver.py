@@ -107,6 +107,14 @@ def resolve(request: Request, objects: Sequence[object] = (), *, plan_only: bool
     return _Resolver(request, tuple(objects), plan_only).run()
 
 
+def check_keys(request: Request) -> None:
+    """Raise what is wrong with the keys and names of ``request``, as far as that is known before plugins are imported.
+
+    For commands that do something expensive before they can resolve a run.
+    """
+    _Resolver(request, (), plan_only=True).read(scan())
+
+
 class _Resolver:
     """Resolves one request, collecting errors and notices."""
 
@@ -156,9 +164,7 @@ class _Resolver:
 
     def _choose(self, catalog: Catalog) -> tuple[ConfigSource, dict[str, tuple[Plugin, ...]]]:
         """All sources as one, the plugins' suggestions among them, and the plugins with their options."""
-        self._notices += catalog.notices
-        merged = read_sources(self._request, self._findings, self._notices)
-        self._check_before_imports(merged, catalog)
+        merged = self.read(catalog)
         chosen = choose_plugins(
             merged, self._objects, catalog, self._findings, self._notices, plan_only=self._plan_only
         )
@@ -175,21 +181,24 @@ class _Resolver:
             self._notices.append(f"{', '.join(lacking)} cannot be loaded without the engine: options are not checked")
         return merged, plugins
 
-    def _check_before_imports(self, merged: ConfigSource, catalog: Catalog) -> None:
-        """Raise what is wrong with the kernel's own keys, and all else that is known by then.
+    def read(self, catalog: Catalog) -> ConfigSource:
+        """All sources as one. Raises what is wrong with the kernel's own keys, and all else that is known by then.
 
         Most plugins import torch, which takes seconds; a schedule is pure data. What plugins may yet suggest is left
         to later checks.
         """
+        self._notices += catalog.notices
+        merged = read_sources(self._request, self._findings, self._notices)
         sections: Mapping[str, type[Section]] = {"": Header, **SECTIONS}
         for name, model in sections.items():
             validate_section(model, name, merged.values, self._findings, partial=True)
         if not self._findings.problems:
-            return
+            return merged
         check_names(merged, catalog, self._findings)
         chosen = choose_plugins(merged, (), catalog, self._findings, self._notices, kinds=("schedule",))
         with_options("schedule", chosen.get("schedule", ()), merged, catalog, self._findings, self._notices)
         self._settle(_origins(merged))
+        return merged
 
     def _section(self, model: type[AnySection], name: str, merged: ConfigSource) -> AnySection | None:
         """A section of the kernel, or None when something in it is wrong. No name: the keys above the sections."""
