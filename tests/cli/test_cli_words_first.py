@@ -42,6 +42,17 @@ from megatron_run_cli.main import main
             "none.txt cannot be read: No such file or directory (from --prompts)",
         ),
         (
+            "generate none 1 --chat --tokens",
+            (
+                "--chat and --tokens do not go together: a conversation is text, by one process, with one answer a "
+                "turn; leave out --chat, or --tokens"
+            ),
+        ),
+        (
+            "generate none one --chat --template none.jinja",
+            "none.jinja cannot be read: No such file or directory (from --template)",
+        ),
+        (
             "generate none two --set run.devise=cpu",
             "unknown key run.devise (from --set run.devise); did you mean 'device'?",
         ),
