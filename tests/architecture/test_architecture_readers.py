@@ -41,6 +41,7 @@ ALLOWED = {
         "plugins/observer/profiler/src/megatron_run_observer_profiler/window.py",
     ),
     "sources, and what comes with the program": (
+        f"{_ENGINE}/training/state/programs.py",
         "cli/src/megatron_run_cli/commands/plugins.py",
         f"{_KERNEL}/errors.py",
         f"{_KERNEL}/registry/discover.py",
@@ -52,6 +53,7 @@ ALLOWED = {
         f"{_ENGINE}/nn/linear.py",
         f"{_ENGINE}/runtime/cuda_libraries.py",
         f"{_ENGINE}/training/process.py",
+        f"{_ENGINE}/training/rank_environment.py",
     ),
     "words of its own, of an error or of another process": (
         "cli/src/megatron_run_cli/commands/doctor.py",
@@ -81,6 +83,7 @@ ALLOWED = {
         "plugins/format/megatron/src/megatron_run_format_megatron/launch_script/data_section.py",
     ),
     "where blocks end, which the reader then reads": (f"{_INDEXED}/inputs.py",),
+    "all bytes of what it hashes, and its own hashes": (f"{_ENGINE}/data/file_hashes.py",),
     "numbers and models, which are binary": (
         f"{_ENGINE}/data/indexed_files.py",
         f"{_ENGINE}/data/sentencepiece_tokenizer.py",
