@@ -84,7 +84,10 @@ ALLOWED = {
     ),
     "where blocks end, which the reader then reads": (f"{_INDEXED}/inputs.py",),
     "all bytes of what it hashes, and its own hashes": (f"{_ENGINE}/data/contents.py",),
-    "numbers and models, which are binary": (f"{_ENGINE}/data/indexed_files.py", f"{_ENGINE}/data/tokenizer.py"),
+    "numbers and models, which are binary": (
+        f"{_ENGINE}/data/indexed_files.py",
+        f"{_ENGINE}/data/sentencepiece_tokenizer.py",
+    ),
     "tokenizers, which are kept and hashed byte by byte": (
         f"{_ENGINE}/data/standalone_tokenizer.py",
         f"{_ENGINE}/data/tokenizer_folder/__init__.py",

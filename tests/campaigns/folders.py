@@ -17,7 +17,8 @@ from jinja2 import TemplateError
 
 from megatron_run.errors import DataError
 from megatron_run_engine.data.standalone_tokenizer import standalone_files
-from megatron_run_engine.data.tokenizer import Tokenizer, open_tokenizer
+from megatron_run_engine.data.tokenizer import open_tokenizer
+from megatron_run_engine.data.tokenizer_base import Tokenizer
 from megatron_run_engine.data.tokenizer_folder.exactly import NotExact, read_exactly
 from megatron_run_engine.formats.end_tokens import end_tokens
 from tests.campaigns.figures import Figures, campaign

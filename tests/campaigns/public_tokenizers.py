@@ -25,7 +25,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_run.errors import DataError
-from megatron_run_engine.data.tokenizer import Tokenizer, open_tokenizer
+from megatron_run_engine.data.tokenizer import open_tokenizer
+from megatron_run_engine.data.tokenizer_base import Tokenizer
 from megatron_run_engine.inference.text_stream import TextStream
 from tests.campaigns.figures import Figures, campaign
 from tests.campaigns.folders import differences

@@ -7,6 +7,7 @@ words is seen in review. After a change that is meant, put the line that pytest 
 from __future__ import annotations
 
 import re
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -246,7 +247,7 @@ def test_a_plugin_that_ends_a_command_by_itself_is_no_success(monkeypatch: pytes
 
 @pytest.mark.usefixtures("here")
 def test_several_mistakes_are_a_line_each_and_debug_shows_the_cause_of_each(capsys: Output) -> None:
-    typed = "preset:tiny --plugin schedule=./exits.py --plugin scaler=./raises.py --set train.lr=0 --dry-run"
+    typed = "preset:tiny --plugin schedule=./exits.py --plugin scaler=./raises.py --set optimizer.eps=0 --dry-run"
     assert main(typed.split()) == 3
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 3
@@ -255,6 +256,15 @@ def test_several_mistakes_are_a_line_each_and_debug_shows_the_cause_of_each(caps
     *traceback, a, b, c = capsys.readouterr().err.splitlines()
     assert [a, b, c] == lines
     assert {"SystemExit: 3", "KeyError: 'half a plugin'"} <= {line.strip(" |") for line in traceback}
+
+
+@pytest.mark.parametrize("words", [[], ["--dry-run"]])
+def test_a_misspelt_key_is_known_before_torch_is_imported(words: list[str]) -> None:
+    typed = ["preset:tiny", "--set", "train.step=3", *words]
+    code = f"import sys; from megatron_run_cli.main import main; print(main({typed!r}), 'torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "2 False\n"
+    assert done.stderr.endswith("unknown key train.step (from --set train.step); did you mean 'steps'?\n")
 
 
 def test_checking_a_plugin_that_needs_options_says_what_to_type(capsys: Output) -> None:

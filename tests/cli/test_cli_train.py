@@ -106,10 +106,10 @@ def test_sigterm_finishes_the_step_and_saves_it_and_the_next_start_goes_on(tmp_p
             process.send_signal(signal.SIGTERM)
             out, err = process.communicate(timeout=15)
         assert (process.returncode, err.splitlines()[-1]) == (143, "megatron-run: stopped by SIGTERM")
-        assert "stopped by SIGTERM: " in out
+        assert (out + err).count("stopped by SIGTERM") == 1
+        assert re.search(r"^[0-9]+ steps? in ", out, re.MULTILINE)
         saved = [int(path.name.removeprefix("step")) for path in (tmp_path / "run" / "checkpoints").glob("step*")]
-        command = f"run the same command with --set run.folder={tmp_path}/run --resume auto"
-        assert f"step {max(saved)} is saved: to resume from it, {command}\n" in err
+        assert f"step {max(saved)} is saved: to resume from it, run the same command\n" in err
         assert (status(tmp_path)["state"], status(tmp_path)["attempt"]) == ("stopped", attempt)
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == list(range(1, max(saved) + 1)), "no step is missing or done twice"
@@ -130,8 +130,7 @@ def test_ctrl_c_saves_the_step_and_says_so(tmp_path: Path) -> None:
         _, err = process.communicate(timeout=15)
     (saved,) = [int(path.name.removeprefix("step")) for path in (tmp_path / "run" / "checkpoints").glob("step*")]
     assert "Ctrl-C: this step is finished and saved" in err
-    command = f"run the same command with --set run.folder={tmp_path}/run --resume auto"
-    line = f"stopped by SIGINT: step {saved} was saved last; to resume from it, {command}"
+    line = f"stopped by SIGINT: step {saved} was saved last; to resume from it, run the same command"
     assert (process.returncode, err.splitlines()[-1]) == (130, f"megatron-run: {line}")
     assert (status(tmp_path)["message"], status(tmp_path)["step"]) == (line, saved)
 
@@ -146,7 +145,7 @@ def test_ctrl_c_saves_under_torchrun_too(tmp_path: Path) -> None:
         out, err = run.communicate(timeout=40)
     (saved,) = [int(path.name.removeprefix("step")) for path in (tmp_path / "run" / "checkpoints").glob("step*")]
     assert "Ctrl-C: this step is finished and saved" in out, err  # as all that rank 0 prints, by its log
-    assert "stopped by SIGINT: " in out
+    assert out.count("stopped by SIGINT") == 1
     assert (status(tmp_path)["exit_code"], status(tmp_path)["step"]) == (130, saved)
 
 

@@ -55,6 +55,7 @@ def test_the_packaged_rule_of_the_guide_conforms(tmp_path: Path, monkeypatch: py
     assert tried, "and tries it"
     monkeypatch.chdir(tmp_path)
     assert main(typed[1].split()) == 0
+    assert Path(place[1], "__init__.py").is_file(), "what the page lets it be takes the place of what was made"
     shown = quotes(page)
     for name, example_file in (("lion.py", LION), ("__init__.py", LION_PACKAGE)):
         Path(place[1], name).write_text(shown[example_file.relative_to(ROOT).as_posix()] + "\n", encoding="utf-8")

@@ -65,8 +65,7 @@ def test_a_signal_lets_the_step_finish_and_saves_it(
     stopped = signalled(folder, held, number)
     assert (stopped.code, stopped.message) == (code, f"stopped by {number.name}")
     assert newest(folder) == max(learned(folder)) == saved
-    command = f"run the same command with --set run.folder={folder} --resume auto"
-    assert f"step {saved} is saved: to resume from it, {command}" in stopped.told
+    assert f"step {saved} is saved: to resume from it, run the same command" in stopped.told
     assert run_forked(request(folder)).code == 0
     assert saved_bits(folder, LAST) == saved_bits(whole, LAST)
     assert learned(folder) == learned(whole)

@@ -58,6 +58,8 @@ def test_a_schedule_takes_each_batch_of_those_that_grow(schedules: Schedules) ->
     ramp = {"start": 8, "increment": 8, "samples": 100}
     task = read_task(Request(({**CONFIG, "train": {**CONFIG["train"], "ramp_up": ramp}},)), 8)
     assert task.growth == Growth((8, 8), (8, 16, 24))
+    ends_early = {**CONFIG["train"], "steps": 6, "ramp_up": ramp}
+    assert read_task(Request(({**CONFIG, "train": ends_early},)), 8).growth == Growth((8, 8), (8, 16))
     search = Search(task.model, 8, 32, A100, schedules, task.growth)
     found = search.run(keep=1000)
     assert all(takes(each, 8) and takes(each, 16) and takes(each, 24) for each in found.best)

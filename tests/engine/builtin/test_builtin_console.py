@@ -162,10 +162,10 @@ def test_a_capture_is_told_of_the_rank_that_is_seen(ranks: int, whose: str, tmp_
 def test_the_mfu_is_shown_beside_the_peak_that_it_is_relative_to(tmp_path: Path) -> None:
     stream = io.StringIO()
     observer = ConsoleObserver(ConsoleOptions(plain=True), Console(file=stream, width=120))
-    observer.on_train_start(replace(example_run(tmp_path), peak=DevicePeak(0.1234, "measured")))
+    observer.on_train_start(replace(example_run(tmp_path), peak=DevicePeak(0.1234, "run.peak_tflops")))
     observer.on_step_end(replace(example_step(1), mfu=0.416))
     observer.on_step_end(replace(example_step(4), mfu=None))
     observer.on_train_end("finished")
-    assert "mfu is relative to 0.123 TFLOP/s a device (measured)\n" in stream.getvalue()
+    assert "mfu is relative to 0.123 TFLOP/s a device (run.peak_tflops)\n" in stream.getvalue()
     assert "512 tokens/s  mfu 42%" in stream.getvalue()
     assert stream.getvalue().count("  mfu") == 1

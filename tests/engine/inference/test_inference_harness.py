@@ -176,7 +176,7 @@ def test_tasks_have_the_metrics_of_transformers(
     from lm_eval.models.huggingface import HFLM
     from lm_eval.tasks import TaskManager
 
-    from megatron_run_engine.inference.harness import run_harness
+    from megatron_run_engine.inference.harness import find_tasks, run_harness
 
     monkeypatch.setenv("HF_DATASETS_OFFLINE", "1")
     monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
@@ -192,9 +192,8 @@ def test_tasks_have_the_metrics_of_transformers(
     )
     for name, rest in TASKS.items():
         (tmp_path / "tasks" / f"{name}.yaml").write_text(f"task: {name}\n{source}{rest}")
-    ours = run_harness(
-        load(tmp_path / "model", device="cpu"), list(TASKS), folder=str(tmp_path / "tasks"), batch=4, chat=chat
-    )
+    manager = find_tasks(TASKS, str(tmp_path / "tasks"))
+    ours = run_harness(load(tmp_path / "model", device="cpu"), manager, list(TASKS), batch=4, chat=chat)
     theirs = lm_eval.simple_evaluate(
         HFLM(pretrained=str(tmp_path / "model"), device="cpu", batch_size=1, dtype="float32"),
         tasks=list(TASKS),

@@ -24,6 +24,7 @@ from megatron_run_engine.launch.failures import (
 )
 from megatron_run_engine.launch.rank_output import last_log_line
 from megatron_run_engine.launch.results import RankResult
+from tests.support.resolving import resolved
 
 
 def raised(work: Callable[[], object]) -> BaseException:
@@ -182,6 +183,25 @@ def test_the_newest_step_counts_and_none_where_there_is_none(run: Path) -> None:
 def test_a_shell_takes_what_to_type_as_it_stands(run: Path) -> None:
     words = how_to_resume(run).split("the same command with ")[1]
     assert shlex.split(words) == ["--set", f"run.folder={run}", "--resume", "auto"]
+
+
+@pytest.mark.parametrize(
+    ("folder", "resume", "added"),
+    [
+        ("my runs", "auto", ""),
+        ("my runs", "never", " with --resume auto"),
+        (None, "auto", " with --set 'run.folder={run}'"),
+        ("latest", "5", " with --set 'run.folder={run}' --resume auto"),
+    ],
+)
+def test_what_was_typed_is_not_to_be_typed_again(
+    folder: str | None, resume: str, added: str, run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    typed = resolved(sets={"run.folder": folder} if folder else {})
+    monkeypatch.chdir(run.parent)
+    typed = replace(typed, request=replace(typed.request, resume=resume))
+    assert how_to_resume(run, typed) == f"to resume from it, run the same command{added.format(run=run)}"
+    assert how_to_resume(run, typed) in interrupted("stopped by SIGINT", run, typed)
 
 
 def test_an_interrupted_run_says_what_is_saved_and_how_to_go_on_or_that_nothing_is(run: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,6 @@ import torch
 
 from megatron_run.contracts import DevicePeak
 from megatron_run.contracts.schema import RunSection
-from megatron_run_engine.training import peak
 from megatron_run_engine.training.observers import start_observers
 from megatron_run_engine.training.peak import device_peak, known_peak
 from tests.support.training_bench import Bench
@@ -47,41 +45,14 @@ def test_an_unknown_gpu_has_no_peak_unless_the_user_gives_one(monkeypatch: pytes
     assert device_peak(RunSection(), "bf16", torch.device("cuda")) == DevicePeak(989.0, "data sheet")
 
 
-def test_a_cpu_is_measured_once_and_close_to_a_large_product(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(time, "perf_counter", time.process_time)  # other programs do not count
-    peak._measured.cache_clear()
-    measured = device_peak(RunSection(), "fp32", CPU)
-    assert measured is not None
-    assert measured.source == "measured"
-    factor = torch.ones(768, 768)
-    best = 0.0
-    for _ in range(5):
-        start = time.perf_counter()
-        factor @ factor
-        best = max(best, 2 * 768**3 / (time.perf_counter() - start) / 1e12)
-    assert best / 8 < measured.tflops < 8 * best
-    monkeypatch.setattr(torch, "mm", None)
-    assert device_peak(RunSection(), "fp32", CPU) == measured
-
-
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-def test_measuring_is_short_whatever_the_type(precision: str) -> None:
-    peak._measured.cache_clear()
-    start = time.process_time()
-    device_peak(RunSection(), precision, CPU)
-    assert time.process_time() - start < 0.3 * torch.get_num_threads()
-
-
-def test_measuring_draws_no_random_number_and_changes_no_loss(tmp_path: Path) -> None:
-    peak._measured.cache_clear()
-    before = torch.get_rng_state()
-    device_peak(RunSection(), "fp32", CPU)
-    assert torch.equal(torch.get_rng_state(), before)
-    peak._measured.cache_clear()
-    measured, given = Bench(tmp_path, "train.steps=3"), Bench(tmp_path, "train.steps=3", "run.peak_tflops=1")
-    measured.train()
-    given.train()
-    assert [step.loss for step in measured.watch.steps] == [step.loss for step in given.watch.steps]
+def test_a_cpu_has_no_peak_and_a_step_no_mfu_unless_the_user_gives_one(tmp_path: Path) -> None:
+    assert device_peak(RunSection(), "fp32", CPU) is None
+    assert device_peak(RunSection(peak_tflops=0.5), "fp32", CPU) == DevicePeak(0.5, "run.peak_tflops")
+    bench = Bench(tmp_path, "train.steps=1", "run.peak_tflops=null")
+    bench.train()
+    (step,) = bench.watch.steps
+    assert step.mfu is None
+    assert "speed/mfu" not in step.curves()
 
 
 def test_the_mfu_of_a_step_is_a_fraction_of_the_peak(tmp_path: Path) -> None:

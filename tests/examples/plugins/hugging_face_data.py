@@ -16,7 +16,8 @@ from pydantic import BaseModel, ConfigDict, Field
 from megatron_run.contracts import Dataset, DataSource, PluginInfo, Split
 from megatron_run.errors import DataError
 from megatron_run.hookspecs import hookimpl
-from megatron_run_engine.data.tokenizer import Tokenizer, open_tokenizer
+from megatron_run_engine.data.tokenizer import open_tokenizer
+from megatron_run_engine.data.tokenizer_base import Tokenizer
 
 
 class Options(BaseModel):

@@ -162,14 +162,34 @@ def test_a_configuration_must_say_what_has_no_good_default() -> None:
     ]
 
 
-def test_everything_that_is_wrong_is_said_at_once() -> None:
-    problems = mistakes(sets=["train.lrr=1", "run.timeout=0", "optimizer.eps=0"], plugins=["schedule=nothing"])
-    assert {str(problem).split(" (")[0].split(":")[0] for problem in problems} == {
-        "unknown key train.lrr",
-        "run.timeout=0",
+def _said(sets: list[str], *plugins: str) -> set[str]:
+    return {str(problem).split(" (")[0].split(":")[0] for problem in mistakes(sets=sets, plugins=plugins)}
+
+
+def test_everything_that_is_known_without_torch_is_said_at_once() -> None:
+    wrong = {"unknown key train.lrr", "run.timeout=0", "no installed plugin is scaler=nothing"}
+    sets = ["train.lrr=1", "run.timeout=0", "train.min_lr=1", "optimizer.eps=0"]
+    assert _said(sets, "scaler=nothing", "schedule=interleaved,group_size=0") == {*wrong, "schedule.group_size=0"}
+    assert _said(sets, "scaler=nothing", "schedule=none") == {*wrong, "no installed plugin is schedule=none"}
+
+
+def test_everything_else_that_is_wrong_is_said_at_once() -> None:
+    sets = ["train.min_lr=1", "optimizer.eps=0", "train.samples=8", "model.num_layer=1"]
+    assert _said(sets, "schedule=nothing") == {
+        "train.min_lr=1",
         "optimizer.eps=0",
+        "unknown key model.num_layer",
         "no installed plugin is schedule=nothing",
     }
+
+
+def test_a_value_is_judged_beside_what_plugins_suggest(tmp_path: Path) -> None:
+    """Alone, ``train.min_lr`` would be above the default ``train.lr``, and ``train.global_batch_size`` missing."""
+    model = {"use": "gpt", "num_layers": 2, "hidden_size": 32, "num_heads": 2}
+    config = {"train": {"steps": 1, "min_lr": 2e-4}, "model": model, "data": {"use": "mock"}}
+    file = schedule_file(tmp_path / "fast.py", info='suggests={"train.lr": 1e-3, "train.global_batch_size": 2}')
+    run = resolved(config, plugins=[f"schedule={file}"])
+    assert (run.config.train.lr, run.config.train.global_batch_size) == (1e-3, 2)
 
 
 @pytest.mark.parametrize("nproc", [1, 3])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
-from functools import wraps
+from functools import cached_property, wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,20 +39,26 @@ class ChatOptions:
     system: str | None
     template: Path | None
 
-    def check(self, writing: Writing, *, ranks: int, as_tokens: bool) -> None:
-        """Raise :class:`InputError` for what a conversation cannot have."""
+    def check(self, writing: Writing, *, as_tokens: bool, ranks: int = 1) -> None:
+        """Raise :class:`InputError` for what a conversation cannot have, DataError for a template that is not there."""
         excess = {"--tokens": as_tokens, "--num": writing.num > 1, "several ranks": ranks > 1}
         for what in (name for name, there in excess.items() if there):
             why = "a conversation is text, by one process, with one answer a turn"
             raise InputError(f"--chat and {what} do not go together", why=why, fix=f"leave out --chat, or {what}")
+        _ = self._source
+
+    @cached_property
+    def _source(self) -> str | None:
+        """The source of the template, None for the model's own."""
+        from megatron_run_engine.data.chat_template.template import read_template
+
+        return None if self.template is None else read_template(self.template.expanduser(), "--template")
 
     def hold(self, model: LoadedModel, writing: Writing, asked: list[str], *, as_json: bool) -> None:
         """Answer the turns that were ``asked``, else those of standard input. Raises what ``model`` does."""
-        from megatron_run_engine.data.chat_template.template import read_template
         from megatron_run_engine.inference.conversation import Conversation
 
-        template = None if self.template is None else read_template(self.template.expanduser(), "--template")
-        talk = Conversation(model, writing, self.system, template, tell)
+        talk = Conversation(model, writing, self.system, self._source, tell)
         if asked or as_json or not sys.stdin.isatty():
             _by_lines(talk, asked or sys.stdin, as_json=as_json)
         else:

@@ -83,13 +83,14 @@ def model(
     """
     from megatron_run_engine.inference.evaluation import record
     from megatron_run_engine.inference.network import plan
-    from megatron_run_engine.training.tasks import TaskResult
+    from megatron_run_engine.training.tasks import TaskResult, check_files
 
     if others:
         raise InputError(f"{others[0]} follows the model", fix=f"type: --task perplexity={others[0]}")
     if not tasks:
         raise InputError("no task is given", fix="type: --task perplexity=FILE, wikitext=FILE or lambada=FILE")
-    source = read_source(model, step)
+    check_files(tasks)
+    source = read_source(model, step, request)
     run = plan(source, request)
     if run.sizes.world > 1:
         given = {"path": str(model.expanduser()), "step": step, "tasks": tasks, "stride": stride, "batch": batch}
@@ -158,16 +159,17 @@ def harness(  # noqa: PLR0913  # one argument an option
         raise InputError(
             "lm-evaluation-harness is not installed", fix="type: pip install 'megatron-run-engine[lm-eval]', or lm-eval"
         )
-    source = read_source(model, step)
-    run = plan(source, request)
-    folder = None if include is None else str(include.expanduser())
-    how: dict[str, Any] = {"names": tasks.split(","), "folder": folder, "shots": shots, "batch": batch, "chat": chat}
-    if run.sizes.world > 1:
-        results = _on_ranks(run, request, {"path": str(model.expanduser()), "step": step, **how})
-    else:
-        from megatron_run_engine.inference.harness import run_harness
+    from megatron_run_engine.inference.harness import find_tasks, run_harness
 
-        results = run_harness(load_here(run, source), **how)
+    folder, names = None if include is None else str(include.expanduser()), tasks.split(",")
+    found = find_tasks(names, folder)
+    source = read_source(model, step, request)
+    run = plan(source, request)
+    how: dict[str, Any] = {"names": names, "shots": shots, "batch": batch, "chat": chat}
+    if run.sizes.world > 1:
+        results = _on_ranks(run, request, {"path": str(model.expanduser()), "step": step, "folder": folder, **how})
+    else:
+        results = run_harness(load_here(run, source), found, **how)
     if as_json:
         print_json({"model": str(source.path), "step": source.step, "tasks": results})
         return

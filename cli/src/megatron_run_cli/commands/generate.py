@@ -87,19 +87,22 @@ def generate(
         typed = f"megatron-run generate {prompts[0]} {quote(str(model))}"
         raise InputError(f"the prompt {str(model)!r} is in the place of the model", fix=f"type: {typed}")
     writing = Writing(**options)
-    source = read_source(model, step)
-    run = plan(source, request)
-    asked = [*prompts, *(_read_prompts(file) if file else ())]
+    asked = [*prompts, *_read_prompts(file)]
+    given: list[Any] = [_ids(prompt) for prompt in asked] if as_tokens else asked
     if chat is not None:
-        chat.check(writing, ranks=run.sizes.world, as_tokens=as_tokens)
+        chat.check(writing, as_tokens=as_tokens)
+    source = read_source(model, step, request)
+    run = plan(source, request)
+    if chat is not None:
+        chat.check(writing, as_tokens=as_tokens, ranks=run.sizes.world)
         chat.hold(load_here(run, source), writing, asked, as_json=as_json)
         return
     loops = not asked and sys.stdin.isatty()
     if loops and (run.sizes.world > 1 or as_json or as_tokens):
         raise InputError("no prompt is given", why="the loop at a terminal is for text, one process, no --json")
     if not asked and not loops:
-        asked = [sys.stdin.read().removesuffix("\n")]
-    given: list[Any] = [_ids(prompt) for prompt in asked] if as_tokens else asked
+        typed = sys.stdin.read().removesuffix("\n")
+        given = [_ids(typed) if as_tokens else typed]
     streams = len(given) * writing.num == 1 and not as_json and not as_tokens
     if run.sizes.world > 1:
         where = {"path": str(model.expanduser()), "step": step}
@@ -113,14 +116,18 @@ def generate(
     if as_json:
         print_json({"model": str(source.path), "step": source.step, "texts": [asdict(text) for text in texts]})
     elif not streams:
-        for number, text in enumerate(texts):
-            between = [BETWEEN] if number else []
-            click.echo("\n".join([*between, text.ids if as_tokens else str(text)]))
+        click.echo(f"\n{BETWEEN}\n".join(text.ids if as_tokens else str(text) for text in texts))
 
 
-def read_source(model: Path, step: int | None) -> Source:
-    """The model at ``model``. Tells what reading it lost, as an import does."""
+def read_source(model: Path, step: int | None, request: Request) -> Source:
+    """The model at ``model``, once the words of ``request`` are known to be right: every byte of it is compared.
+
+    Tells what reading it lost, as an import does.
+    """
+    from megatron_run.planning import check_keys
     from megatron_run_engine.inference.source import find_source
+
+    check_keys(request)
 
     source = find_source(model.expanduser(), step)
     for note in source.notes:
@@ -200,10 +207,15 @@ def _tell_caches(*, caches: bool) -> None:
         tell("the layers of this model keep nothing of earlier tokens: the text is read anew for each token")
 
 
-def _read_prompts(file: Path) -> list[str]:
-    """The lines of a file, or the strings of a JSON list. Raises :class:`DataError` for what is neither."""
+def _read_prompts(file: Path | None) -> list[str]:
+    """The lines of a file, or the strings of a JSON list; none without a file.
+
+    Raises :class:`DataError` for what is neither.
+    """
     from megatron_run_engine.data.user_files import read_text, text_lines
 
+    if file is None:
+        return []
     path = file.expanduser()
     try:
         if path.suffix == ".json":

@@ -149,13 +149,16 @@ def _finetune(  # one argument an option: so click calls it
     folder: Path, data: tuple[str, ...], task: str | None, seeds: int, configs: tuple[str, ...], **options: Any
 ) -> int:
     """Start from FOLDER's weights, which are imported first where they are another program's."""
-    from megatron_run.config.request import Found
+    from megatron_run.config.request import Found, Request
+    from megatron_run.planning import check_keys
     from megatron_run.registry.discover import plain_name
     from megatron_run_engine.checkpoint.step_folder import find_step
     from megatron_run_engine.data.tokenizer_folder.record import TOKENIZER
 
     words = (*options["sets"], *options["plugins"])
     _check_finetuning(data, task, seeds, words)
+    files = tuple(each for each in configs if each != "-")  # standard input is read once, by the training
+    check_keys(Request(files, options["sets"], options["plugins"], options["nproc"], environment=os.environ))
     if task is None and not configs and not any(word.startswith(("data=", "data.use=")) for word in words):
         from megatron_run_engine.data.documents import require_texts
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -15,9 +16,24 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from megatron_run.contracts import Action, Bar, EvalMetrics, Timeline
 from megatron_run.contracts.observer import STEP_CURVES
 from megatron_run.contracts.schedule import Op
-from megatron_run_observer_tensorboard import TensorBoard
+from megatron_run_observer_tensorboard import TensorBoard, shown_by
 from megatron_run_observer_tensorboard.picture import COLOURS, draw
 from megatron_run_testing.observer import example_run, example_step
+
+#: The names under which TensorBoard shows the runs of its arguments, a line each.
+LISTING = """
+import sys
+from tensorboard.backend.event_processing.data_ingester import LocalDataIngester
+from tensorboard.context import RequestContext
+from tensorboard.plugins.core.core_plugin import CorePluginLoader
+from tensorboard.program import TensorBoard
+
+program = TensorBoard(plugins=[CorePluginLoader()])
+program.configure([*sys.argv[1:], "--reload_task=blocking", "--reload_interval=0"])
+ingester = LocalDataIngester(program.flags)
+ingester.start()
+print(*(run.run_name for run in ingester.data_provider.list_runs(RequestContext(), experiment_id="")), sep="\\n")
+"""
 
 OPS: tuple[Op, ...] = ("F", "B", "I", "W")
 
@@ -197,4 +213,19 @@ def test_the_end_says_what_to_type(
     for path, program in (("", "env/tensorboard"), (str(programs), "tensorboard")):
         monkeypatch.setenv("PATH", path)
         trained(folder, attempt=1 + bool(path)).on_train_end("finished")
-        assert capsys.readouterr().out == f"to see it in TensorBoard: {program} --logdir 'a run'\n"
+        assert capsys.readouterr().out == f"to see it in TensorBoard: {program} --logdir_spec 'a run:a run'\n"
+
+
+@pytest.mark.multiproc
+@pytest.mark.parametrize(("name", "listed"), [("a run", "a run/tensorboard"), ("1,2", "tensorboard")])
+def test_what_is_typed_lists_the_run_by_its_name(
+    name: str, listed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "runs" / name
+    folder.mkdir(parents=True)
+    trained(folder, attempt=1).on_train_end("finished")
+    monkeypatch.chdir(tmp_path)
+    done = subprocess.run(
+        [sys.executable, "-c", LISTING, *shlex.split(shown_by(folder))], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.splitlines() == [listed]

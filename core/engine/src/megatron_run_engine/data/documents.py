@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from megatron_run.contracts.data import Split
-    from megatron_run_engine.data.tokenizer import Tokenizer
+    from megatron_run_engine.data.tokenizer_base import Tokenizer
 
 
 _LOG = logging.getLogger("megatron_run")

@@ -21,7 +21,8 @@ from megatron_run_engine.data.indexed_files import Reader, files_of, open_tokens
 from megatron_run_engine.data.option_types import AT_COMMAS, SPLITS, SplitShares, validation_notice
 from megatron_run_engine.data.standalone_tokenizer import json_file
 from megatron_run_engine.data.token_ids import require_ids
-from megatron_run_engine.data.tokenizer import Tokenizer, open_tokenizer
+from megatron_run_engine.data.tokenizer import open_tokenizer
+from megatron_run_engine.data.tokenizer_base import Tokenizer
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

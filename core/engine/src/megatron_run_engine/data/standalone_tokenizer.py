@@ -7,10 +7,10 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+from megatron_run_engine.data.sentencepiece_tokenizer import SentencePieceTokenizer
 from megatron_run_engine.data.tokenizer import (
     END_OF_DOCUMENT,
     JsonTokenizer,
-    SentencePieceTokenizer,
     byte_characters,
     open_tokenizer,
 )

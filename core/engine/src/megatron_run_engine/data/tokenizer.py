@@ -1,14 +1,11 @@
-"""Tokenizers: bytes, those of the `tokenizers` library, and SentencePiece's."""
+"""Opens tokenizers: bytes, those of the `tokenizers` library, and SentencePiece's."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
-from hashlib import sha256
-from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +14,9 @@ import numpy as np
 from megatron_run.errors import DataError
 from megatron_run_engine.data.lost_text import counter_of_lost
 from megatron_run_engine.data.pair_layout import PairLayout, layout_of
-from megatron_run_engine.data.tokenizer_files import SENTENCEPIECE, find_tokenizer, no_sentencepiece, opened
+from megatron_run_engine.data.sentencepiece_tokenizer import SentencePieceTokenizer
+from megatron_run_engine.data.tokenizer_base import Tokenizer, library_identity, text_bytes, utf8_text
+from megatron_run_engine.data.tokenizer_files import SENTENCEPIECE, find_tokenizer, opened
 from megatron_run_engine.data.tokenizer_folder import FolderTokenizer, template_for
 
 if TYPE_CHECKING:
@@ -28,99 +27,6 @@ END_OF_DOCUMENT = (
     *("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]"),
     *("<\uff5cend\u2581of\u2581sentence\uff5c>", "[SEP]"),  # DeepSeek's, BERT's
 )
-
-
-class Tokenizer(ABC):
-    """Turns documents into ids in ``0..vocab_size-1``, one of which is ``end_of_document``. ``unit`` names a token.
-
-    Tokenizers with one ``identity`` give every text the same ids.
-    """
-
-    unit: str
-    vocab_size: int
-    end_of_document: int
-    #: Characters that no token stands for, in all that was encoded so far; white space is not counted.
-    lost: int = 0
-
-    @property
-    @abstractmethod
-    def identity(self) -> str:
-        """What it is, in one line: library, version and hash; or ``bytes``."""
-
-    @abstractmethod
-    def encode(self, content: bytes, source: object) -> NDArray[np.integer[Any]]:
-        """Return the ids of a document without ``end_of_document``. Raises :class:`DataError` naming ``source``."""
-
-    def encode_text(self, text: str) -> Sequence[int]:
-        """Return the ids of ``text``, a prompt mostly. Raises :class:`DataError` where it is no Unicode text.
-
-        A shell passes on what is not UTF-8, and Python stands half of a surrogate pair in its place.
-        """
-        tokens: list[int] = self.encode(_text_bytes(text), "the text").tolist()
-        return tokens
-
-    def encode_prompt(self, text: str) -> Sequence[int]:
-        """The ids of ``text`` as a model is given it: with the tokens that the tokenizer puts around every text.
-
-        Llama's and Gemma's begin a text with one. Raises as :meth:`encode_text`.
-        """
-        return self.encode_text(text)
-
-    @property
-    def special(self) -> Mapping[str, str]:
-        """The texts of special tokens by their names at Hugging Face, such as ``bos_token``; empty if not said."""
-        return {}
-
-    def special_ids(self, end: int | None = None) -> dict[str, int]:
-        """The ids that begin (``bos``), end (``eos``) and fill (``pad``) a text, as far as they are said.
-
-        Where no ``eos`` is said, it is ``end``, which ended the documents of a run, or else ``end_of_document``.
-        """
-        end = self.end_of_document if end is None else end
-        ids = {kind: self.vocabulary.get(self.special.get(f"{kind}_token", "")) for kind in ("bos", "eos", "pad")}
-        found = {kind: number for kind, number in ids.items() if number is not None}
-        return {"eos": end, **found} if end in self.vocabulary.values() else found
-
-    def special_tokens(self) -> dict[str, tuple[str, int]]:
-        """Text and id of each token of :attr:`special`, by its name without ``_token``."""
-        known = ((key.removesuffix("_token"), text, self.vocabulary.get(text)) for key, text in self.special.items())
-        return {kind: (text, number) for kind, text, number in known if number is not None}
-
-    def template(self, *, tools: bool = False) -> str | None:
-        """The chat template that comes with the tokenizer, for conversations with ``tools`` or without; None: none."""
-        return None
-
-    def pair_layout(self) -> PairLayout | None:
-        """What the tokenizer puts around and between two texts; None where its files do not say it.
-
-        Raises :class:`DataError` for what is no row of one text after the other.
-        """
-        return None
-
-    @property
-    def rows(self) -> int:
-        """How many ids a model must know to read ordinary text: without added tokens above all others."""
-        return self.vocab_size
-
-    def encode_batch(self, documents: Sequence[tuple[object, bytes]]) -> Sequence[NDArray[np.integer[Any]]]:
-        """Return the ids of each (source, content) as :meth:`encode` does; a library may use several cores."""
-        return [self.encode(content, source) for source, content in documents]
-
-    @abstractmethod
-    def encode_places(self, text: str) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-        """Return the ids of ``text``, and the characters at which each token starts and stops, all [n]."""
-
-    @property
-    def vocabulary(self) -> Mapping[str, int]:
-        """The ids of tokens by their names in the vocabulary; those without a name are left out."""
-        return {}
-
-    @abstractmethod
-    def decode(self, tokens: Sequence[int], *, special: bool = False) -> str:
-        """Return the text of ``tokens``. Tokens without text, such as ``end_of_document``, are left out.
-
-        ``special`` tokens are left out too, as from what a model writes, or stand by their names, as in a dataset.
-        """
 
 
 class ByteTokenizer(Tokenizer):
@@ -183,7 +89,7 @@ class JsonTokenizer(Tokenizer):
         content = self._tokenizer.to_str()
         if self._folder is not None:  # its JSON however it was written
             content = replace(self._folder, backend=content).to_json()
-        return _identity(content.encode(), "tokenizers")
+        return library_identity(content.encode(), "tokenizers")
 
     @property
     def special(self) -> Mapping[str, str]:
@@ -216,7 +122,7 @@ class JsonTokenizer(Tokenizer):
 
     def encode_prompt(self, text: str) -> Sequence[int]:
         """The ids of ``text`` with the special tokens that the tokenizer puts around it."""
-        _text_bytes(text)
+        text_bytes(text)
         with self._naming("the text"):
             found: list[int] = self._tokenizer.encode(text, add_special_tokens=True).ids
         return found
@@ -229,7 +135,7 @@ class JsonTokenizer(Tokenizer):
 
     def encode(self, content: bytes, source: object) -> NDArray[np.integer[Any]]:
         """Return the ids of a UTF-8 document, without the special tokens that a template would add, such as [CLS]."""
-        text = _text(content, source)
+        text = utf8_text(content, source)
         with self._naming(source):
             found = self._tokenizer.encode(text, add_special_tokens=False)
         self._count_lost(text)
@@ -237,7 +143,7 @@ class JsonTokenizer(Tokenizer):
 
     def encode_batch(self, documents: Sequence[tuple[object, bytes]]) -> Sequence[NDArray[np.integer[Any]]]:
         """Return the ids of each (source, content), by as many threads as the library takes."""
-        texts = [_text(content, source) for source, content in documents]
+        texts = [utf8_text(content, source) for source, content in documents]
         with self._naming("a document"):
             encoded = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)  # fast: no offsets
         self._count_lost(*texts)
@@ -273,51 +179,6 @@ class JsonTokenizer(Tokenizer):
             raise DataError(f"tokenizer {self._path} fails on {source}", why=why, origin="data.tokenizer") from cause
 
 
-class SentencePieceTokenizer(Tokenizer):
-    """A model of the `sentencepiece` library, which gives the ids: its conversion to `tokenizers` is not always exact.
-
-    Text never stands for a control symbol, so ``</s>`` in it is five characters. ``end_of_document`` is the model's end
-    of sentence, or an additional id. Raises :class:`DataError` if the library or the file is missing, or it is broken.
-    """
-
-    unit = "token"
-
-    def __init__(self, path: Path) -> None:
-        self._model = _sentencepiece(path)
-        self._path = path
-        pieces = self._model.get_piece_size()
-        self.end_of_document = self._model.eos_id() if self._model.eos_id() >= 0 else pieces
-        self.vocab_size = max(pieces, self.end_of_document + 1)
-
-    @cached_property
-    def identity(self) -> str:
-        """Library, version, and the hash of the model's file."""
-        return _identity(self._path.read_bytes(), "sentencepiece")
-
-    @property
-    def vocabulary(self) -> Mapping[str, int]:
-        """Of the model's pieces."""
-        return {self._model.id_to_piece(piece): piece for piece in range(self._model.get_piece_size())}
-
-    def encode(self, content: bytes, source: object) -> NDArray[np.integer[Any]]:
-        """Return the ids of a UTF-8 document, without a begin or an end of sentence."""
-        return np.array(self._model.encode(_text(content, source)), np.int64)
-
-    def encode_places(self, text: str) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-        """Return the ids of ``text`` as :meth:`encode` does, and where their tokens lie in it."""
-        found = self._model.encode_as_offset_mapping(text)
-        places = np.array(found["offsets"], np.int64).reshape(-1, 2)
-        starts, stops = places[:, 0], places[:, 1]
-        for token in range(len(places) - 2, -1, -1):  # only the last byte of a character is given its place
-            if starts[token] == stops[token] == starts[token + 1]:
-                stops[token] = stops[token + 1]
-        return np.array(found["ids"], np.int64), starts, stops
-
-    def decode(self, tokens: Sequence[int], *, special: bool = False) -> str:
-        """Return the text of ``tokens``; control symbols have none, and no text stands for them."""
-        return str(self._model.decode([token for token in tokens if token < self._model.get_piece_size()]))
-
-
 def _end_of_document(
     vocabulary: Mapping[str, int], special: Collection[str], folder: FolderTokenizer | None
 ) -> int | None:
@@ -339,43 +200,6 @@ def _cleaned_up(text: str) -> str:
     for found, kept in _CLEANED:
         text = text.replace(found, kept)
     return text
-
-
-def _text_bytes(text: str) -> bytes:
-    """``text`` as UTF-8. Raises :class:`DataError` where it is no Unicode text."""
-    try:
-        return text.encode()
-    except UnicodeEncodeError as cause:
-        why = "there is a byte that is not UTF-8, or half of a surrogate pair"
-        raise DataError(f"the text has no character at place {cause.start}", why=why) from cause
-
-
-def _text(content: bytes, source: object) -> str:
-    try:
-        return content.decode("utf-8")
-    except UnicodeDecodeError as cause:
-        raise DataError(
-            f"{source} is not UTF-8 at byte {cause.start}", fix="convert it, or set data.tokenizer to bytes"
-        ) from cause
-
-
-def _identity(content: bytes, library: str) -> str:
-    return f"{library} {version(library)} {sha256(content).hexdigest()[:32]}"
-
-
-def _sentencepiece(path: Path) -> Any:
-    try:
-        from sentencepiece import SentencePieceProcessor
-    except ModuleNotFoundError as cause:
-        raise DataError(
-            f"tokenizer {path} needs the library sentencepiece",
-            origin="data.tokenizer",
-            fix="pip install 'megatron-run-engine[sentencepiece]'",
-        ) from cause
-    try:
-        return SentencePieceProcessor(model_file=str(path))
-    except (RuntimeError, OSError) as cause:
-        raise no_sentencepiece(path, cause) from cause
 
 
 def byte_characters() -> dict[str, int]:

@@ -35,9 +35,11 @@ def work(run: ResolvedRun, world: World, activity: Activity, arguments: Mapping[
     activity.enter("evaluate")
     answer: object
     if "names" in arguments:
-        from megatron_run_engine.inference.harness import run_harness
+        from megatron_run_engine.inference.harness import find_tasks, run_harness
 
-        answer = run_harness(model, **{name: arguments[name] for name in ("names", "folder", "shots", "batch", "chat")})
+        names = arguments["names"]
+        how = {name: arguments[name] for name in ("shots", "batch", "chat")}
+        answer = run_harness(model, find_tasks(names, arguments["folder"]), names, **how)
     else:
         results = model.evaluate(*arguments["tasks"], stride=arguments["stride"], batch=arguments["batch"])
         answer = [asdict(each) for each in results]

@@ -5,9 +5,10 @@ Every rank runs the harness on the same requests, which are scored and generated
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lm_eval import simple_evaluate
@@ -16,7 +17,7 @@ from lm_eval.models.utils import normalize_gen_kwargs, postprocess_generated_tex
 from lm_eval.tasks import TaskManager
 from lm_eval.utils import get_rolling_token_windows
 
-from megatron_run.errors import DataError, InputError, did_you_mean
+from megatron_run.errors import DataError, InputError, did_you_mean, near_path
 from megatron_run_engine.data.chat_template.messages import NoConversation
 from megatron_run_engine.data.chat_template.template import ChatTemplate
 from megatron_run_engine.inference.text_stream import TextStream
@@ -231,24 +232,30 @@ def _short(text: str) -> str:
     return repr(text if len(text) <= 40 else f"...{text[-40:]}")
 
 
-def run_harness(
-    model: LoadedModel,
-    names: Sequence[str],
-    *,
-    folder: str | None = None,
-    shots: int | None = None,
-    batch: int = 8,
-    chat: bool = False,
-) -> dict[str, dict[str, Any]]:
-    """The metrics of the tasks ``names``, by name. ``folder`` holds more; ``shots`` examples precede each question.
-
-    ``chat`` asks through the model's own chat template, an example being a turn. Raises :class:`InputError` for a task
-    that the harness does not know.
-    """
+def find_tasks(names: Iterable[str], folder: str | None = None) -> TaskManager:
+    """The harness's tasks, and those in ``folder``. Raises :class:`InputError` where one of ``names`` is not there."""
+    if folder is not None and not Path(folder).is_dir():
+        raise InputError(f"there is no folder {folder}", origin="--include", fix=near_path(Path(folder)))
     manager = TaskManager(include_path=folder)
     for task in names:
         if not manager.match_tasks([task]):
             raise InputError(f"the harness knows no task {task!r}", fix=did_you_mean(task, manager.all_tasks))
+    return manager
+
+
+def run_harness(
+    model: LoadedModel,
+    manager: TaskManager,
+    names: Sequence[str],
+    *,
+    shots: int | None = None,
+    batch: int = 8,
+    chat: bool = False,
+) -> dict[str, dict[str, Any]]:
+    """The metrics of the tasks ``names`` of ``manager``, by name; ``shots`` examples precede each question.
+
+    ``chat`` asks through the model's own chat template, an example being a turn.
+    """
     answer = simple_evaluate(
         HarnessModel(model, batch),
         tasks=list(names),

@@ -227,9 +227,10 @@ def _train_here(run: ResolvedRun) -> RunResult:
                 code = train_in_folder(run, world, opened.folder)
             except BaseException as error:
                 with suppress(CheckpointError):  # the first failure is told
-                    opened.folder.end(exit_code(error), last_line(error, opened.folder.path))
+                    opened.folder.end(exit_code(error), last_line(error, opened.folder.path, run))
                 raise
-            message = interrupted(f"stopped by {code.name}", opened.folder.path) if code is ExitCode.SIGINT else ""
+            how = f"stopped by {code.name}"
+            message = interrupted(how, opened.folder.path, run) if code is ExitCode.SIGINT else ""
             opened.folder.end(code, message)
         gc.collect()  # what was trained is full of cycles, and Python counts objects, not bytes
         return RunResult(code, opened.folder.path, message, steps=_last_step(opened.folder))
@@ -243,19 +244,21 @@ def _start_local(run: ResolvedRun, request: Request, options: LaunchOptions) -> 
     fork = forks_ranks(run.config.run.start_method, check_local_devices(run))
     for notice in untold(run.notices):
         options.tell(notice)
-    restarts = Restarts(options.max_restarts)
-    result = _attempt(run, request, options, fork=fork)
+    restarts, typed = Restarts(options.max_restarts), run
+    result = _attempt(run, request, options, typed, fork=fork)
     while result.folder is not None and (line := restarts.next(result)) is not None:
         options.tell(line)
         run, request = resumed(run, request, result.folder)
-        result = _attempt(run, request, options, fork=fork)
+        result = _attempt(run, request, options, typed, fork=fork)
     if result.folder is not None and result.code.retry and (step := last_saved(result.folder)) is not None:
-        options.tell(f"step {step} is saved: {how_to_resume(result.folder)}")
+        options.tell(f"step {step} is saved: {how_to_resume(result.folder, typed)}")
     return result
 
 
-def _attempt(run: ResolvedRun, request: Request, options: LaunchOptions, *, fork: bool) -> RunResult:
-    """One attempt in the run folder, from its opening to its end."""
+def _attempt(
+    run: ResolvedRun, request: Request, options: LaunchOptions, typed: ResolvedRun, *, fork: bool
+) -> RunResult:
+    """One attempt in the run folder, from its opening to its end; ``typed`` is what the first one was of."""
     from megatron_run_engine.launch.local import run_local
     from megatron_run_engine.run_folder import open_run_folder
 
@@ -267,10 +270,10 @@ def _attempt(run: ResolvedRun, request: Request, options: LaunchOptions, *, fork
         try:
             result = run_local(plan if options.quiet else replace(plan, shown_environment=terminal_environment()))
             if result.code == ExitCode.SIGINT:
-                result = replace(result, message=interrupted(result.message, result.folder))
+                result = replace(result, message=interrupted(result.message, result.folder, typed))
         except BaseException as error:
             with suppress(CheckpointError):  # the first failure is told
-                opened.folder.end(exit_code(error), last_line(error, opened.folder.path))
+                opened.folder.end(exit_code(error), last_line(error, opened.folder.path, typed))
             raise
         with suppress(CheckpointError) if result.code else nullcontext():
             opened.folder.end(result.code, result.message)

@@ -113,18 +113,18 @@ def _notes(error: BaseException) -> str:
     return ", ".join(note.strip().partition("\n")[0] for note in getattr(error, "__notes__", ()))
 
 
-def last_line(error: BaseException, folder: Path | None) -> str:
-    """What the user is told when ``error`` ends the run in ``folder``."""
+def last_line(error: BaseException, folder: Path | None, typed: ResolvedRun | None = None) -> str:
+    """What the user is told when ``error`` ends the run in ``folder``; ``typed`` as in :func:`how_to_resume`."""
     line = one_line(error)
-    return interrupted(line, folder) if isinstance(error, KeyboardInterrupt) else line
+    return interrupted(line, folder, typed) if isinstance(error, KeyboardInterrupt) else line
 
 
-def interrupted(how: str, folder: Path | None) -> str:
-    """The line of a run that SIGINT ended. ``how`` is what happened."""
+def interrupted(how: str, folder: Path | None, typed: ResolvedRun | None = None) -> str:
+    """The line of a run that SIGINT ended. ``how`` is what happened, ``typed`` as in :func:`how_to_resume`."""
     step = last_saved(folder)
     if folder is None or step is None:
         return f"{how}: no step was saved"
-    return f"{how}: step {step} was saved last; {how_to_resume(folder)}"
+    return f"{how}: step {step} was saved last; {how_to_resume(folder, typed)}"
 
 
 def last_saved(folder: Path | None) -> int | None:
@@ -133,9 +133,18 @@ def last_saved(folder: Path | None) -> int | None:
     return steps[-1] if steps else None
 
 
-def how_to_resume(folder: Path) -> str:
-    """What to type, whatever folder and step the run was started with."""
-    return f"to resume from it, run the same command with --set {quote(f'run.folder={folder}')} --resume auto"
+def how_to_resume(folder: Path, typed: ResolvedRun | None = None) -> str:
+    """What to add to the command of a run that ended in ``folder``.
+
+    ``typed`` is the run as its command asks for it; without it, whatever folder and step that names.
+    """
+    named = typed.config.run.folder if typed else None
+    added = []
+    if named is None or named.expanduser().absolute() != folder:
+        added.append(f"--set {quote(f'run.folder={folder}')}")
+    if typed is None or typed.request.resume != "auto":
+        added.append("--resume auto")
+    return " ".join(("to resume from it, run the same command", *(("with", *added) if added else ())))
 
 
 def first_cause(results: Sequence[RankResult]) -> RankResult | None:

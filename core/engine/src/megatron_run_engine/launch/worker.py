@@ -227,7 +227,10 @@ def train_in_folder(run: ResolvedRun, world: World, folder: RunFolder, activity:
     tells = world.rank == 0 and world.launcher != "local"  # our launcher answers for its ranks
     with stopping_on_signals(stop, tells=tells, borrowed=world.launcher == "python"):
         try:
-            return train_rank(run, world, folder, stop, activity)
+            code = train_rank(run, world, folder, stop, activity)
+            if tells and code is not ExitCode.DONE:
+                print(f"stopped by {code.stopped_by}", flush=True)  # noqa: T201  # beside what the observers print
+            return code
         finally:
             with suppress(OSError):
                 folder.flush()

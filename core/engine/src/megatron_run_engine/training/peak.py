@@ -6,8 +6,6 @@ device could have done in the same time. Recomputed operations do not count.
 
 from __future__ import annotations
 
-import time
-from functools import cache
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
@@ -43,22 +41,16 @@ TABLE: Mapping[str, tuple[float, float]] = MappingProxyType(
     }
 )
 
-_DTYPES = MappingProxyType({"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16})
-
-#: Seconds that one multiplication of the measurement may take; all of them take some four times as long.
-_AT_MOST = 0.005
-
 
 def device_peak(options: RunSection, precision: str, device: torch.device) -> DevicePeak | None:
-    """The peak of ``device`` with factors of ``precision``: ``run.peak_tflops``, else known or measured.
+    """The peak of ``device`` with factors of ``precision``: ``run.peak_tflops``, else that of the table.
 
-    None for a GPU that the table does not have. The CPU's is what the threads of this process reach together.
+    None for a device that the table does not have. No CPU is in it: what one reaches depends on its clock, its cores
+    and what else they do, so a peak measured at a run's start would differ from run to run.
     """
     if options.peak_tflops is not None:
         return DevicePeak(options.peak_tflops, "run.peak_tflops")
-    if device.type == "cpu":
-        return DevicePeak(_measured(_DTYPES[precision], torch.get_num_threads()), "measured")
-    known = known_peak(torch.cuda.get_device_name(device), precision)
+    known = known_peak(torch.cuda.get_device_name(device), precision) if device.type == "cuda" else None
     return None if known is None else DevicePeak(known, "data sheet")
 
 
@@ -68,27 +60,3 @@ def known_peak(name: str, precision: str) -> float | None:
     if not fitting or " MIG " in name:
         return None
     return TABLE[max(fitting, key=len)][1 if precision == "fp32" else 0]
-
-
-@cache
-def _measured(dtype: torch.dtype, threads: int) -> float:  # noqa: ARG001  # the cache tells by them
-    """TFLOP/s of square matrix products in ``dtype``, the best of a few sizes, with the ``threads`` that torch has.
-
-    Each size is twice the one before, as long as a product is expected to take less than ``_AT_MOST``: large enough for
-    the caches to matter, small enough that a start does not feel it. No random number is drawn.
-    """
-    size, best, expected = 128, 0.0, 0.0
-    while size <= 2048 and expected < _AT_MOST:  # more would show in the process's peak memory
-        factor = torch.ones(size, size, dtype=dtype)
-        product = torch.empty_like(factor)
-        torch.mm(factor, factor, out=product)  # the first of a size chooses its kernel
-        seconds = min(_timed(factor, product) for _ in range(3))
-        best = max(best, 2 * size**3 / seconds / 1e12)
-        expected, size = 8 * seconds, 2 * size
-    return best
-
-
-def _timed(factor: torch.Tensor, product: torch.Tensor) -> float:
-    start = time.perf_counter()
-    torch.mm(factor, factor, out=product)
-    return time.perf_counter() - start

@@ -225,8 +225,11 @@ MAKERS: Mapping[str, Maker] = dict(zip(TASKS, (perplexity, wikitext, lambada), s
 
 
 def check_files(tasks: Iterable[str]) -> None:
-    """Raise :class:`DataError` where a file of ``NAME=SOURCE`` is missing, empty or no text. Nothing is scored."""
-    for name, source in map(read_task, tasks):
+    """Raise :class:`DataError` where a file of ``NAME=SOURCE`` is missing, empty or no text. Nothing is scored.
+
+    Raises :class:`InputError` for a task that is none.
+    """
+    for name, source in list(map(_named, tasks)):
         try:
             if name != "perplexity":
                 read_text(Path(source))
@@ -237,15 +240,19 @@ def check_files(tasks: Iterable[str]) -> None:
             raise
 
 
+def _named(task: str) -> tuple[str, str]:
+    try:
+        return read_task(task)
+    except ValueError as error:
+        raise InputError(str(error)) from error
+
+
 def make_work(task: str, reader: Reader, stride: int | None = None) -> tuple[str, str, Work]:
     """Name, source and windows of ``NAME=SOURCE``; ``stride`` tokens are scored in a window, None for the task's own.
 
     Raises :class:`InputError` for an unknown task, :class:`DataError` for what cannot be read or scored.
     """
-    try:
-        name, source = read_task(task)
-    except ValueError as error:
-        raise InputError(str(error)) from error
+    name, source = _named(task)
     work = MAKERS[name](source, reader, stride)
     if not len(work):
         raise DataError(f"{source} has nothing to score", why=f"task {name} found no token after another one")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -47,23 +47,37 @@ _MUST = {
 }
 
 
+#: pydantic's kinds of error that another key may mend: one not set yet, a rule, a value wrong beside another's.
+_MENDED_ELSEWHERE = ("missing", "rule", "beside")
+
+
 def validate_section(
-    model: type[AnyModel], name: str, values: Mapping[Key, Value], findings: Findings
+    model: type[AnyModel], name: str, values: Mapping[Key, Value], findings: Findings, *, partial: bool = False
 ) -> AnyModel | None:
-    """The section ``name`` of a whole configuration's ``values``; no name: the keys above the sections."""
+    """The section ``name`` of a whole configuration's ``values``; no name: the keys above the sections.
+
+    With ``partial`` more values may come, so only what is wrong with each value by itself is found.
+    """
     prefix = (name,) if name else ()
     inside = {key[len(prefix) :]: value for key, value in values.items() if (key[0] == name if name else len(key) == 1)}
-    return validate(model, prefix, inside, findings, fix_missing="a configuration must say it")
+    why = "a configuration must say it"
+    return validate(model, prefix, inside, findings, fix_missing=why, later=_MENDED_ELSEWHERE if partial else ())
 
 
 def validate(
-    model: type[AnyModel], prefix: Key, values: Mapping[Key, Value], findings: Findings, *, fix_missing: str = ""
+    model: type[AnyModel],
+    prefix: Key,
+    values: Mapping[Key, Value],
+    findings: Findings,
+    *,
+    fix_missing: str = "",
+    later: Container[str] = (),
 ) -> AnyModel | None:
     """The model made of ``values`` (keys without ``prefix``), or None when something is wrong.
 
     Every problem enters ``findings``: unknown keys with the nearest known one, wrong types and bounds with the value's
-    origin, required keys that are not set. The kernel's sections are strict; a plugin's model says itself how strict
-    it is.
+    origin, required keys that are not set; but not pydantic's kinds of error in ``later``. The kernel's sections are
+    strict; a plugin's model says itself how strict it is.
     """
     strict = True if issubclass(model, Section) else None
     found = len(findings.problems)
@@ -76,7 +90,7 @@ def validate(
     try:
         made = model.model_validate_json(json.dumps(data), strict=strict)
     except ValidationError as error:
-        for problem in _problems(error, model, prefix, values, fix_missing):
+        for problem in _problems(error, model, prefix, values, fix_missing, later):
             findings.add(problem)
         return None
     except RunError as error:
@@ -182,12 +196,18 @@ def _put(data: dict[str, Any], key: Key, value: Any) -> None:
 
 
 def _problems(
-    error: ValidationError, model: type[BaseModel], prefix: Key, values: Mapping[Key, Value], fix_missing: str
+    error: ValidationError,
+    model: type[BaseModel],
+    prefix: Key,
+    values: Mapping[Key, Value],
+    fix_missing: str,
+    later: Container[str],
 ) -> list[InputError]:
-    """One problem per key; a union whose alternatives all failed counts once."""
+    """One problem per key, those of a kind in ``later`` left out; a union whose alternatives all failed counts once."""
     grouped: dict[Key, list[ErrorDetails]] = {}
     for detail in error.errors(include_url=False):
-        grouped.setdefault(_key_of(model, detail["loc"]), []).append(detail)
+        if detail["type"] not in later:
+            grouped.setdefault(_key_of(model, detail["loc"]), []).append(detail)
     return [_problem(prefix, key, details, values, fix_missing) for key, details in grouped.items()]
 
 

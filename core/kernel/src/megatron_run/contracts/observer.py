@@ -55,7 +55,7 @@ class Timeline:
 class DevicePeak:
     """The most dense TFLOP/s that one device can do in ``train.precision``. MFU is the fraction that a step reaches.
 
-    ``source`` says where the number comes from: ``run.peak_tflops``, ``data sheet`` or ``measured``.
+    ``source`` says where the number comes from: ``run.peak_tflops`` or ``data sheet``.
     """
 
     tflops: float

@@ -61,7 +61,7 @@ class RunSection(Section):
     peak_tflops: float | None = Field(
         None,
         gt=0,
-        description="peak TFLOP/s of one device, for mfu; unset: data sheet of the GPU, measured on a CPU",
+        description="peak TFLOP/s of one device, for mfu; unset: data sheet of the GPU; a CPU has none",
     )
     deterministic: bool | None = Field(None, description="only deterministic kernels; unset: true on the CPU")
     init_from: Path | None = Field(
@@ -163,14 +163,16 @@ class TrainSection(Section):
     @classmethod
     def _below_lr(cls, min_lr: float, info: ValidationInfo) -> float:
         if min_lr > info.data.get("lr", min_lr):
-            raise ValueError(f"it must be at most train.lr, which is {info.data['lr']:g}")
+            raise PydanticCustomError(
+                "beside", "it must be at most train.lr, which is {lr}", {"lr": f"{info.data['lr']:g}"}
+            )
         return min_lr
 
     @field_validator("weight_decay_shape")
     @classmethod
     def _has_an_end(cls, shape: Shape, info: ValidationInfo) -> Shape:
         if shape != "constant" and info.data.get("weight_decay_end", 0.0) is None:
-            raise ValueError("it needs train.weight_decay_end")
+            raise PydanticCustomError("beside", "it needs train.weight_decay_end")
         return shape
 
 

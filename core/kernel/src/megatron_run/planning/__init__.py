@@ -4,7 +4,7 @@ Imports: config, contracts, errors, pipeline, registry, safe_folder.
 """
 
 from megatron_run.planning.describe import describe
-from megatron_run.planning.resolver import load_config, resolve
+from megatron_run.planning.resolver import check_keys, load_config, resolve
 from megatron_run.planning.run import ResolvedRun, to_yaml
 
-__all__ = ["ResolvedRun", "describe", "load_config", "resolve", "to_yaml"]
+__all__ = ["ResolvedRun", "check_keys", "describe", "load_config", "resolve", "to_yaml"]

@@ -65,6 +65,14 @@ def choose_plugins(
     return chosen
 
 
+def check_names(merged: ConfigSource, catalog: Catalog, findings: Findings) -> None:
+    """Find the names in ``merged`` that no installed plugin has. Imports none."""
+    for kind, choices in merged.choices.items():
+        for choice in choices:
+            with findings.collect(), suppress(EngineMissingError):  # planning does without the engine's plugins
+                choose(catalog, kind, choice.word, str(choice.origin))
+
+
 def _given(objects: Iterable[object], findings: Findings) -> dict[str, tuple[Plugin, ...]]:
     given: dict[str, tuple[Plugin, ...]] = {}
     for candidate in objects:

@@ -1,7 +1,8 @@
 """Resolves a request, in order: sources, plugins, suggestions, options, sections, topology, compatibility, plans.
 
 One pass finds all errors and raises them as one :class:`~megatron_run.errors.Problems`; a part is skipped only when
-its inputs are wrong.
+its inputs are wrong. Before it, and before any plugin is imported, each value of the kernel's sections is checked by
+itself: a misspelt key is known without torch.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from megatron_run.config.values import plain
 from megatron_run.contracts.plugin import RUN_KINDS
 from megatron_run.contracts.schedule import Place
 from megatron_run.contracts.schema import (
+    SECTIONS,
     CheckpointSection,
     Config,
     EvalSection,
@@ -35,7 +37,14 @@ from megatron_run.contracts.schema import (
 from megatron_run.contracts.topology import Sizes
 from megatron_run.errors import Findings, RunError
 from megatron_run.pipeline.plan import Plan
-from megatron_run.planning.choosing import apply_suggestions, choose_plugins, kind_section, rule_notices, with_options
+from megatron_run.planning.choosing import (
+    apply_suggestions,
+    check_names,
+    choose_plugins,
+    kind_section,
+    rule_notices,
+    with_options,
+)
 from megatron_run.planning.decided import apply_decided
 from megatron_run.planning.plans import check_rates, layers_of, microbatch_counts, plan_run
 from megatron_run.planning.rank_grid import (
@@ -98,6 +107,14 @@ def resolve(request: Request, objects: Sequence[object] = (), *, plan_only: bool
     return _Resolver(request, tuple(objects), plan_only).run()
 
 
+def check_keys(request: Request) -> None:
+    """Raise what is wrong with the keys and names of ``request``, as far as that is known before plugins are imported.
+
+    For commands that do something expensive before they can resolve a run.
+    """
+    _Resolver(request, (), plan_only=True).read(scan())
+
+
 class _Resolver:
     """Resolves one request, collecting errors and notices."""
 
@@ -147,8 +164,7 @@ class _Resolver:
 
     def _choose(self, catalog: Catalog) -> tuple[ConfigSource, dict[str, tuple[Plugin, ...]]]:
         """All sources as one, the plugins' suggestions among them, and the plugins with their options."""
-        self._notices += catalog.notices
-        merged = read_sources(self._request, self._findings, self._notices)
+        merged = self.read(catalog)
         chosen = choose_plugins(
             merged, self._objects, catalog, self._findings, self._notices, plan_only=self._plan_only
         )
@@ -164,6 +180,25 @@ class _Resolver:
         if lacking := [str(plugin) for plugin in unloaded if str(plugin) not in files]:
             self._notices.append(f"{', '.join(lacking)} cannot be loaded without the engine: options are not checked")
         return merged, plugins
+
+    def read(self, catalog: Catalog) -> ConfigSource:
+        """All sources as one. Raises what is wrong with the kernel's own keys, and all else that is known by then.
+
+        Most plugins import torch, which takes seconds; a schedule is pure data. What plugins may yet suggest is left
+        to later checks.
+        """
+        self._notices += catalog.notices
+        merged = read_sources(self._request, self._findings, self._notices)
+        sections: Mapping[str, type[Section]] = {"": Header, **SECTIONS}
+        for name, model in sections.items():
+            validate_section(model, name, merged.values, self._findings, partial=True)
+        if not self._findings.problems:
+            return merged
+        check_names(merged, catalog, self._findings)
+        chosen = choose_plugins(merged, (), catalog, self._findings, self._notices, kinds=("schedule",))
+        with_options("schedule", chosen.get("schedule", ()), merged, catalog, self._findings, self._notices)
+        self._settle(_origins(merged))
+        return merged
 
     def _section(self, model: type[AnySection], name: str, merged: ConfigSource) -> AnySection | None:
         """A section of the kernel, or None when something in it is wrong. No name: the keys above the sections."""

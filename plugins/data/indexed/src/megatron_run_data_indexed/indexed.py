@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from megatron_run_data_indexed.cache import Arrays
     from megatron_run_data_indexed.options import IndexedOptions
     from megatron_run_data_indexed.samples import Windows
-    from megatron_run_engine.data.tokenizer import Tokenizer
+    from megatron_run_engine.data.tokenizer_base import Tokenizer
 
 #: Samples after which the choices of a weighted blend start again under ``order=permuted``, which keeps no index file:
 #: the shares are exact to one sample in as many. Up to here they are megatron-core's.

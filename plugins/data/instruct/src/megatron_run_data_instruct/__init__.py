@@ -27,7 +27,8 @@ from megatron_run_engine.data.documents import Shares, find_documents, require_w
 from megatron_run_engine.data.option_types import Paths, SplitShares, validation_notice
 from megatron_run_engine.data.packing import PACKED_FIELDS, PackedDocuments, best_fit, one_a_row
 from megatron_run_engine.data.standalone_tokenizer import json_file
-from megatron_run_engine.data.tokenizer import Tokenizer, open_tokenizer
+from megatron_run_engine.data.tokenizer import open_tokenizer
+from megatron_run_engine.data.tokenizer_base import Tokenizer
 from megatron_run_engine.data.tokenizer_folder.record import AUTO
 
 if TYPE_CHECKING:

@@ -24,7 +24,8 @@ from megatron_run_data_nlu.questions import Task, files_of, read_choices, read_q
 from megatron_run_data_nlu.recipes import published
 from megatron_run_data_nlu.rows import Choices, Reader, Spans
 from megatron_run_engine.data.standalone_tokenizer import json_file
-from megatron_run_engine.data.tokenizer import Tokenizer, open_tokenizer
+from megatron_run_engine.data.tokenizer import open_tokenizer
+from megatron_run_engine.data.tokenizer_base import Tokenizer
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -15,7 +15,7 @@ from megatron_run_engine.data.pair_layout import PairLayout
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from megatron_run_engine.data.tokenizer import Tokenizer
+    from megatron_run_engine.data.tokenizer_base import Tokenizer
 
     Tokens = NDArray[np.int64]
 

@@ -21,7 +21,7 @@ from megatron_run_engine.data.prepared_texts import DrawnSamples
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from megatron_run_engine.data.tokenizer import Tokenizer
+    from megatron_run_engine.data.tokenizer_base import Tokenizer
 
 #: A split's rest of fewer tokens is left out.
 LEAST = 8

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class TensorBoard(Observer):
-    """Writes ``tensorboard/`` in the run folder; ``tensorboard --logdir RUN`` shows it during the run."""
+    """Writes ``tensorboard/`` in the run folder; :func:`shown_by` shows it during the run."""
 
     def __init__(self) -> None:
         self._file: EventFile | None = None
@@ -105,10 +105,17 @@ def _tags(numbers: Mapping[str, float]) -> dict[str, float]:
 
 
 def shown_by(folder: Path) -> str:
-    """The command that shows the run in ``folder``, with paths as short as they are from here."""
+    """The command that shows the run in ``folder`` by its name, with paths as short as they are from here.
+
+    ``--logdir RUN`` calls every run ``tensorboard``, but no path is too odd for it: commas and colons mean something to
+    ``--logdir_spec``.
+    """
     beside = Path(sys.executable).with_name("tensorboard")  # an environment need not be active
     program = "tensorboard" if which("tensorboard") or not beside.exists() else _from_here(beside)
-    return f"{program} --logdir {quote(_from_here(folder))}"
+    path = _from_here(folder)
+    if {",", ":"} & {*path}:
+        return f"{program} --logdir {quote(path)}"
+    return f"{program} --logdir_spec {quote(f'{folder.name}:{path}')}"
 
 
 def _from_here(path: Path) -> str:

@@ -27,7 +27,8 @@ from megatron_run_engine.data.option_types import Paths, SplitShares, validation
 from megatron_run_engine.data.packing import PACKED_FIELDS, PackedDocuments, bounds_of
 from megatron_run_engine.data.standalone_tokenizer import json_file
 from megatron_run_engine.data.token_cache import open_streams
-from megatron_run_engine.data.tokenizer import Tokenizer, open_tokenizer
+from megatron_run_engine.data.tokenizer import open_tokenizer
+from megatron_run_engine.data.tokenizer_base import Tokenizer
 
 if TYPE_CHECKING:
     from pathlib import Path

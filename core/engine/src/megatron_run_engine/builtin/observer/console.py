@@ -189,12 +189,13 @@ class ConsoleObserver(Observer):
         self._stop()
 
     def on_train_end(self, reason: str) -> None:
-        """Print how the run ended, and how its loss compares with the baselines."""
+        """Print how far the run came, and its loss beside the baselines. What stopped it is said by the launcher."""
         self._stop()
         if self._last and self._start:
             steps = self._last.step - self._start.step + 1
             took = duration(self._last.time - self._start.time + self._start.step_time_s)
-            say(self._console, f"{reason}: {steps} step{'s' if steps > 1 else ''} in {took}")
+            end = "finished: " if reason == "finished" else ""
+            say(self._console, f"{end}{plural(steps, 'step')} in {took}")
             if self._last.skipped_total:
                 skipped = self._last.skipped_total
                 say(self._console, f"{plural(skipped, 'step')} {'was' if skipped == 1 else 'were'} skipped")

@@ -28,7 +28,7 @@ from megatron_run_engine.data.tokenizer_folder.record import AUTO
 from megatron_run_engine.data.user_files import read_text, unreadable
 
 if TYPE_CHECKING:
-    from megatron_run_engine.data.tokenizer import Tokenizer
+    from megatron_run_engine.data.tokenizer_base import Tokenizer
 
 #: The template of a tokenizer without one. The end-of-document token follows the last turn.
 PLAIN = (

@@ -9,7 +9,8 @@ from typing import Any
 
 from megatron_run.errors import DataError
 from megatron_run.safe_folder import parse_json
-from megatron_run_engine.data.tokenizer import Tokenizer, open_tokenizer
+from megatron_run_engine.data.tokenizer import open_tokenizer
+from megatron_run_engine.data.tokenizer_base import Tokenizer
 
 
 def about_path(prefix: str | Path) -> Path:

@@ -16,7 +16,7 @@ from megatron_run_data_indexed.preparation.inputs import blocks, find_inputs, mi
 from megatron_run_data_indexed.preparation.inspect import document, end_of, text_of
 from megatron_run_data_indexed.preparation.records import lines
 from megatron_run_engine.data.indexed_files import Reader, Writer, dtype_for, index_path
-from megatron_run_engine.data.tokenizer import Tokenizer
+from megatron_run_engine.data.tokenizer_base import Tokenizer
 from megatron_run_engine.data.user_files import json_line, packing
 
 #: Documents that are in memory at once.

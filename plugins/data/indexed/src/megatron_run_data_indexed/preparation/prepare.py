@@ -29,7 +29,8 @@ from megatron_run_data_indexed.preparation.parts import Account, read_part, writ
 from megatron_run_data_indexed.preparation.records import Reading, Record, read_records
 from megatron_run_data_indexed.preparation.workers import Workers
 from megatron_run_engine.data.indexed_files import Writer, dtype_for, index_path
-from megatron_run_engine.data.tokenizer import Tokenizer, open_tokenizer
+from megatron_run_engine.data.tokenizer import open_tokenizer
+from megatron_run_engine.data.tokenizer_base import Tokenizer
 
 #: Bytes of a block: small enough to keep all processes busy, large enough for few parts.
 SMALLEST, LARGEST, PARTS = 2**20, 2**26, 4096
