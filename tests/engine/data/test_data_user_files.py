@@ -95,7 +95,7 @@ def test_frames_without_text_are_skipped_and_what_is_no_frame_is_refused(tmp_pat
 
 
 def test_a_file_that_unpacks_without_end_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(user_files, "LARGEST_UNPACKED", 2**20)
+    monkeypatch.setattr(user_files, "LARGEST", 2**20)
     path = tmp_path / "a.zst"
     path.write_bytes(zstd(bytes(2**24)))
     with pytest.raises(DataError, match="unpacks to more than 1 MiB"):

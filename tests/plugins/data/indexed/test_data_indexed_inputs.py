@@ -31,7 +31,7 @@ def test_a_small_file_that_unpacks_to_one_endless_document_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Memory would hold all of it: a megabyte of packed zeros is a gigabyte."""
-    monkeypatch.setattr(inputs, "LARGEST_RECORD", 2**22)
+    monkeypatch.setitem(inputs.LARGEST_RECORD, "text", 2**22)
     path = tmp_path / "bomb.jsonl.gz"
     path.write_bytes(gzip.compress(b'{"text": "' + b"a" * 2**23 + b'"}\n'))
     for separator in (b"\n", None):

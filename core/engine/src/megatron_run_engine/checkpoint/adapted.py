@@ -15,6 +15,7 @@ import torch
 
 from megatron_run.contracts.optimizer import MASTER
 from megatron_run.errors import CheckpointError
+from megatron_run_engine.checkpoint.files import hash_of, reading
 from megatron_run_engine.checkpoint.manifest import MANIFEST, AdaptersRecord
 from megatron_run_engine.checkpoint.reader import Reader
 from megatron_run_engine.checkpoint.step_folder import Checkpoints, find_step
@@ -130,4 +131,5 @@ def adapters_fault(saved: AdaptersRecord | None, now: Adapters | None) -> Iterat
 
 def _digest(folder: Path) -> str:
     """The SHA-256 of a step's manifest, which holds those of its files."""
-    return hashlib.sha256((folder / MANIFEST).read_bytes()).hexdigest()
+    with reading(folder / MANIFEST) as file:
+        return hash_of(file, hashlib.sha256())

@@ -19,6 +19,7 @@ from megatron_run_engine.data.lost_text import counter_of_lost
 from megatron_run_engine.data.pair_layout import PairLayout, layout_of
 from megatron_run_engine.data.tokenizer_files import SENTENCEPIECE, find_tokenizer, no_sentencepiece, opened
 from megatron_run_engine.data.tokenizer_folder import FolderTokenizer, template_for
+from megatron_run_engine.data.tokenizer_folder.folder_files import read_tokenizer_file
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -283,8 +284,8 @@ class SentencePieceTokenizer(Tokenizer):
     unit = "token"
 
     def __init__(self, path: Path) -> None:
-        self._model = _sentencepiece(path)
-        self._path = path
+        self.content = read_tokenizer_file(path)
+        self._model = _sentencepiece(path, self.content)
         pieces = self._model.get_piece_size()
         self.end_of_document = self._model.eos_id() if self._model.eos_id() >= 0 else pieces
         self.vocab_size = max(pieces, self.end_of_document + 1)
@@ -292,7 +293,7 @@ class SentencePieceTokenizer(Tokenizer):
     @cached_property
     def identity(self) -> str:
         """Library, version, and the hash of the model's file."""
-        return _identity(self._path.read_bytes(), "sentencepiece")
+        return _identity(self.content, "sentencepiece")
 
     @property
     def vocabulary(self) -> Mapping[str, int]:
@@ -363,7 +364,7 @@ def _identity(content: bytes, library: str) -> str:
     return f"{library} {version(library)} {sha256(content).hexdigest()[:32]}"
 
 
-def _sentencepiece(path: Path) -> Any:
+def _sentencepiece(path: Path, content: bytes) -> Any:
     try:
         from sentencepiece import SentencePieceProcessor
     except ModuleNotFoundError as cause:
@@ -373,7 +374,7 @@ def _sentencepiece(path: Path) -> Any:
             fix="pip install 'megatron-run-engine[sentencepiece]'",
         ) from cause
     try:
-        return SentencePieceProcessor(model_file=str(path))
+        return SentencePieceProcessor(model_proto=content)
     except (RuntimeError, OSError) as cause:
         raise no_sentencepiece(path, cause) from cause
 
