@@ -40,7 +40,7 @@ _CORPUS, _LONGEST = 40, 1 << 16
 _DETAIL = re.compile(r"[0-9]+|'[^']*'|\"[^\"]*\"|/\S+")
 
 
-class _TooLong(BaseException):
+class TooLong(BaseException):
     """No answer came in time. Not an Exception, which a reader might take for its own."""
 
 
@@ -88,7 +88,7 @@ class Fuzzed:
             answer, fault = "taken", ""
         except RunError as error:
             answer, fault = _DETAIL.sub("", f"{error.what} {error.why}"), _unfit(error)
-        except _TooLong as error:
+        except TooLong as error:
             answer = fault = f"no answer within {PROMPT:g} s, {_place(error)}"
         except BaseException as error:
             answer = fault = f"{type(error).__name__}, {_place(error)}"
@@ -141,7 +141,7 @@ def _alarm() -> Iterator[None]:
     """Within: an answer that computes for too long is ended. Its own time counts, not that of a busy machine."""
 
     def end(number: int, frame: FrameType | None) -> None:
-        raise _TooLong
+        raise TooLong
 
     signal.signal(signal.SIGPROF, end)
     signal.setitimer(signal.ITIMER_PROF, PROMPT)

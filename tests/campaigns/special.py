@@ -11,16 +11,17 @@ import shutil
 import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import FrameType
 
 from megatron_run_engine.data.user_files import PROBE
 from tests.campaigns.figures import Figures
-from tests.campaigns.fuzz import Fuzzed, read_all
+from tests.campaigns.fuzz import Fuzzed, TooLong, read_all
 from tests.campaigns.fuzzed import READERS, WIRE, FuzzedReader
 
 #: Bytes of a hole: more than any machine's memory gives a reader here.
 HOLE = 40 << 30
 #: Seconds after which a reader waits for somebody: no machine is as slow.
-_WAITED = 30
+WAITED = 30.0
 
 
 def _hole(path: Path, whole: bytes) -> None:
@@ -56,16 +57,21 @@ _OTHERS = (
 )
 
 
+def _waits(number: int, frame: FrameType | None) -> None:
+    raise TooLong
+
+
 class Placed(Fuzzed):
     """A reader whose file is replaced by what inputs name."""
 
     def attempt(self, content: bytes) -> str:
         """Read what ``content`` names; what was wrong with the answer. A reader that waits is ended, as a fault."""
-        signal.alarm(_WAITED)
+        signal.signal(signal.SIGALRM, _waits)
+        signal.setitimer(signal.ITIMER_REAL, WAITED)
         try:
             return super().attempt(content)
         finally:
-            signal.alarm(0)
+            signal.setitimer(signal.ITIMER_REAL, 0.0)
             self._remove()
             self.path.write_bytes(self._whole)
 

@@ -116,8 +116,14 @@ def open_streams(documents: Sequence[Document], tokenizer: Tokenizer, shares: Sh
 
 
 def _target(link: Path) -> Path:
-    """The entry to which ``link`` leads, of no such name where it is damaged. Raises :class:`OSError`."""
-    return link.with_name(f"{read_file(link, _LONGEST_LINK).decode(errors='replace')}.tokens")
+    """The entry to which ``link`` leads, which is not there where it is damaged. Raises :class:`FileNotFoundError`."""
+    try:
+        name = read_file(link, _LONGEST_LINK).decode("ascii", "replace")
+    except FileNotFoundError:
+        raise
+    except OSError:
+        name = ""
+    return link.with_name(f"{name if name.isalnum() else 'damaged'}.tokens")
 
 
 def _find_or_write(path: Path, documents: Sequence[Document], making: Making) -> Streams:
