@@ -60,10 +60,10 @@ def find_base(record: AdaptersRecord, folder: Path, given: Path | None = None) -
     for place in (given, Path(record.base)):
         try:
             found = None if place is None else find_step(place.expanduser().absolute())
+            if found is not None and _digest(found[0].folder(found[1])) == record.sha256:
+                return found
         except CheckpointError:
             continue
-        if found is not None and _digest(found[0].folder(found[1])) == record.sha256:
-            return found
     raise gone
 
 
@@ -130,6 +130,6 @@ def adapters_fault(saved: AdaptersRecord | None, now: Adapters | None) -> Iterat
 
 
 def _digest(folder: Path) -> str:
-    """The SHA-256 of a step's manifest, which holds those of its files."""
+    """The SHA-256 of a step's manifest, which holds those of its files. Raises :class:`CheckpointError`."""
     with reading(folder / MANIFEST) as file:
         return hash_of(file, hashlib.sha256())
