@@ -12,13 +12,13 @@ from __future__ import annotations
 import base64
 import os
 import resource
-import select
 import socket
 import tempfile
 import time
 from collections.abc import Iterator
 from multiprocessing import get_context
 from multiprocessing.connection import Connection as Pipe
+from multiprocessing.connection import wait
 from pathlib import Path
 
 from benchmarks.support.command import run
@@ -66,8 +66,7 @@ def play(
     sidecars: list[Connection], seconds: float, stopped: float | None = None, pages: tuple[str, str] = ("", "")
 ) -> float:
     """Report for ``seconds``, spread over each interval; since ``stopped`` the last rank is. When anybody was told."""
-    start, sent, answer = time.monotonic(), 0, select.poll()  # select() knows no descriptor above 1,023
-    answer.register(sidecars[0], select.POLLIN)
+    start, sent = time.monotonic(), 0
     while (now := time.monotonic()) < start + seconds:
         due = int((now - start) / INTERVAL * len(sidecars))
         for number in range(sent, due):
@@ -77,7 +76,7 @@ def play(
             told = {"page": pages[rank == len(sidecars) - 1]} if stopped is not None and number < len(sidecars) else {}
             sidecars[rank].send(quiet=quiet, **{"stopped": 0.0, **held, **told})
         sent = due
-        if stopped is not None and answer.poll(0):
+        if stopped is not None and wait([sidecars[0].fileno()], 0.0):
             return time.monotonic()
         time.sleep(0.01)
     return 0.0

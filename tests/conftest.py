@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import signal
 import sys
 import uuid
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.census import AS_NEW, Census, renew, switches
 from tests.support.installed import read_once
 from tests.support.leftovers import end_leftovers
 
@@ -25,6 +27,10 @@ for _name in [name for name in os.environ if name.startswith("MEGATRON_RUN_")]:
 # gloo's threads spins. Inherited by every process, this makes steps of four ranks on two cores up to a fifth cheaper.
 if hasattr(os, "SCHED_BATCH"):
     os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+
+# A shell ignores it in what it starts with `&`; tests press Ctrl-C, and so do the processes that they start.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # What is imported and collected stays to the end, and looking for garbage in it takes a worker seconds.
 gc.disable()
@@ -65,21 +71,35 @@ def _installed_is_read_once() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(autouse=True)
-def _torch_is_as_new() -> Iterator[None]:
-    """A test may run a training loop in this process; the next one must not notice."""
+@pytest.fixture(scope="module", autouse=True)
+def _nothing_is_left_in_the_process(request: pytest.FixtureRequest, _installed_is_read_once: None) -> Iterator[None]:
+    """After the tests of a file this process holds nothing more than before: whoever opens closes.
+
+    Garbage is collected first, so that what only waits for that is reported here, as Python's warning of what was never
+    closed, and not in a test of another file. The rest is frozen: each object is looked at after one file.
+    """
+    before = Census.take()
     yield
+    gc.collect()
+    gc.freeze()
+    left = Census.take().left(before)
+    assert not left, f"{request.path.name} leaves behind: {left}"
+
+
+@pytest.fixture(autouse=True)
+def _torch_is_as_new(request: pytest.FixtureRequest) -> Iterator[None]:
+    """After a test torch's switches are as in a new process. One that leaves another fails, and the next is spared."""
+    yield
+    request.node.funcargs.clear()  # else the last test of a file holds what its fixtures made until the file's end
     if torch := sys.modules.get("torch"):
-        torch.set_num_threads(1)
-        if torch.are_deterministic_algorithms_enabled():  # asking first: setting it loads the compiler, a second
-            torch.use_deterministic_algorithms(False)
-        torch.utils.deterministic.fill_uninitialized_memory = True
-        torch.set_default_dtype(torch.float32)
-        torch.set_float32_matmul_precision("highest")
+        found = switches()
+        if found != AS_NEW:
+            renew(torch)
         if torch.cuda.is_initialized():
             torch.cuda.manual_seed_all(0)
         # torch.manual_seed would also keep a stack trace for CUDA, used or not: half a millisecond.
         torch.default_generator.manual_seed(0)
+        assert found == AS_NEW
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -27,7 +27,7 @@ from megatron_run_engine.runtime.gradients import main_grad
 from megatron_run_engine.runtime.world import StopRequest, World
 from megatron_run_engine.training.build import build
 from megatron_run_engine.training.observers import start_observers
-from megatron_run_engine.training.process import make_deterministic
+from megatron_run_engine.training.process import chosen_kernels
 from megatron_run_engine.training.trainer import Trainer
 from megatron_run_testing.build_contexts import logical_values, prepare, single_process_context
 
@@ -93,9 +93,8 @@ class OurTraining(Side):
 
     def step(self, batch: Batch) -> float:
         """One step, which loads its own data."""
-        make_deterministic(None, self._device)  # as a run does when it starts; the other sides run without
-        self._trainer.train(self._observers)
-        torch.use_deterministic_algorithms(False)
+        with chosen_kernels(None, self._device):  # as a run does when it starts; the other sides run without
+            self._trainer.train(self._observers)
         assert self._loss.value is not None  # every step has a loss
         return self._loss.value
 

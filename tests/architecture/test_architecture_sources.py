@@ -26,6 +26,8 @@ UNSAFE_PACKAGE = "torch.distributed.checkpoint"
 EXCEPTIONS = {
     # The format is a pickle by definition. It is read only after --trust-pickle, and written by torch.
     "plugins/format/distributed/src/megatron_run_format_distributed/__init__.py": {UNSAFE_PACKAGE},
+    # What a suite and the ranks that it starts say to each other; multiprocessing's pickles share tensors' memory.
+    "core/testing/src/megatron_run_testing/ranks.py": {"pickle"},
     # Megatron's files are pickles. Two interpreters with tables of what they may name read them, and execute nothing.
     "plugins/format/megatron/src/megatron_run_format_megatron/rank_files.py": {"pickle", "torch.load", "weights_only"},
 }

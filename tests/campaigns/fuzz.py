@@ -143,12 +143,13 @@ def _alarm() -> Iterator[None]:
     def end(number: int, frame: FrameType | None) -> None:
         raise TooLong
 
-    signal.signal(signal.SIGPROF, end)
+    before = signal.signal(signal.SIGPROF, end)
     signal.setitimer(signal.ITIMER_PROF, PROMPT)
     try:
         yield
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0.0)
+        signal.signal(signal.SIGPROF, before)
 
 
 def _unfit(error: RunError) -> str:

@@ -177,27 +177,28 @@ reads("a table of runs", PLAN, "planner/runs.csv", _table, share=0.15)
 
 def _heard(path: Path) -> object:
     """What a hub makes of the lines of a sidecar that has proved itself."""
-    hub, (near, far) = _hub(), socket.socketpair()
-    hub._states = [type(state)(None) for state in hub._states]
-    hub._verdict, hub._provisional = {}, False
+    heard, (near, far) = hub(), socket.socketpair()
+    heard._states = [type(state)(None) for state in heard._states]
+    heard._verdict, heard._provisional = {}, False
     connection = Connection(near)
-    hub._connections[connection] = 1
-    hub._selector.register(near, selectors.EVENT_READ, connection)
+    heard._connections[connection] = 1
+    heard._selector.register(near, selectors.EVENT_READ, connection)
     far.sendall(path.read_bytes()[: 1 << 16])
     far.close()
     try:
-        hub._looked = time.monotonic() - 1.0
-        hub._receive(connection)
-        hub._judge()
+        heard._looked = time.monotonic() - 1.0
+        heard._receive(connection)
+        heard._judge()
     finally:
-        if connection in hub._connections:
-            del hub._connections[connection]
-            hub._forget(connection)
-    return hub._verdict
+        if connection in heard._connections:
+            del heard._connections[connection]
+            heard._forget(connection)
+    return heard._verdict
 
 
 @cache
-def _hub() -> Hub:
+def hub() -> Hub:
+    """The hub of this process."""
     return Hub(2, 5.0, "of this run", "127.0.0.1")
 
 

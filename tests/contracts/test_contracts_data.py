@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -155,6 +156,10 @@ class Overflowing(Counting):
         return [8]
 
 
+class Elsewhere(Counting):
+    files = (Path("texts/gone.jsonl"),)
+
+
 class Ordered(Counting):
     """Has an order of its own, which ends with the epoch."""
 
@@ -206,6 +211,7 @@ def test_a_source_that_conforms_passes_every_check() -> None:
         (NegativeBaseline(), "baselines are losses", "'nonsense' is -1.0"),
         (Adrift(), "an order of its own goes on after an epoch", "of the stream differs in tokens"),
         (Ordered(), "an order of its own goes on after an epoch", "has no next epoch"),
+        (Elsewhere(), "the files of the samples can be read", "files names texts/gone.jsonl, which is no file"),
         (OneWay(), "text can be encoded and decoded", "decode of them gives None"),
         (Overflowing(), "text can be encoded and decoded", "encode gives [8]"),
     ],

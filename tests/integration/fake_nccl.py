@@ -6,6 +6,7 @@ else is as over NCCL. What a rank calls is recorded, and the calls of all ranks 
 
 from __future__ import annotations
 
+import sys
 import tempfile
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -64,7 +65,7 @@ def step_of(rank: int, world: int, run: ResolvedRun) -> Seen:
     """Build ``rank`` of ``world`` over a fake NCCL, and train one step."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    seen = Seen()
+    seen, hook = Seen(), sys.excepthook
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
     try:
         with recorded(seen, world), tempfile.TemporaryDirectory() as folder:
@@ -78,6 +79,7 @@ def step_of(rank: int, world: int, run: ResolvedRun) -> Seen:
                 assert train_rank(run, place, RunFolder(Path(folder), 1, rank), StopRequest()) is ExitCode.DONE
     finally:
         dist.destroy_process_group()
+        sys.excepthook = hook  # which the group has replaced
     return seen
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from megatron_run.errors import DataError
 from megatron_run_planner.accuracy import _COLUMNS
-from tests.campaigns import fuzz
+from tests.campaigns import fuzz, readers
 from tests.campaigns.fuzz import Fuzzed, drawn, fuzz_all
 from tests.campaigns.fuzzed import DATA, READERS, FuzzedReader
 from tests.campaigns.samples import write_samples
@@ -51,10 +52,14 @@ FOUND = [
 
 
 @pytest.fixture(scope="module")
-def samples(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def samples(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     folder = tmp_path_factory.mktemp("fuzz") / "samples"
     write_samples(folder, {Path(READERS[name].file).parts[0] for name, _ in FOUND})
-    return folder
+    yield folder
+    hub = readers.hub()  # of which a process of the campaign has one
+    hub.start()
+    hub.finish(10.0)
+    readers.hub.cache_clear()
 
 
 @pytest.mark.parametrize(("name", "content"), FOUND, ids=[f"{name}-{n}" for n, (name, _) in enumerate(FOUND)])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import queue
+import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
@@ -107,9 +109,10 @@ _ON_GPU = (
 def megatron_core(store: Path) -> Iterator[None]:
     """One rank of megatron-core on the CPU; afterwards its modules and this process are as they were."""
     writer = import_module("megatron.core.dist_checkpointing.strategies.filesystem_async")
-    state = import_module("megatron.core.parallel_state")
+    state: Any = import_module("megatron.core.parallel_state")
     modules = [import_module(f"megatron.core.{name}") for name in _ON_GPU]
     patches: list[Any] = [patch.object(module, "torch", TorchOnCpu()) for module in modules]
+    patches += [patch.dict(os.environ), patch.object(sys, "excepthook", sys.excepthook)]  # to restore them
     patches.append(patch.object(writer, "_results_queue", queue.Queue()))
     patches.append(patch.object(import_module("torch._dynamo.config"), "disable", True))  # its fused functions, unfused
     gemm = import_module("megatron.core.transformer.moe.moe_utils")
@@ -117,17 +120,20 @@ def megatron_core(store: Path) -> Iterator[None]:
     tracker = SimpleNamespace(fork=nullcontext)  # dropout, here 0, needs none
     layers = import_module("megatron.core.tensor_parallel")
     patches.append(patch.object(layers, "get_cuda_rng_tracker", lambda: tracker))
-    dist.init_process_group("gloo", store=FileStore(str(store), 1), rank=0, world_size=1)
     for each in patches:
         each.start()
+    dist.init_process_group("gloo", store=FileStore(str(store), 1), rank=0, world_size=1)
     try:
         state.initialize_model_parallel(create_gloo_process_groups=False)
         yield
     finally:
-        for each in patches:
-            each.stop()
         state.destroy_model_parallel()
+        state._INTRA_PARTIAL_DATA_PARALLEL_GROUP_WITH_CP = None  # which that forgets, and with it all its sockets
+        rotary = import_module("megatron.core.models.common.embeddings.rotary_pos_embedding")
+        rotary.RotaryEmbedding.forward.cache_clear()  # of all models
         dist.destroy_process_group()
+        for each in reversed(patches):
+            each.stop()
 
 
 def random_state(given: Mapping[str, Any]) -> dict[str, Tensor]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 
@@ -26,3 +28,14 @@ def alive(process: int) -> bool:
 def process_ids(folder: Path) -> list[int]:
     """The process ids that stand-in ranks have left in ``folder``."""
     return [int(text) for file in folder.glob("*.pid") if (text := file.read_text())]
+
+
+@contextmanager
+def on_signals(action: signal.Handlers, *numbers: signal.Signals) -> Iterator[None]:
+    """Within: what this process and those that it starts do on ``numbers``. Outside, ``nohup`` may ignore SIGHUP."""
+    before = {number: signal.signal(number, action) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -12,6 +12,8 @@ import torch.distributed as dist
 
 from megatron_run_testing import CheckFailed
 from megatron_run_testing.ranks import run_on_ranks
+from tests.support.census import Census
+from tests.support.ranks import start_server
 
 pytestmark = pytest.mark.multiproc
 
@@ -36,6 +38,10 @@ def stumbles(rank: int, world: int, how: str) -> Iterator[int]:
         time.sleep(60)
     dist.barrier()
     yield -1
+
+
+def doubles(rank: int, world: int, tensors: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    yield [2 * tensor for tensor in tensors]
 
 
 def process_of(rank: int, world: int) -> Iterator[int]:
@@ -76,3 +82,16 @@ def test_no_process_stays() -> None:
     for process in (first, second):
         with pytest.raises(ProcessLookupError):
             os.kill(process, 0)
+
+
+def test_what_ranks_are_given_and_yield_holds_no_descriptor() -> None:
+    """Tensors come by value: a suite's results live as long as its caller keeps its checks."""
+    tensors = [torch.full((3,), index, dtype=dtype) for index in range(20) for dtype in (torch.float32, torch.bfloat16)]
+    start_server()
+    before = Census.take()
+    progress = run_on_ranks(doubles, 2, tensors)
+    assert progress.failure == ""
+    assert not Census.take().left(before)
+    for ((found,),) in zip(progress.yielded, strict=True):
+        assert [each.dtype for each in found] == [each.dtype for each in tensors]
+        assert all(torch.equal(each, 2 * tensor) for each, tensor in zip(found, tensors, strict=True))

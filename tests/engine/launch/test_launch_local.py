@@ -23,9 +23,9 @@ from megatron_run.errors import ExitCode, InputError
 from megatron_run_engine.launch.rank_output import flush_output, terminal_writer
 from megatron_run_engine.launch.start import scratch_folder
 from megatron_run_engine.launch.watchdog.monitor import is_stopped
-from megatron_run_engine.training.process import rank_environment
+from megatron_run_engine.training.rank_environment import rank_environment
 from tests.engine.launch.launcher import Launcher, no_process_left
-from tests.support.processes import alive, process_ids, wait_until
+from tests.support.processes import alive, on_signals, process_ids, wait_until
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(60)]
 #: Seconds after which a rank that says nothing new hangs.
@@ -160,9 +160,10 @@ def test_a_hanging_rank_is_killed_and_named_when_others_lost_it(launcher: Launch
 def test_a_polite_signal_is_forwarded_and_has_its_code(
     launcher: Launcher, number: signal.Signals, code: ExitCode
 ) -> None:
-    sender = send_when(launcher.ready, number)
-    result = launcher("*:polite")
-    sender.join()
+    with on_signals(signal.SIG_DFL, number):
+        sender = send_when(launcher.ready, number)
+        result = launcher("*:polite")
+        sender.join()
     assert (result.code, result.message) == (code, f"stopped by {number.name}")
 
 
@@ -178,11 +179,20 @@ def test_after_a_polite_signal_ranks_get_as_long_as_their_step_takes(
 
 
 def test_a_terminal_that_hangs_up_twice_lets_the_step_finish(launcher: Launcher) -> None:
-    sender = send_when(launcher.ready, signal.SIGHUP, signal.SIGHUP)
-    result = launcher("*:polite 1.5")
-    sender.join()
+    with on_signals(signal.SIG_DFL, signal.SIGHUP):
+        sender = send_when(launcher.ready, signal.SIGHUP, signal.SIGHUP)
+        result = launcher("*:polite 1.5")
+        sender.join()
     assert result.code == ExitCode.SIGTERM
     assert [launcher.log(rank) for rank in range(2)] == ["the step is done\n"] * 2
+
+
+def test_a_launcher_under_nohup_does_not_hear_that_its_terminal_hangs_up(launcher: Launcher) -> None:
+    with on_signals(signal.SIG_IGN, signal.SIGHUP):
+        sender = send_when(launcher.ready, signal.SIGHUP, signal.SIGTERM)
+        result = launcher("*:polite")
+        sender.join()
+    assert (result.code, result.message) == (ExitCode.SIGTERM, "stopped by SIGTERM")
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -26,6 +26,8 @@ from megatron_run_engine.runtime.world import World
 from tests.support.commands import free_port
 
 T = TypeVar("T")
+#: torch's first server opens two descriptors that stay as long as the process.
+TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 
 def meet(

@@ -163,7 +163,9 @@ def test_a_start_that_was_killed_before_anything_was_trained_binds_nobody(tmp_pa
     while not (tmp_path / "run" / "run.json").exists():
         assert not killed_before(count, run)
         count += 1
-    assert open_run_folder(tiny(tmp_path / "run", **{"train.lr": 0.5})).folder.attempt == 1
+    opened = open_run_folder(tiny(tmp_path / "run", **{"train.lr": 0.5}))
+    opened.lock.release()
+    assert opened.folder.attempt == 1
 
 
 @pytest.mark.parametrize("link", ["logs", "logs/attempt-002", "logs/attempt-002/config.yaml"])

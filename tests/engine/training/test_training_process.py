@@ -16,12 +16,7 @@ from megatron_run.errors import InputError
 from megatron_run.planning import ResolvedRun, load_config
 from megatron_run_engine.runtime.world import World
 from megatron_run_engine.training.process import (
-    KEEP_FREED,
-    SPIN_BRIEFLY,
     Setting,
-    _has_glibc,
-    _quota,
-    available_cores,
     borrowed_process,
     choose_backend,
     choose_device,
@@ -29,8 +24,16 @@ from megatron_run_engine.training.process import (
     deterministic_kernels,
     explain_device,
     forks_ranks,
-    rank_environment,
+    rounded_products,
     start_device,
+)
+from megatron_run_engine.training.rank_environment import (
+    KEEP_FREED,
+    SPIN_BRIEFLY,
+    _has_glibc,
+    _quota,
+    available_cores,
+    rank_environment,
     threads_per_rank,
 )
 
@@ -92,11 +95,12 @@ def test_a_borrowed_process_gets_its_gpu_and_environment_back(started: list[tupl
 @pytest.mark.parametrize("chosen", ["highest", "high", "medium"])
 def test_products_of_fp32_values_round_as_the_run_says_and_afterwards_as_before(chosen: str) -> None:
     run = load_config("preset:tiny", sets={"train.matmul_precision": chosen})
-    torch.set_float32_matmul_precision("medium" if chosen == "highest" else "highest")
-    before = torch.get_float32_matmul_precision()
-    with borrowed_process(run, World(device="cpu")):
-        assert torch.get_float32_matmul_precision() == chosen
-    assert torch.get_float32_matmul_precision() == before
+    before = "medium" if chosen == "highest" else "highest"
+    with rounded_products(before):
+        with borrowed_process(run, World(device="cpu")):
+            assert torch.get_float32_matmul_precision() == chosen
+        assert torch.get_float32_matmul_precision() == before
+    assert torch.get_float32_matmul_precision() == "highest"
 
 
 def test_a_program_that_uses_torchs_newer_settings_keeps_them() -> None:
@@ -183,7 +187,7 @@ def test_torchs_warnings_about_peers_are_kept_back_unless_told_otherwise() -> No
 def test_freed_memory_is_kept_unless_the_allocator_was_told_otherwise(
     told: dict[str, str], kept: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("megatron_run_engine.training.process._has_glibc", lambda: True)
+    monkeypatch.setattr("megatron_run_engine.training.rank_environment._has_glibc", lambda: True)
     assert rank_environment(told, 1, 1, 1).get("GLIBC_TUNABLES") == kept
 
 

@@ -199,6 +199,37 @@ def test_as_many_data_with_other_contents_are_refused(fast: tuple[Path, Attempt]
     assert "as many samples, with other contents" in said
 
 
+def test_one_byte_of_a_text_that_changed_is_refused(tmp_path: Path) -> None:
+    """Between the samples that are compared, and where it changes none of them."""
+    texts = tmp_path / "a.txt"
+    texts.write_text("a few words, and then some more. " * 4000)
+    values = {key: value for key, value in FAST.items() if not key.startswith("data.")}
+    values |= {"data.use": "text", "data.paths": [str(texts)]}
+    attempt(tmp_path / "run", values, stop_after=2)
+    content = bytearray(texts.read_bytes())
+    content[len(content) * 3 // 5] ^= 1
+    texts.write_bytes(content)
+    assert "as many samples, with other contents" in refused(tmp_path / "run", values)
+    content[len(content) * 3 // 5] ^= 1
+    texts.write_bytes(content)
+    assert attempt(tmp_path / "run", values).first == 3
+
+
+def test_who_goes_on_with_another_rule_in_the_same_file_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rule = tmp_path / "mine.py"
+    text = "import torch\n\nclass Mine(torch.optim.SGD):\n    pass\n"
+    rule.write_text(text)
+    values = {**FAST, "optimizer.rule": f"{rule}:Mine"}
+    attempt(tmp_path / "run", values, stop_after=2)
+    attempt(only_step(tmp_path / "run", 2, tmp_path / "same"), values, stop_after=3)
+    assert "is a file that has changed" not in caplog.text
+    rule.write_text(f"{text}    factor = 9\n")
+    attempt(tmp_path / "run", values)
+    assert "optimizer.rule is a file that has changed since step 2 was saved" in caplog.text
+
+
 def test_an_optimizer_that_keeps_more_needs_permission(tmp_path: Path) -> None:
     attempt(tmp_path, {**FAST, "optimizer.rule": "sgd"}, stop_after=2)
     with pytest.raises(CheckpointError) as error:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 from functools import wraps
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import click
 
 from megatron_run.errors import InputError
+from megatron_run_cli.amounts import Bytes, Length, Parameters
 from megatron_run_cli.grammar import Command, DefaultGroup, debug_option, json_option, run_options
 from megatron_run_cli.output import print_json_line, write_file
 
@@ -25,53 +25,13 @@ if TYPE_CHECKING:
     from megatron_run_planner.workload import Recompute
 
 _FILE = click.Path(path_type=Path, dir_okay=False)
+_DEVICES = click.IntRange(1, 1_000_000)
 
 
 class Plan(DefaultGroup):
     """``megatron-run plan CONFIG`` is ``megatron-run plan search CONFIG``."""
 
     default = "search"
-
-
-class Bytes(click.ParamType[float]):
-    """An amount of memory."""
-
-    name = "80GiB"
-
-    def convert(self, value: str | float, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        """Bytes; refuses what has no unit."""
-        match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([MG]i?B)", str(value))
-        if match is None or not float(match[1]):
-            self.fail(f"{value!r} is no amount of memory: write 80GiB", param, ctx)
-        return float(match[1]) * {"MiB": 2**20, "GiB": 2**30, "MB": 10**6, "GB": 10**9}[match[2]]
-
-
-class Parameters(click.ParamType[float]):
-    """A number of parameters."""
-
-    name = "13B"
-
-    def convert(self, value: str | float, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        """The number; refuses what has no unit."""
-        match = re.fullmatch(r"(\d+(?:\.\d+)?)([MBT])", str(value))
-        if match is None or not float(match[1]):
-            self.fail(f"{value!r} is no number of parameters: write 13B, 350M or 1T", param, ctx)
-        return float(match[1]) * {"M": 1e6, "B": 1e9, "T": 1e12}[match[2]]
-
-
-class Length(click.ParamType[float]):
-    """A length of time, in seconds."""
-
-    name = "10min"
-
-    def convert(self, value: str | float, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        """Seconds, as configurations write durations."""
-        from megatron_run.contracts.quantities import Duration
-
-        try:
-            return Duration.parse(value).seconds
-        except ValueError as error:
-            self.fail(str(error), param, ctx)
 
 
 @click.group(
@@ -115,9 +75,7 @@ def task_options(command: Command) -> Command:
         click.option(
             "--device", default="a100", show_default=True, metavar="NAME|FILE", help="A shipped device, or a YAML file."
         ),
-        click.option(
-            "--gpus", type=click.IntRange(1, 1_000_000), metavar="N", help="Devices [default: those of CONFIG]."
-        ),
+        click.option("--gpus", type=_DEVICES, metavar="N", help="Devices [default: those of CONFIG]."),
         run_options,
     ):
         decorated = option(decorated)

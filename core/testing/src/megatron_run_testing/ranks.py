@@ -7,16 +7,19 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import pickle
 import sys
 import tempfile
 import threading
 import time
 import traceback
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property
 from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, Generic, Self, TypeVar
 
@@ -55,26 +58,40 @@ class Progress:
 def run_on_ranks(work: Work, world: int, *arguments: object, timeout: float = 60.0) -> Progress:
     """Run ``work`` on ``world`` ranks of one process group, and collect the items that they yield.
 
-    ``work``, its arguments and its items are sent between processes, so functions and classes must be importable. The
-    first rank that raises, dies or is not done after ``timeout`` seconds ends all ranks.
+    ``work``, its arguments and its items are sent between processes by value, so functions and classes must be
+    importable. The first rank that raises, dies or is not done after ``timeout`` seconds ends all ranks.
     """
     # The fork server has imported torch but started no threads, so forking it is safe and fast.
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOADED)
-    with tempfile.TemporaryDirectory() as folder:
-        pipes = [context.Pipe(duplex=False) for _ in range(world)]
-        job = (work, world, str(Path(folder) / "store"), timeout, sys.dont_write_bytecode, arguments)
-        ranks = [context.Process(target=_rank, args=(rank, pipes[rank][1], *job), daemon=True) for rank in range(world)]
-        try:
-            for process, (_, writer) in zip(ranks, pipes, strict=True):
+    job = world, timeout, sys.dont_write_bytecode, by_value((work, arguments))
+    with ExitStack() as cleanup:
+        store = Path(cleanup.enter_context(tempfile.TemporaryDirectory()), "store")
+        readers = []
+        for rank in range(world):
+            reader, writer = context.Pipe(duplex=False)
+            readers.append(cleanup.enter_context(reader))
+            with writer:  # only the rank's copy stays open, so that its end is seen as the end of the pipe
+                process = context.Process(target=_rank, args=(rank, writer, str(store), *job), daemon=True)
                 process.start()
-                writer.close()  # only the rank's copy stays open, so that its end is seen as the end of the pipe
-            return _collect([reader for reader, _ in pipes], timeout)
-        finally:
-            for process in ranks:
-                if process.pid is not None:
-                    process.kill()
-                    process.join()
+            cleanup.callback(end_process, process)
+        return _collect(readers, timeout)
+
+
+def by_value(message: object) -> bytes:
+    """``message`` as ``Connection.recv`` reads it, to be sent with ``send_bytes``.
+
+    ``Connection.send`` would share the memory of each tensor, which costs the reader a file descriptor for each, open
+    as long as the tensor lives.
+    """
+    return pickle.dumps(message)
+
+
+def end_process(process: BaseProcess) -> None:
+    """Kill ``process``, which was started, and release what this process holds of it."""
+    process.kill()
+    process.join()
+    process.close()
 
 
 def _collect(readers: list[Connection], timeout: float) -> Progress:
@@ -125,12 +142,11 @@ def _receive(reader: Connection) -> tuple[str, Any]:
 def _rank(
     rank: int,
     pipe: Connection,
-    work: Work,
-    world: int,
     store: str,
+    world: int,
     timeout: float,
     dont_write_bytecode: bool,  # of the parent process
-    arguments: tuple[Any, ...],
+    job: bytes,
 ) -> None:
     """One rank's process. It also ends when the process that started it ends."""
     import torch
@@ -143,8 +159,9 @@ def _rank(
         dist.init_process_group(
             "gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=timedelta(seconds=timeout)
         )
+        work, arguments = pickle.loads(job)
         for item in work(rank, world, *arguments):
-            pipe.send(("item", item))
+            pipe.send_bytes(by_value(("item", item)))
         dist.barrier()  # no rank closes its connections while another still communicates
         dist.destroy_process_group()
         pipe.send(("done", None))
@@ -152,7 +169,7 @@ def _rank(
         where = traceback.extract_tb(cause.__traceback__)[-1]
         kind = "" if isinstance(cause, CheckFailed) else f"{type(cause).__name__}: "
         pipe.send(("raised", f"{kind}{cause} ({Path(where.filename).name}, line {where.lineno})"))
-    # Wait to be killed: peers may still communicate with a rank that raised, and tensors in a pipe share its memory.
+    # Wait to be killed: peers may still communicate with a rank that raised.
     threading.Event().wait()
 
 
@@ -220,7 +237,7 @@ class Rehearsal(Generic[Job]):
     def _run(self, world: int, jobs: Sequence[Job]) -> Progress:
         try:
             return run_on_ranks(self.work, world, *self.arguments, jobs, timeout=self.timeout)
-        except (AttributeError, TypeError) as cause:  # raised by multiprocessing for a function that is not importable
+        except (AttributeError, TypeError, pickle.PicklingError) as cause:  # of a function that is not importable
             raise CheckFailed(
                 f"{self.arguments[0]!r} cannot be sent to another rank ({cause}): "
                 f"give a module's function, or {self.sendable}"

@@ -5,10 +5,10 @@ from __future__ import annotations
 import base64
 import os
 import resource
-import select
 import socket
 import threading
 from collections.abc import Iterator
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -17,7 +17,7 @@ import pytest
 
 from megatron_run.contracts.activity import Activity
 from megatron_run_engine.launch.watchdog import hub as hub_module
-from megatron_run_engine.launch.watchdog.connection import Connection, join_hub
+from megatron_run_engine.launch.watchdog.connection import Connection, family_of, join_hub
 from megatron_run_engine.launch.watchdog.hub import GRACE, Hub
 from megatron_run_engine.launch.watchdog.page import PageWriter
 from tests.support.processes import wait_until
@@ -58,7 +58,7 @@ class Site:
 
     def told(self, rank: int, seconds: float = 3.0) -> list[dict[str, Any]]:
         """What the sidecar of ``rank`` is told next; nothing within so many seconds is an empty list."""
-        if not select.select([self.sidecars[rank]], [], [], seconds)[0]:
+        if not wait([self.sidecars[rank].fileno()], seconds):
             return []
         return [dict(message) for message in self.sidecars[rank].receive()]
 
@@ -70,6 +70,24 @@ def site(tmp_path: Path) -> Iterator[Site]:
     site.hub.finish(2.0)
     for each in site.sidecars:
         each.close()
+
+
+@pytest.mark.parametrize(
+    ("listens", "comes"), [("127.0.0.1", "127.0.0.1"), ("::1", "::1"), ("", "127.0.0.1"), ("", "::1")]
+)
+def test_a_hub_is_reached_by_both_kinds_of_addresses(listens: str, comes: str) -> None:
+    try:
+        socket.create_server((comes, 0), family=family_of(comes)).close()
+    except OSError:
+        pytest.skip(f"this machine has no {comes}")
+    hub = Hub(1, LIMIT, SECRET, listens)
+    hub.start()
+    try:
+        connection = Connection(socket.create_connection((comes, hub.port)))
+        assert join_hub(connection, 0, SECRET, 10.0)
+        connection.close()
+    finally:
+        hub.finish(2.0)
 
 
 @pytest.mark.parametrize("guilty", [0, 1, 2])
@@ -144,6 +162,8 @@ def test_a_hub_that_ends_says_good_bye_so_that_nobody_takes_it_for_dead(site: Si
 
 def test_a_hub_of_more_ranks_than_select_can_count_tells_the_first_why_the_last_ended() -> None:
     size, (soft, hard) = 1100, resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard < 2 * size + 200:
+        pytest.skip(f"ulimit -Hn is {hard}: two descriptors a rank are more")
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 2 * size + 200), hard))
     hub = Hub(size, LIMIT, SECRET, "127.0.0.1")
     hub.start()
@@ -154,7 +174,7 @@ def test_a_hub_of_more_ranks_than_select_can_count_tells_the_first_why_the_last_
             assert join_hub(sidecars[-1], rank, SECRET, 30.0)
         wait_until(lambda: set(hub._connections.values()) == set(range(size)), seconds=60.0)
         sidecars[-1].send(over=4)
-        assert select.select([sidecars[0]], [], [], 30.0)[0]
+        assert wait([sidecars[0].fileno()], 30.0)
         assert next(sidecars[0].receive())["rank"] == size - 1
     finally:
         hub.finish(30.0)
@@ -165,7 +185,7 @@ def test_a_hub_of_more_ranks_than_select_can_count_tells_the_first_why_the_last_
 
 def gone(connection: Connection, seconds: float = 3.0) -> bool:
     """Whether the hub has closed the connection, after what it had said."""
-    while connection.open and select.select([connection], [], [], seconds)[0]:
+    while connection.open and wait([connection.fileno()], seconds):
         list(connection.receive())
     return not connection.open
 
@@ -227,7 +247,7 @@ def test_a_proof_that_was_overheard_is_good_for_nothing(site: Site) -> None:
 
 
 def hear(connection: Connection) -> list[dict[str, Any]]:
-    assert select.select([connection], [], [], 3.0)[0]
+    assert wait([connection.fileno()], 3.0)
     return [dict(message) for message in connection.receive()]
 
 

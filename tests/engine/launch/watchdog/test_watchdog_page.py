@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -20,10 +22,10 @@ def activity() -> Activity:
 
 
 @pytest.fixture
-def path(tmp_path: Path, activity: Activity) -> Path:
+def path(tmp_path: Path, activity: Activity) -> Iterator[Path]:
     path = tmp_path / "page-1"
-    PageWriter(path, activity)
-    return path
+    with closing(PageWriter(path, activity)):
+        yield path
 
 
 def read(path: Path) -> Page:

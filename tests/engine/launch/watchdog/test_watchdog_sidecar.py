@@ -134,8 +134,10 @@ def test_a_sidecar_that_is_always_sent_away_names_that_and_not_a_wrong_proof() -
                 while True:
                     server.accept()[0].close()
 
-        threading.Thread(target=hub, daemon=True).start()
+        thread = threading.Thread(target=hub, daemon=True)
+        thread.start()
         with pytest.raises(ConnectionError, match="has sent it away again and again") as error:
             reach_hub(server.getsockname(), 2, "known to both", 0.5)
         server.shutdown(socket.SHUT_RDWR)
+        thread.join()
     assert "is not the hub" not in str(error.value)

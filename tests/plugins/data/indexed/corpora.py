@@ -37,6 +37,8 @@ def megatron() -> Any:
             import_module(f"megatron.core.datasets.{name}")
             for name in ("blended_megatron_dataset_builder", "gpt_dataset", "helpers", "indexed_dataset", "utils")
         )
+    read = files._IndexReader.__getitem__
+    files._IndexReader.__getitem__ = getattr(read, "__wrapped__", read)  # its cache keeps the last readers' files open
     return SimpleNamespace(
         builder=builder.BlendedMegatronDatasetBuilder,
         gpt=gpt,

@@ -68,16 +68,21 @@ def test_a_run_that_fails_is_marked_as_failed(store: str, tmp_path: Path) -> Non
     assert run.info.status == "FAILED"
 
 
-def test_a_server_that_hangs_delays_only_the_end_and_is_told(tmp_path: Path) -> None:
+def test_a_server_that_hangs_delays_only_the_end_and_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     with socket.create_server(("127.0.0.1", 0)) as nobody:
         observer = MLflow(Options(uri=f"http://127.0.0.1:{nobody.getsockname()[1]}", timeout_s=0.2))
         start = monotonic()
         observer.on_train_start(example_run(tmp_path))
+        assert observer._sender is not None
+        thread = observer._sender._thread
         for step in range(100):
             observer.on_step_end(example_step(step))
         with pytest.raises(RuntimeError, match=r"within 0\.2 s"):
             observer.on_train_end("finished")
-        assert monotonic() - start < 60  # a request of MLflow's waits for two minutes, seven times
+        assert monotonic() - start < 60  # a request of MLflow's waits for two minutes
+    thread.join(60)  # the server is gone, and so are its connections
+    assert not thread.is_alive()
 
 
 def test_what_a_server_refuses_is_raised_by_a_later_event(tmp_path: Path) -> None:
@@ -93,3 +98,9 @@ def test_without_a_server_a_run_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
     with pytest.raises(RunError, match="observer=mlflow has no server; name one"):
         load_config("preset:tiny", plugins=("observer=mlflow",))
     load_config("preset:tiny", plugins=("observer=mlflow,uri=http://127.0.0.1:9",))
+
+
+def test_a_password_in_a_configuration_is_refused_and_not_repeated() -> None:
+    with pytest.raises(RunError, match=r"observer\.uri holds a password.*MLFLOW_TRACKING_PASSWORD") as error:
+        load_config("preset:tiny", plugins=("observer=mlflow,uri=https://me:secret@127.0.0.1:9",))
+    assert "secret@" not in str(error.value)

@@ -106,10 +106,19 @@ class PluginRecord(Record):
 
 
 class DataRecord(Record):
-    """The fingerprint of the training data: the number of samples, and a SHA-256 over some of them."""
+    """The fingerprint of the training data: the number of samples, a SHA-256 over some of them, and the files' XXH3.
+
+    ``files`` is None where there are none, and in older steps.
+    """
 
     samples: Count
     sha256: Sha256
+    files: Xxh3 | None = None
+
+    def fits(self, other: DataRecord) -> bool:
+        """Whether nothing says that the data of ``other`` are not these."""
+        known = self.files is None or other.files is None or self.files == other.files
+        return known and (self.samples, self.sha256) == (other.samples, other.sha256)
 
 
 class TokenizerRecord(Record):
@@ -149,6 +158,7 @@ class About(Record):
     axes. ``identity`` holds the configuration keys that decide what is learned, and ``config`` their SHA-256.
     ``tokenizer`` is None for data without a tokenizer's file, ``adapters`` for a step that holds all weights.
     ``positions`` is the longest sequence that the model reads, where samples may be shorter: see :attr:`longest`.
+    ``programs`` are the files of code that the configuration names.
     """
 
     step: Count
@@ -166,6 +176,7 @@ class About(Record):
     tokenizer: TokenizerRecord | None = None
     adapters: AdaptersRecord | None = None
     positions: Count | None = None
+    programs: Mapping[str, Sha256] = {}
 
     @property
     def longest(self) -> int | None:

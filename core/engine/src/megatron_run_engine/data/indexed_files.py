@@ -22,7 +22,7 @@ import mmap
 import os
 import struct
 from array import array
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from types import MappingProxyType
@@ -309,6 +309,12 @@ def prefix_of(path: str) -> Path:
     """The prefix of the dataset ``path``, one of ``data.paths``: itself, or that of one of its two files."""
     prefix = Path(path).expanduser()
     return prefix.with_suffix("") if prefix.suffix in (".bin", ".idx") else prefix
+
+
+def files_of(paths: Iterable[str]) -> tuple[Path, ...]:
+    """Both files of each dataset of ``paths``."""
+    prefixes = [prefix_of(path) for path in paths]
+    return tuple(file for prefix in prefixes for file in (tokens_path(prefix), index_path(prefix)))
 
 
 def open_tokens(path: str) -> Reader:

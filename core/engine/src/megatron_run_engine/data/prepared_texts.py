@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from megatron_run.contracts import Dataset, DataSource, Split
 from megatron_run.errors import DataError
 from megatron_run_engine.data.batches import sample_index
-from megatron_run_engine.data.indexed_files import Reader, open_tokens
+from megatron_run_engine.data.indexed_files import Reader, files_of, open_tokens
 from megatron_run_engine.data.option_types import AT_COMMAS, SPLITS, SplitShares, validation_notice
 from megatron_run_engine.data.standalone_tokenizer import json_file
 from megatron_run_engine.data.token_ids import require_ids
@@ -130,6 +130,11 @@ class PreparedTexts(DataSource):
         """Open ``split`` shuffled; each epoch draws anew. Raises as :meth:`dataset`."""
         drawn = self.dataset(split, sequence_length, seed)
         return Epochs(drawn, seed) if len(drawn) else drawn
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """Both files of each dataset."""
+        return files_of(self._paths)
 
     @property
     def tokenizer_file(self) -> Path | None:

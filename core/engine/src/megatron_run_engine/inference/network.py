@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from datetime import timedelta
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -28,13 +28,17 @@ from megatron_run_engine.training.build import (
     read_fields,
     with_vocabulary,
 )
+from megatron_run_engine.training.process import rounded_products
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
     from torch.nn import Parameter
 
     from megatron_run.contracts import Dataset, ParamInfo, Split
     from megatron_run.planning import ResolvedRun
     from megatron_run_engine.inference.source import Source
+    from megatron_run_engine.runtime.execute import StepInputs, StepRecord
     from megatron_run_engine.runtime.world import World
 
 
@@ -66,6 +70,17 @@ class _NoText(DataSource):
     def dataset(self, split: Split, sequence_length: int, seed: int) -> Dataset:
         """Raises :class:`DataError`: there are no samples."""
         raise DataError("the model has come without data")
+
+
+class _RoundingExecutor(Executor):
+    """Rounds products of fp32 values as ``train.matmul_precision`` says, in a program that may have chosen its own."""
+
+    precision: str
+
+    def run(self, program: Sequence[Any], inputs: StepInputs, clock: Callable[[], float] | None = None) -> StepRecord:
+        """Run ``program`` to its end."""
+        with rounded_products(self.precision):
+            return super().run(program, inputs, clock)
 
 
 def plan(source: Source, request: Request) -> ResolvedRun:
@@ -142,7 +157,8 @@ def build_network(
         model=f"plugin {run.one('model')} of {run.one('model').source}",
         activity=activity,
     )
-    executor = Executor(chunks, context.gradients, messenger, world.rank, activity)
+    executor = _RoundingExecutor(chunks, context.gradients, messenger, world.rank, activity)
+    executor.precision = run.config.train.matmul_precision
     forwards = Programs(run, topology.stage, world.backend).forward_only
     reads = read_fields(run, model, positions)
     return Network(context, model, chunks, executor, forwards, reads, run.layout[-1].stage), data

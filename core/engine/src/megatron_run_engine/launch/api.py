@@ -27,6 +27,7 @@ from megatron_run_engine.launch.failures import (
 )
 from megatron_run_engine.launch.rank_output import flush_output, terminal_environment, terminal_writer, untold
 from megatron_run_engine.launch.results import RunResult
+from megatron_run_engine.runtime.cuda_libraries import variables_kept
 from megatron_run_engine.runtime.world import World
 from megatron_run_engine.training.environments import LaunchMode, find_world
 from megatron_run_engine.training.process import (
@@ -34,8 +35,9 @@ from megatron_run_engine.training.process import (
     borrowed_process,
     check_local_devices,
     forks_ranks,
-    threads_per_rank,
+    kept_settings,
 )
+from megatron_run_engine.training.rank_environment import threads_per_rank
 
 if TYPE_CHECKING:
     from megatron_run.planning import ResolvedRun
@@ -82,10 +84,18 @@ def launch(request: Request, options: LaunchOptions, mode: LaunchMode = "auto") 
     what is found before a rank starts; a failure of a rank is in the result.
     """
     world = find_world(os.environ, mode)
+    if world is None:
+        from megatron_run.planning import resolve
+
+        return _start_local(_checked(resolve(request)), request, options)
+    with variables_kept():
+        return _launch_joined(request, world, options)
+
+
+def _launch_joined(request: Request, world: World, options: LaunchOptions) -> RunResult:
+    """Be one rank of the ``world`` that torchrun or Slurm made."""
     from megatron_run.planning import resolve
 
-    if world is None:
-        return _start_local(_checked(resolve(request)), request, options)
     if options.max_restarts:
         raise InputError(
             f"--max-restarts {options.max_restarts} in a world of {world.launcher}",
@@ -340,7 +350,7 @@ def _join(resolve_run: Callable[[], ResolvedRun], world: World, options: LaunchO
     """This process is a rank of a world that torchrun or Slurm made: run it, with its message if it is to print one."""
     from megatron_run_engine.launch.worker import RankWorker
 
-    with _kept_descriptors(1, 2):
+    with _kept_descriptors(1, 2), kept_settings():
         worker = RankWorker(
             resolve_run, world, options.tell, arguments=options.arguments, quiet=options.quiet, debug=options.debug
         )

@@ -11,10 +11,10 @@ first use, and its children import the caller's main module.
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import json
 import os
-import select
 import signal
 import socket
 import subprocess
@@ -22,6 +22,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -37,6 +38,8 @@ if TYPE_CHECKING:
 _PROGRAM = (sys.executable, "-P", "-m", "megatron_run_engine.launch.fork_server")
 #: Seconds until a server that does not answer is killed, and its ranks with it.
 _PATIENCE = 5.0
+#: ``PR_SET_PDEATHSIG`` of Linux's ``prctl``.
+_DEATH_SIGNAL = 1
 
 
 # --- The launcher's side ---
@@ -108,7 +111,7 @@ class _Server:
 
     def hear(self, patience: float) -> bool:
         """Take in what the server says within so many seconds; whether it said anything. Its end ends all its ranks."""
-        if not select.select([self._control], [], [], patience)[0]:
+        if not wait([self._control], patience):
             return False
         said = b""
         with suppress(ConnectionResetError):  # it ended before it has read what it was told
@@ -166,7 +169,8 @@ def _serve(job: Path, control: socket.socket) -> None:
     with control.makefile("rb") as file:
         starts = _decode(file.readline())
     gc.disable()  # little of what imports make becomes garbage, and looking for it takes a while
-    run = preload(Job.read(job), len(starts))
+    with _ending_with_launcher():
+        run = preload(Job.read(job), len(starts))
     gc.freeze()  # the ranks do not write to the pages of what is here by looking for garbage in it
     gc.enable()
     wakeup, bell = socket.socketpair()
@@ -181,6 +185,25 @@ def _serve(job: Path, control: socket.socket) -> None:
         processes.append(begin(job, start, (control, wakeup, bell)))
         _tell(control, "started", rank, processes[rank])
     _report(control, wakeup, processes)
+
+
+@contextmanager
+def _ending_with_launcher() -> Iterator[None]:
+    """Within: the kernel kills this process, which hears nobody while it imports, once its launcher is gone.
+
+    Later it would be left no time to kill the ranks. Linux alone has this; elsewhere the imports come to their end.
+    """
+    call = getattr(ctypes.CDLL(None), "prctl", None)
+    if call is None:
+        yield
+        return
+    call(_DEATH_SIGNAL, signal.SIGKILL)
+    if os.getppid() == 1:  # it was gone before
+        os._exit(int(ExitCode.RANK_LOST))
+    try:
+        yield
+    finally:
+        call(_DEATH_SIGNAL, 0)
 
 
 def _fork(run: ResolvedRun | None, job: Path, start: RankStart, private: Sequence[socket.socket]) -> int:
@@ -200,7 +223,7 @@ def _spawn(job: Path, start: RankStart, _private: Sequence[socket.socket]) -> in
 def _report(control: socket.socket, wakeup: socket.socket, processes: Sequence[int]) -> None:
     """Report the end of each rank, and end what is left of them when the launcher is done or gone."""
     running = dict(enumerate(processes))
-    while control not in select.select([control, wakeup], [], [])[0]:  # all that the launcher says is end-of-file
+    while control not in wait([control, wakeup]):  # all that the launcher says is end-of-file
         with suppress(BlockingIOError):
             wakeup.recv(1 << 16)
         for rank, process in tuple(running.items()):

@@ -90,20 +90,28 @@ class RankWorker:
                     speaker, message = self._rendezvous.find_cause(result.message, result.lost)
                 result = replace(result, message=message)
             self._rendezvous.leave()
-        # Last: once the lock is released another attempt may open the folder, and must find how this one ended.
-        if self._opened is not None:
-            if not self._opened.finished:
-                with suppress(OSError, CheckpointError):  # a full disk or a moved folder must not change the exit code
-                    self._opened.folder.end(result.code, result.message)
-            self._opened.lock.release()
-        self._shown.close()
-        os.close(self._terminal)
+        self._let_go(result)
         ignorant = rank > 0 and result.secondary and result.lost is None  # the rank that knows prints a better line
         if joined and (speaker != rank or ignorant):
             return replace(result, message="")
         if joined and result.message and self.folder is not None:
             print(f"megatron-run: {result.message}", flush=True)  # noqa: T201  # to the log; the caller shows it
         return result
+
+    def _let_go(self, result: RankResult) -> None:
+        """Say in the run folder how it ended, and close what is open.
+
+        Once the lock is released another attempt may open the folder, and must find how this one ended.
+        """
+        if self._opened is not None:
+            if not self._opened.finished:
+                with suppress(OSError, CheckpointError):  # a full disk or a moved folder must not change the exit code
+                    self._opened.folder.end(result.code, result.message)
+            self._opened.lock.release()
+        self._shown.close()
+        if self._sidecar is not None:
+            self._sidecar.join()
+        os.close(self._terminal)
 
     def _train(self) -> ExitCode:
         """The start of a rank, phase by phase: the ranks agree on the outcome of each, so that all fail together."""

@@ -56,16 +56,15 @@ def led_to_loaded() -> Iterator[None]:
 
 @contextmanager
 def variables_kept(*names: str) -> Iterator[None]:
-    """Variables of the environment are afterwards as they were before."""
-    before = {name: os.environ.get(name) for name in names}
+    """Variables of the environment are afterwards as they were before: ``names``, or all without any."""
+    before = dict(os.environ)
     try:
         yield
     finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+        for name in names or os.environ.keys() | before.keys():
+            os.environ.pop(name, None)
+            if name in before:
+                os.environ[name] = before[name]
 
 
 def _homes(files: Mapping[str, Path], folder: Path) -> dict[str, str]:

@@ -1,7 +1,6 @@
-"""What a rank's process gets: its device, its CPU threads, and the environment that must stand before it starts.
+"""What a rank sets in its process: its device, its CPU threads, kernels and precision, and how all is given back.
 
-torch is imported inside the functions that need it: :func:`prepare_process` must set its variables before that. The
-choice of threads and environment was measured: ``python -m benchmarks.single --only settings waiting``.
+torch is imported inside the functions that need it.
 """
 
 from __future__ import annotations
@@ -10,17 +9,18 @@ import os
 import platform
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal
 
 from megatron_run.errors import InputError
-from megatron_run_engine.data.user_cache import keep_compiled
+from megatron_run_engine.runtime.cuda_libraries import variables_kept
 from megatron_run_engine.runtime.world import World
-from megatron_run_engine.training.environments import find_world
+from megatron_run_engine.training.rank_environment import threads_per_rank
 
 if TYPE_CHECKING:
     from megatron_run.planning import ResolvedRun
@@ -28,13 +28,8 @@ if TYPE_CHECKING:
 Setting = Literal["auto", "cpu", "cuda"]
 Backend = Literal["nccl", "gloo"]
 
-#: Keep freed memory, in huge pages: page zeroing costs more than many kernels. The last is the size of free memory,
-#: 32 GiB, above which some is handed back.
-KEEP_FREED = "glibc.malloc.hugetlb=1:glibc.malloc.mmap_max=0:glibc.malloc.trim_threshold=34359738368"
-#: How often a waiting thread of GNU's OpenMP looks before it sleeps: some microseconds, where it would be milliseconds.
-SPIN_BRIEFLY = "1000"
-#: Whoever sets one of these has tuned the allocator: glibc's own settings, and another allocator in its place.
-_ALLOCATORS = ("MALLOC_", "LD_PRELOAD")
+#: A workspace of fixed size.
+_CUBLAS: Mapping[str, str] = MappingProxyType({"CUBLAS_WORKSPACE_CONFIG": ":4096:8"})
 
 
 def choose_device(setting: Setting, world: World, gpus: int, *, shared: bool = False) -> str:
@@ -146,50 +141,84 @@ def deterministic_environment(wanted: bool | None, device: str) -> dict[str, str
     Without a workspace of fixed size cuBLAS may choose another algorithm in the next run, and PyTorch refuses to go
     on; None does not ask for deterministic kernels on a GPU.
     """
-    return {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"} if wanted and device != "cpu" else {}
+    return dict(_CUBLAS) if wanted and device != "cpu" else {}
 
 
-def make_deterministic(wanted: bool | None, device: str) -> None:
-    """Select PyTorch's deterministic kernels. ``wanted=None`` selects them on the CPU, where they cost nothing."""
+@contextmanager
+def chosen_kernels(wanted: bool | None, device: str) -> Iterator[None]:
+    """Within: PyTorch's deterministic kernels, if ``wanted``. None wants them on the CPU, where they cost nothing."""
     import torch
-    from torch.utils import deterministic
+    from torch.utils import deterministic as kernels
 
+    enabled = torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    fill = kernels.fill_uninitialized_memory  # type: ignore[attr-defined]  # torch hides it behind a class
     torch.use_deterministic_algorithms(device == "cpu" if wanted is None else wanted)
     # By default deterministic mode also fills every new tensor, to expose kernels that read uninitialized memory. That
     # makes a step some 5% slower and changes no result, so it is off.
-    deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # torch hides it behind a class
+    kernels.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(enabled, warn_only=warn_only)
+        kernels.fill_uninitialized_memory = fill  # type: ignore[attr-defined]
 
 
 @contextmanager
 def deterministic_kernels(device: str) -> Iterator[None]:
     """Within: PyTorch's deterministic kernels on ``device``, as with ``run.deterministic=true``, for comparing bits."""
-    with _kept_kernels():
+    with variables_kept(*_CUBLAS):
         _set_cublas(True, device)
-        make_deterministic(True, device)
+        with chosen_kernels(True, device):
+            yield
+
+
+@contextmanager
+def rounded_products(precision: str) -> Iterator[None]:
+    """Within: products of fp32 values round as ``precision`` says, a value of ``train.matmul_precision``."""
+    with _kept_products():
+        _set_products(precision)
         yield
 
 
 @contextmanager
-def _kept_kernels() -> Iterator[None]:
-    """Restore the choice of deterministic kernels, the precision of fp32 products and cuBLAS's variable afterwards."""
-    import torch
-    from torch.utils import deterministic as kernels
+def kept_settings() -> Iterator[None]:
+    """Restore afterwards what a rank sets in its process, which may be somebody's program.
 
-    cublas = deterministic_environment(True, "cuda").keys()
-    variables = os.environ.keys() & cublas
-    deterministic = torch.are_deterministic_algorithms_enabled()
-    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
-    fill = kernels.fill_uninitialized_memory  # type: ignore[attr-defined]  # torch hides it behind a class
-    products = _precision_of_products()
+    That is: CPU threads, the precision of fp32 products, the current GPU, the CPU's default generator, cuBLAS's
+    variable and ``sys.excepthook``, which process groups replace.
+    """
+    import torch
+
+    threads, hook = torch.get_num_threads(), sys.excepthook
+    current = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+    try:
+        with variables_kept(*_CUBLAS), _kept_products(), torch.random.fork_rng([]):
+            yield
+    finally:
+        sys.excepthook = hook
+        if torch.get_num_threads() != threads:
+            torch.set_num_threads(threads)
+        if current is not None:
+            torch.cuda.set_device(current)
+
+
+@contextmanager
+def _kept_products() -> Iterator[None]:
+    """Restore the precision of fp32 products afterwards."""
+    before = _precision_of_products()
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
-        kernels.fill_uninitialized_memory = fill  # type: ignore[attr-defined]
-        if products is not None:
-            torch.set_float32_matmul_precision(products)
-        for name in cublas - variables:
-            os.environ.pop(name, None)
+        if before is not None:
+            _set_products(before)
+
+
+def _set_products(precision: str) -> None:
+    import torch
+
+    if _precision_of_products() is not None:
+        torch.set_float32_matmul_precision(precision)
 
 
 def _precision_of_products() -> str | None:
@@ -211,12 +240,14 @@ def _set_cublas(wanted: bool | None, device: str) -> None:
 def join_world(run: ResolvedRun, world: World) -> World:
     """``world`` with this process's device started and, of several ranks, in a process group, which may be there.
 
-    For programs whose ranks do not train. Raises :class:`megatron_run.errors.RunError` as :func:`assign_device` does.
+    For programs whose ranks do not train; their precision of products stays. Raises
+    :class:`megatron_run.errors.RunError` as :func:`assign_device` does.
     """
     import torch.distributed as dist
 
     placed = assign_device(run, world)
-    start_device(run, placed.device)
+    with _kept_products():
+        start_device(run, placed.device)
     if world.size > 1 and not dist.is_initialized():
         method = "env://" if world.launcher == "torchrun" else world.init_method
         dist.init_process_group(placed.backend, method, rank=world.rank, world_size=world.size)
@@ -228,8 +259,7 @@ def start_device(run: ResolvedRun, device: str) -> None:
     import torch
 
     _set_cublas(run.config.run.deterministic, device)
-    if _precision_of_products() is not None:
-        torch.set_float32_matmul_precision(run.config.train.matmul_precision)
+    _set_products(run.config.train.matmul_precision)
     if device != "cpu":
         torch.cuda.set_device(torch.device(device))
 
@@ -254,13 +284,12 @@ def set_threads(run: ResolvedRun, world: World) -> None:
 def borrowed_process(run: ResolvedRun, world: World) -> Iterator[None]:
     """Device and threads for ``run`` in a process that belongs to the caller, and is restored afterwards.
 
-    Restored are the default generators, the choice of deterministic kernels, the precision of fp32 products, threads,
-    the current GPU and cuBLAS's variable.
+    Restored are the default generators and what :func:`kept_settings` names.
     """
     import torch
 
-    threads, gpus = torch.get_num_threads(), [] if world.device == "cpu" else [torch.device(world.device)]
-    with _kept_kernels():
+    gpus = [] if world.device == "cpu" else [torch.device(world.device)]
+    with kept_settings():
         _set_cublas(run.config.run.deterministic, world.device)  # before asking for the current GPU starts CUDA
         current = torch.cuda.current_device() if gpus else None
         try:
@@ -269,8 +298,6 @@ def borrowed_process(run: ResolvedRun, world: World) -> Iterator[None]:
                 set_threads(run, world)
                 yield
         finally:
-            if torch.get_num_threads() != threads:
-                torch.set_num_threads(threads)
             if current is not None:
                 torch.cuda.set_device(current)
 
@@ -282,85 +309,3 @@ def processor_name() -> str:
         if found:
             return found[1]
     return platform.processor() or platform.machine()
-
-
-def available_cores() -> int:
-    """Cores that this process may use: its affinity, and the quota of its container."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, min(cores, _quota(Path("/sys/fs/cgroup/cpu.max")) or cores))
-
-
-def _quota(path: Path) -> int | None:
-    """Whole cores of a cgroup's ``cpu.max`` (``QUOTA PERIOD`` in microseconds), None when there is no limit."""
-    try:
-        quota, period = path.read_text(encoding="ascii").split()
-        return None if quota == "max" else max(1, int(quota) // int(period))
-    except (OSError, ValueError):
-        return None
-
-
-def threads_per_rank(setting: int | Literal["auto"], local_size: int, cores: int | None = None) -> int:
-    """The value of ``run.threads``, by default cores / local ranks and at least 1."""
-    if setting != "auto":
-        return setting
-    return max(1, (cores or available_cores()) // local_size)
-
-
-def rank_environment(base: Mapping[str, str], threads: int, local_size: int, cores: int) -> dict[str, str]:
-    """``base`` with the variables that OpenMP, MKL, gloo and glibc's allocator read when a rank starts.
-
-    When oversubscribed (ranks x threads exceed the cores), idle OpenMP threads sleep at once: spinning would take the
-    cores from threads that work. Otherwise they spin briefly, since whatever else runs here needs a core too. What the
-    user has set of all but the threads stays.
-    """
-    environment = {**base, "OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
-    _set_waiting(environment, crowded=local_size * threads > cores)
-    environment.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
-    _prepare_torch(environment)
-    tunables = environment.get("GLIBC_TUNABLES", "")
-    tuned = "glibc.malloc." in tunables or any(name.startswith(_ALLOCATORS) for name in environment)
-    if _has_glibc() and not tuned:
-        environment["GLIBC_TUNABLES"] = f"{tunables}:{KEEP_FREED}" if tunables else KEEP_FREED
-    return environment
-
-
-def _has_glibc() -> bool:
-    name = "CS_GNU_LIBC_VERSION"
-    return name in getattr(os, "confstr_names", {}) and bool(os.confstr(name))
-
-
-def prepare_process(environment: MutableMapping[str, str]) -> None:
-    """Give this process, which is about to import torch, what :func:`rank_environment` gives a local rank.
-
-    It is the rank that ``environment`` describes, or the only one. glibc's allocator and gloo are left out: the former
-    has read its variables, and the ranks of other hosts are not found by the loopback interface.
-    """
-    world = None
-    with suppress(InputError):  # who starts the rank will say what is wrong
-        world = find_world(environment)
-    local_size = world.local_size if world is not None else 1
-    threads = environment.setdefault("OMP_NUM_THREADS", str(threads_per_rank("auto", local_size)))
-    environment.setdefault("MKL_NUM_THREADS", threads)
-    crowded = threads.isdecimal() and local_size * int(threads) > available_cores()
-    _set_waiting(environment, crowded=crowded)
-    _prepare_torch(environment)
-
-
-def _set_waiting(environment: MutableMapping[str, str], *, crowded: bool) -> None:
-    """How long threads of OpenMP spin that wait; ``crowded``: more threads than cores."""
-    if crowded:
-        if environment.get("GOMP_SPINCOUNT") == SPIN_BRIEFLY:  # of the launcher's own, and stronger than a policy
-            del environment["GOMP_SPINCOUNT"]
-        environment.setdefault("OMP_WAIT_POLICY", "passive")
-    elif "OMP_WAIT_POLICY" not in environment:
-        environment.setdefault("GOMP_SPINCOUNT", SPIN_BRIEFLY)
-
-
-def _prepare_torch(environment: MutableMapping[str, str]) -> None:
-    """Silence torch's C++ warnings about peers that are late or gone, which we report ourselves.
-
-    A level that the user has set stays. What torch compiles is kept where nobody else writes, if there is such a place.
-    """
-    environment.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    with suppress(OSError):
-        keep_compiled(environment)

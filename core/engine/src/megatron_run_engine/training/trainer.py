@@ -39,7 +39,7 @@ from megatron_run_engine.training.numbers import (
 )
 from megatron_run_engine.training.observers import Beginning, Observers, start_observers
 from megatron_run_engine.training.peak import device_peak
-from megatron_run_engine.training.process import make_deterministic
+from megatron_run_engine.training.process import chosen_kernels
 from megatron_run_engine.training.same_data import check_same_data
 from megatron_run_engine.training.state.checkpointing import Checkpointing, fingerprint
 from megatron_run_engine.training.state.resuming import Resumed
@@ -63,20 +63,20 @@ def train_rank(
 
     Training starts at the first step or resumes from a checkpoint. ``activity`` records what the rank is doing.
     """
-    make_deterministic(run.config.run.deterministic, world.device)
-    assembly = build(run, world, activity)
-    trainer = Trainer(run, assembly, folder, stop)
-    install_faults(run, assembly, folder.attempt)
-    trainer.resume()
-    observers = start_observers(run, assembly, folder, trainer.beginning)
-    try:
-        code = trainer.train(observers)
-    except BaseException as error:
-        observers.on_error(error)
-        trainer.close()
-        raise
-    observers.on_train_end("finished" if code is ExitCode.DONE else f"stopped by {code.stopped_by}")
-    return code
+    with chosen_kernels(run.config.run.deterministic, world.device):
+        assembly = build(run, world, activity)
+        trainer = Trainer(run, assembly, folder, stop)
+        install_faults(run, assembly, folder.attempt)
+        trainer.resume()
+        observers = start_observers(run, assembly, folder, trainer.beginning)
+        try:
+            code = trainer.train(observers)
+        except BaseException as error:
+            observers.on_error(error)
+            trainer.close()
+            raise
+        observers.on_train_end("finished" if code is ExitCode.DONE else f"stopped by {code.stopped_by}")
+        return code
 
 
 class Trainer:

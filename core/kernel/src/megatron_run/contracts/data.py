@@ -173,6 +173,15 @@ class DataSource(ABC):
         return None
 
     @property
+    def files(self) -> tuple[Path, ...]:
+        """The files that samples are made from, in an order that matters; empty by default.
+
+        Their contents are recorded with every saved step, and a run does not go on with others. Of data without files
+        some samples alone are compared.
+        """
+        return ()
+
+    @property
     def tokenizer_file(self) -> Path | None:
         """The tokenizer's file, a JSON file of the `tokenizers` library or a SentencePiece model; None without one.
 

@@ -59,6 +59,7 @@ def data_checks(
         "a sample keeps its values when others are read": partial(_samples_keep, source, sequence_length, seed),
         "every rank finds the same samples": partial(_ranks_agree, source, create, sequence_length, seed),
         "an order of its own goes on after an epoch": partial(_order_goes_on, source, sequence_length, seed),
+        "the files of the samples can be read": lambda: _files_exist(source),
         "baselines are losses": lambda: _baselines_are_losses(source.baselines(sequence_length, seed, [0])),
         "text can be encoded and decoded": lambda: _text_returns(source),
     }
@@ -234,6 +235,14 @@ def _changed(before: Mapping[str, NDArray[np.generic]], after: Mapping[str, NDAr
     """The fields that are other bits now: NaN is the same as itself, and a mask of it is another check's to find."""
     mine, theirs = _hashes(before), _hashes(after)
     return [name for name in mine if mine[name] != theirs.get(name)]
+
+
+def _files_exist(source: DataSource) -> str:
+    """A run records what they hold."""
+    for path in source.files:
+        if not path.is_file():
+            raise CheckFailed(f"files names {path}, which is no file")
+    return "" if source.files else "it names no files: when these change, a run that goes on may not notice"
 
 
 def _baselines_are_losses(baselines: Mapping[str, float]) -> str:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import multiprocessing
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from multiprocessing.connection import Connection
 from typing import Any, TypeVar
 
 from megatron_run.registry.loaded_plugin import in_one_line
+from megatron_run_engine.runtime.cuda_libraries import variables_kept
 from megatron_run_testing import CheckFailed
+from megatron_run_testing.ranks import by_value, end_process
 
 T = TypeVar("T")
 
@@ -42,21 +44,20 @@ def run_elsewhere(
     """
     context = multiprocessing.get_context("spawn")  # a fork would have this process's seed of hash()
     reader, writer = context.Pipe(duplex=False)
-    process = context.Process(target=_work, args=(writer, sys.dont_write_bytecode, work, arguments), daemon=True)
     where = process_with(environment)
-    try:
-        _start(process, environment)
-        writer.close()  # only the process's copy stays open, so that its end is seen as the end of the pipe
+    with reader, ExitStack() as cleanup:
+        with writer:  # only the process's copy stays open, so that its end is seen as the end of the pipe
+            process = context.Process(
+                target=_work, args=(writer, sys.dont_write_bytecode, work, arguments), daemon=True
+            )
+            _start(process, environment)
+        cleanup.callback(end_process, process)
         if not reader.poll(timeout):
             raise CheckFailed(f"{where} it takes longer than {timeout:g} s")
-        failure, result = reader.recv()
-    except EOFError:
-        raise CheckFailed(f"{where} it ends the process, or cannot be imported") from None
-    finally:
-        reader.close()
-        if process.pid is not None:
-            process.kill()
-            process.join()
+        try:
+            failure, result = reader.recv()
+        except EOFError:
+            raise CheckFailed(f"{where} it ends the process, or cannot be imported") from None
     if failure:
         raise CheckFailed(f"{where}: {failure}")
     found: T = result
@@ -65,7 +66,8 @@ def run_elsewhere(
 
 def _start(process: multiprocessing.process.BaseProcess, environment: Mapping[str, str]) -> None:
     """Start ``process`` with ``environment``, which it inherits. Raises :class:`NotSendableError`."""
-    with _variables(environment):
+    with variables_kept(*environment):
+        os.environ.update(environment)
         try:
             process.start()
         except OSError:
@@ -80,18 +82,4 @@ def _work(writer: Connection, dont_write_bytecode: bool, work: Callable[..., Any
         answer = "", work(*arguments)
     except Exception as cause:
         answer = in_one_line(cause), None
-    writer.send(answer)
-
-
-@contextmanager
-def _variables(environment: Mapping[str, str]) -> Iterator[None]:
-    """Set variables of this process for a moment."""
-    before = {name: os.environ.get(name) for name in environment}
-    os.environ.update(environment)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            os.environ.pop(name, None)
-            if value is not None:
-                os.environ[name] = value
+    writer.send_bytes(by_value(answer))

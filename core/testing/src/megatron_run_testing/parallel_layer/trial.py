@@ -127,10 +127,7 @@ class LayerTrial:
         return outcome
 
     def run(self, rank: Rank) -> Any:
-        """The results on this rank, or the reason why there is nothing to try.
-
-        They are arrays: tensors would share memory with a process that is about to end.
-        """
+        """The results on this rank, or the reason why there is nothing to try."""
         context = rank.context()
         layers = rank.create(context)
         layer = self._made(layers)

@@ -29,7 +29,7 @@ from megatron_run_data_indexed.samples import (
     Shuffled,
     blend_of,
 )
-from megatron_run_engine.data.indexed_files import Reader, open_tokens, prefix_of
+from megatron_run_engine.data.indexed_files import Reader, files_of, open_tokens, prefix_of
 from megatron_run_engine.data.option_types import SPLITS
 from megatron_run_engine.data.packing import PACKED_FIELDS, PackedDocuments, same_shape
 from megatron_run_engine.data.token_ids import require_ids
@@ -277,6 +277,11 @@ class Indexed(DataSource):
     @property
     def _folder(self) -> Path | None:
         return None if self._options.cache is None else Path(self._options.cache).expanduser()
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """Both files of each dataset."""
+        return files_of(self._options.paths)
 
     @property
     def tokenizer_file(self) -> Path | None:

@@ -191,6 +191,11 @@ class Instruct(DataSource):
         )
 
     @property
+    def files(self) -> tuple[Path, ...]:
+        """The conversations."""
+        return tuple(document.path for document in find_documents(self._options.paths))
+
+    @property
     def tokenizer_file(self) -> Path | None:
         """The file of ``data.tokenizer`` that is kept beside the weights, None for bytes."""
         return json_file(self._options.tokenizer)

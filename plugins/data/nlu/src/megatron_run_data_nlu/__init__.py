@@ -118,6 +118,11 @@ class Nlu(DataSource):
         return Recipe(told, {**found.model, "max_positions": longest}, found.train(samples, longest))
 
     @property
+    def files(self) -> tuple[Path, ...]:
+        """The files of the training split."""
+        return tuple(files_of(self._options.task, "train", Path(str(self._options.folder)).expanduser()))
+
+    @property
     def tokenizer_file(self) -> Path | None:
         """The file of ``data.tokenizer`` that is kept beside the weights."""
         return json_file(self._options.tokenizer)

@@ -75,20 +75,26 @@ class WeightsAndBiases(Observer):
         )
         SafeFolder(run.folder).make("wandb")  # where it writes; raises OSError for a link that lies there
         leave, report = sys.exit, sys.excepthook
-        opened = wandb.init(
-            project=self._options.project,
-            entity=self._options.entity,
-            name=self._options.name or run.folder.name,
-            id=run.run_id,
-            resume="allow",
-            mode="online" if mode == "online" else "offline",
-            dir=run.folder,
-            config={"config": run.config, "plan": run.plan, "world_size": run.world_size, "parameters": run.parameters},
-            settings=settings,
-        )
-        # The library replaces both to learn how the process ends; it is told by finish(), and a run has its own.
-        sys.exit, sys.excepthook = leave, report
-        return opened
+        try:
+            return wandb.init(
+                project=self._options.project,
+                entity=self._options.entity,
+                name=self._options.name or run.folder.name,
+                id=run.run_id,
+                resume="allow",
+                mode="online" if mode == "online" else "offline",
+                dir=run.folder,
+                config={
+                    "config": run.config,
+                    "plan": run.plan,
+                    "world_size": run.world_size,
+                    "parameters": run.parameters,
+                },
+                settings=settings,
+            )
+        finally:
+            # The library replaces both to learn how the process ends; finish() tells it, and a run has its own.
+            sys.exit, sys.excepthook = leave, report
 
     def on_step_end(self, metrics: StepMetrics) -> None:
         """Log every finite number of the step."""

@@ -169,6 +169,11 @@ class Text(DataSource):
         return {f"{self._tokenizer.unit} bigram": model.loss(*validation.pairs(samples))}
 
     @property
+    def files(self) -> tuple[Path, ...]:
+        """The texts."""
+        return tuple(document.path for document in self._texts)
+
+    @property
     def tokenizer_file(self) -> Path | None:
         """The file of ``data.tokenizer`` that is kept beside the weights, None for bytes."""
         return json_file(self._options.tokenizer)

@@ -154,6 +154,11 @@ class PageWriter:
             self._changes, self._process, step, self._done, self._ahead, peer, slot, number, self._phase, self._text,
         )  # fmt: skip
 
+    def close(self) -> None:
+        """Write no more; what was written stays in the file."""
+        self._activity.recorder = None
+        self._page.close()
+
     def _enter(self, collective: Collective) -> int:
         """Write a collective to its scope's slot, unless a later one has begun; the slot, -1 when none is left."""
         operation, scope, number, values = collective

@@ -21,11 +21,12 @@ from megatron_run_engine.run_folder import RunFolder
 from megatron_run_engine.runtime.world import StopRequest, World
 from megatron_run_engine.training.build import build
 from megatron_run_engine.training.observers import Observers
-from megatron_run_engine.training.process import make_deterministic, set_threads
+from megatron_run_engine.training.process import chosen_kernels, set_threads
 from megatron_run_engine.training.trainer import Trainer
 
 if TYPE_CHECKING:
     from megatron_run.pipeline.lower import Instruction
+    from megatron_run.planning import ResolvedRun
     from megatron_run_engine.runtime.execute import Executor, StepInputs, StepRecord
 
 #: (action, when it began, when it ended)
@@ -81,9 +82,12 @@ def time_run(request: Request, world: World, folder: Path, steps: int, *, by_pro
     """
     run = resolve(replace(request, nproc=world.size))
     set_threads(run, world)
-    make_deterministic(run.config.run.deterministic, world.device)
+    with chosen_kernels(run.config.run.deterministic, world.device):
+        return _time_run(run, world, folder, steps, time.process_time if by_processor else time.perf_counter)
+
+
+def _time_run(run: ResolvedRun, world: World, folder: Path, steps: int, clock: Callable[[], float]) -> RunTimes:
     assembly = build(run, world)
-    clock = time.process_time if by_processor else time.perf_counter
     timed = _TimedExecutor(assembly.executor, steps, clock)
     trainer = Trainer(
         run, replace(assembly, executor=cast("Executor", timed)), RunFolder(folder, 1, world.rank), StopRequest()

@@ -22,16 +22,19 @@ from megatron_run_engine.checkpoint.collectives import WorldRanks
 from megatron_run_engine.checkpoint.manifest import About, AdaptersRecord, DataRecord
 from megatron_run_engine.checkpoint.saving import Retention, Saver
 from megatron_run_engine.checkpoint.step_folder import Checkpoints
+from megatron_run_engine.data.file_hashes import hash_of
 from megatron_run_engine.run_folder.changes import digest, identity
 from megatron_run_engine.runtime.comm import create_aside, patience
 from megatron_run_engine.runtime.parameter_init import frozen, shapes_of, trained
 from megatron_run_engine.training.numbers import Progress
 from megatron_run_engine.training.state.init_from import branch, start_from
 from megatron_run_engine.training.state.keeping import Keeping
+from megatron_run_engine.training.state.programs import programs
 from megatron_run_engine.training.state.resuming import Resumed, choose_on_rank0, files_at_once, plugin_records, resume
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from pathlib import Path
 
     from megatron_run.contracts import Dataset
     from megatron_run.planning import ResolvedRun
@@ -50,7 +53,7 @@ class Checkpointing:
 
     def __init__(self, run: ResolvedRun, assembly: Assembly, folder: RunFolder, dataset: Dataset) -> None:
         self._run, self._assembly, self._folder = run, assembly, folder
-        self.data = fingerprint(dataset)
+        self.data = fingerprint(dataset, assembly.data.files)
         self._keeping = Keeping(run, folder, assembly.data)
         context, topology = assembly.context, assembly.context.topology
         self._ranks = WorldRanks(context.groups, topology.rank, topology.sizes.world, context.device)
@@ -231,11 +234,15 @@ class Checkpointing:
             tokenizer=self._keeping.record,
             adapters=self._adapters,
             positions=self._keeping.positions,
+            programs=programs(run),
         )
 
 
-def fingerprint(dataset: Dataset) -> DataRecord:
-    """Return the fingerprint of ``dataset``: its number of samples, and a hash over some, first and last included."""
+def fingerprint(dataset: Dataset, files: Sequence[Path] = ()) -> DataRecord:
+    """Return the fingerprint of ``dataset``, which is made from ``files``.
+
+    It has the number of samples, a hash over some, first and last included, and one over the files' contents.
+    """
     count, total = len(dataset), hashlib.sha256()
     for index in sorted(
         {(count - 1) * place // (_FINGERPRINT_SAMPLES - 1) for place in range(_FINGERPRINT_SAMPLES)} if count else ()
@@ -243,4 +250,4 @@ def fingerprint(dataset: Dataset) -> DataRecord:
         for name, values in sorted(dataset[index].items()):
             total.update(json.dumps([index, name, str(values.dtype), values.shape]).encode())
             total.update(values.tobytes())
-    return DataRecord(samples=count, sha256=total.hexdigest())
+    return DataRecord(samples=count, sha256=total.hexdigest(), files=hash_of(files))

@@ -1,0 +1,137 @@
+"""What a process has one of is set where it is given back, or in a process that is the setter's own.
+
+That is: the environment, signal handlers, warnings filters, torch's switches, what lies in ``sys``. A file that sets
+one stands below, with what it sets. And nobody asks ``select``, which knows no descriptor above 1,023.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+
+import pytest
+
+from tests.architecture.test_architecture_sources import SCRIPTS, SOURCES, TESTS
+from tests.support.checkout import ROOT
+
+ENGINE, SUITES = "core/engine/src/megatron_run_engine", "core/testing/src/megatron_run_testing"
+#: Files of the product that set something of the process, and what.
+ALLOWED: dict[str, set[str]] = {
+    # What they set is as before when their block ends.
+    f"{ENGINE}/training/process.py": {"environment", "torch", "sys"},
+    f"{ENGINE}/launch/rank_output.py": {"environment"},
+    f"{ENGINE}/launch/signals.py": {"signal"},
+    f"{ENGINE}/runtime/cuda_libraries.py": {"environment"},
+    f"{ENGINE}/runtime/transformer_engine.py": {"environment"},
+    f"{SUITES}/conformance/__init__.py": {"sys"},
+    "plugins/observer/wandb/src/megatron_run_observer_wandb/__init__.py": {"sys"},
+    # The process is theirs, from its first line to its end.
+    f"{ENGINE}/launch/fork_server.py": {"environment", "signal", "sys"},
+    f"{ENGINE}/launch/rank.py": {"signal"},
+    f"{ENGINE}/launch/watchdog/sidecar.py": {"signal"},
+    f"{ENGINE}/training/calibration/on_ranks.py": {"environment", "torch"},
+    f"{SUITES}/data/elsewhere.py": {"environment", "sys"},
+    f"{SUITES}/ranks.py": {"sys", "torch"},
+    "cli/src/megatron_run_cli/__main__.py": {"sys"},
+    "cli/src/megatron_run_cli/termination.py": {"signal"},
+    "cli/src/megatron_run_cli/commands/plugins.py": {"environment"},
+    "plugins/data/indexed/src/megatron_run_data_indexed/preparation/workers.py": {"environment", "signal"},
+    # A module of one file is found by its name as long as it is used.
+    "core/kernel/src/megatron_run/registry/load.py": {"sys"},
+    # DeepSpeed reads it when it is imported, which nothing undoes.
+    "plugins/optimizer/deepspeed/src/megatron_run_optimizer_deepspeed/library.py": {"environment"},
+}
+#: By kind, the calls that set something of the process.
+CALLS = {
+    "environment": r"os\.environ\.(update|setdefault|pop|popitem|clear)|os\.(putenv|unsetenv)",
+    "signal": r"signal\.(signal|set_wakeup_fd|setitimer|alarm)",
+    "torch": r"torch\.(set_(?!grad_enabled|rng_state)\w+|use_deterministic_algorithms)",
+    "sys": r"sys\.set\w+",
+    "select": r"select\.\w+",
+}
+#: And what is set by assignment.
+TARGETS = {
+    "environment": r"os\.environ\[.*",
+    "torch": r"torch\.(backends|utils\.deterministic)\..*|(kernels|deterministic)\.fill_uninitialized_memory",
+    "sys": r"(sys|threading)\.\w+(\[.*)?",
+}
+FILTERS = re.compile(r"warnings\.(filterwarnings|simplefilter|resetwarnings)")
+
+
+def set_by(tree: ast.AST) -> Iterator[tuple[str, int]]:
+    """What ``tree`` sets of its process, by kind, and the line."""
+    excused = {call for block in ast.walk(tree) if catches(block) for call in ast.walk(block)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            name = ast.unparse(node.func)
+            yield from ((kind, node.lineno) for kind, calls in CALLS.items() if re.fullmatch(calls, name))
+            if FILTERS.fullmatch(name) and node not in excused:
+                yield "warnings", node.lineno
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            names = [node.module] if isinstance(node, ast.ImportFrom) else [alias.name for alias in node.names]
+            yield from (("select", node.lineno) for name in names if name == "select")
+        elif isinstance(node, ast.Assign | ast.AugAssign | ast.Delete):
+            for target in [node.target] if isinstance(node, ast.AugAssign) else node.targets:
+                for each in target.elts if isinstance(target, ast.Tuple) else [target]:
+                    text = ast.unparse(each)
+                    yield from ((kind, node.lineno) for kind, name in TARGETS.items() if re.fullmatch(name, text))
+
+
+def catches(node: ast.AST) -> bool:
+    """Whether ``node`` is a block after which the warnings filters are as before."""
+    return isinstance(node, ast.With) and "catch_warnings" in " ".join(ast.unparse(each) for each in node.items)
+
+
+def test_the_product_sets_nothing_of_its_process_for_good() -> None:
+    found = []
+    for file in SOURCES:
+        name = file.relative_to(ROOT).as_posix()
+        allowed = ALLOWED.get(name, set())
+        kinds = list(set_by(ast.parse(file.read_text(encoding="utf-8"))))
+        found += [f"{name}:{line}: {kind}" for kind, line in kinds if kind not in allowed]
+        found += [f"{name} sets nothing of {kind}" for kind in allowed - {kind for kind, _ in kinds}]
+    assert not found, "set it in megatron_run_engine.training.process, which gives it back"
+
+
+def test_nobody_asks_select() -> None:
+    found = []
+    for file in (*TESTS, *SCRIPTS):
+        kinds = set_by(ast.parse(file.read_text(encoding="utf-8")))
+        found += [f"{file.relative_to(ROOT)}:{line}" for kind, line in kinds if kind == "select"]
+    assert not found, "use multiprocessing.connection.wait, or selectors"
+
+
+@pytest.mark.parametrize(
+    ("source", "kind"),
+    [
+        ("os.environ['A'] = '1'", "environment"),
+        ("del os.environ['A']", "environment"),
+        ("os.environ.setdefault('A', '1')", "environment"),
+        ("signal.signal(signal.SIGINT, stop)", "signal"),
+        ("warnings.filterwarnings('ignore')", "warnings"),
+        ("def f():\n    warnings.simplefilter('error')", "warnings"),
+        ("torch.set_num_threads(1)", "torch"),
+        ("torch.set_default_dtype(x)", "torch"),
+        ("torch.backends.cudnn.benchmark = True", "torch"),
+        ("sys.exit, sys.excepthook = leave, report", "sys"),
+        ("sys.path[:0] = [folder]", "sys"),
+        ("import select", "select"),
+        ("from select import poll", "select"),
+    ],
+)
+def test_what_is_set_is_found(source: str, kind: str) -> None:
+    assert kind in {found for found, _ in set_by(ast.parse(source))}
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "with warnings.catch_warnings():\n    warnings.simplefilter('ignore')",
+        "with torch.set_grad_enabled(graph):\n    run()",
+        "value = os.environ['A']",
+        "found = os.environ.get('A')",
+    ],
+)
+def test_what_is_given_back_or_only_read_is_not(source: str) -> None:
+    assert not [*set_by(ast.parse(source))]
