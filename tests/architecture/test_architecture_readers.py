@@ -1,4 +1,7 @@
-"""Who reads the files of users: one module, so that every command takes their marks, lines and ends alike."""
+"""Who opens files: what others may have made is opened in one place, which neither waits nor reads without an end.
+
+Users' texts are read by one module, so that every command takes their marks, lines and ends alike.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +13,25 @@ import pytest
 from tests.architecture.test_architecture_sources import SOURCES
 from tests.support.checkout import ROOT
 
-#: The reader of users' texts, JSON lines and compressed files.
-READER = "core/engine/src/megatron_run_engine/data/user_files.py"
+#: The readers: of a file, of the files of a folder, of those of a step; of users' texts and compressed files.
+READERS = (
+    "core/kernel/src/megatron_run/foreign_file.py",
+    "core/kernel/src/megatron_run/safe_folder.py",
+    "core/engine/src/megatron_run_engine/checkpoint/files.py",
+    "core/engine/src/megatron_run_engine/data/user_files.py",
+)
 #: Libraries that unpack.
 COMPRESSION = {"gzip", "bz2", "lzma", "zstandard"}
+#: Calls that open a file by its path, wait for the other end of a FIFO there, and map or read a hole of any length.
+BY_PATH = {
+    *("os.open", "io.open", "np.load", "np.memmap", "np.fromfile", "np.loadtxt", "np.genfromtxt", "mmap.mmap"),
+    *("json.load", "yaml.load", "tomllib.load", "pickle.load", "torch.load", "torch.from_file", "safe_open"),
+    *("load_file", "ParquetFile", "parquet.read_table", "read_metadata", "Tokenizer.from_file", "BPE.from_file"),
+    *("WordPiece.from_file", "from_pretrained", "ZipFile", "tarfile.open", "sqlite3.connect", "shutil.copyfile"),
+    *("shutil.copy", "shutil.copy2", "shutil.copytree"),
+}
+#: Arguments by which libraries open a file.
+BY_ARGUMENT = {"model_file", "tokenizer_file", "vocab_file"}
 #: Methods that read a file at once, or cut a text where no other program does.
 METHODS = {"read_text", "read_bytes", "splitlines"}
 _ENGINE, _KERNEL, _INDEXED = (
@@ -26,18 +44,15 @@ ALLOWED = {
     "what this program has written": (
         "cli/src/megatron_run_cli/commands/evaluate.py",
         "cli/src/megatron_run_cli/commands/generate.py",
-        f"{_ENGINE}/checkpoint/adapted.py",
-        f"{_ENGINE}/data/token_cache.py",
         f"{_ENGINE}/data/user_cache.py",
         f"{_ENGINE}/launch/api.py",
         f"{_ENGINE}/launch/rank.py",
         f"{_ENGINE}/launch/results.py",
+        f"{_ENGINE}/launch/start.py",
         f"{_ENGINE}/launch/watchdog/page.py",
         f"{_ENGINE}/launch/watchdog/sidecar.py",
         f"{_ENGINE}/training/calibration/on_ranks.py",
         f"{_KERNEL}/publishing.py",
-        f"{_INDEXED}/about.py",
-        f"{_INDEXED}/parts.py",
         "plugins/observer/profiler/src/megatron_run_observer_profiler/window.py",
     ),
     "sources, and what comes with the program": (
@@ -71,27 +86,22 @@ ALLOWED = {
         "plugins/graph-capture/partial/src/megatron_run_graph_capture_partial/__init__.py",
         "plugins/observer/tensorboard/src/megatron_run_observer_tensorboard/__init__.py",
     ),
-    "configurations and tables, decoded as utf-8-sig, where the engine cannot be imported": (
+    "presets, which come with the program; words of YAML": (
         f"{_KERNEL}/config/sources.py",
         f"{_KERNEL}/config/yaml.py",
-        "core/planner/src/megatron_run_planner/accuracy/__init__.py",
-        "core/planner/src/megatron_run_planner/devices/__init__.py",
-        "plugins/format/megatron/src/megatron_run_format_megatron/launch_script/script.py",
     ),
-    "one JSON value, which parse_json frees of its mark": (
-        "cli/src/megatron_run_cli/reports/plan_timeline.py",
-        "plugins/format/megatron/src/megatron_run_format_megatron/launch_script/data_section.py",
-    ),
-    "where blocks end, which the reader then reads": (f"{_INDEXED}/inputs.py",),
-    "all bytes of what it hashes, and its own hashes": (f"{_ENGINE}/data/contents.py",),
-    "numbers and models, which are binary": (
+    "what a reader of this list has opened": (
         f"{_ENGINE}/data/indexed_files.py",
-        f"{_ENGINE}/data/sentencepiece_tokenizer.py",
+        f"{_ENGINE}/data/token_cache.py",
+        f"{_INDEXED}/parts.py",
     ),
-    "tokenizers, which are kept and hashed byte by byte": (
-        f"{_ENGINE}/data/standalone_tokenizer.py",
-        f"{_ENGINE}/data/tokenizer_folder/__init__.py",
-        f"{_ENGINE}/data/tokenizer_folder/folder_files.py",
+    "what a reader of this list has looked at, just before a library opens it": (
+        f"{_ENGINE}/checkpoint/reader.py",
+        f"{_ENGINE}/data/token_ids.py",
+        f"{_ENGINE}/data/tokenizer_files.py",
+        f"{_ENGINE}/data/tokenizer_folder/by_transformers.py",
+        f"{_INDEXED}/parquet_file.py",
+        "plugins/data/indexed/src/megatron_run_data_indexed/cache.py",
     ),
 }
 
@@ -108,6 +118,14 @@ def readings(tree: ast.AST) -> Iterator[str]:
             name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
             if (name == "open" and _for_reading(node)) or (method and name in METHODS):
                 yield name
+            yield from _by_path(node)
+
+
+def _by_path(call: ast.Call) -> Iterator[str]:
+    """What of a library ``call`` is that opens a file by its path."""
+    called = f".{ast.unparse(call.func)}"
+    yield from (each for each in BY_PATH if called.endswith(f".{each}"))
+    yield from {str(each.arg) for each in call.keywords} & BY_ARGUMENT
 
 
 def _for_reading(call: ast.Call) -> bool:
@@ -118,13 +136,13 @@ def _for_reading(call: ast.Call) -> bool:
 
 
 def test_users_files_are_opened_in_one_place() -> None:
-    """A reader of its own forgets a mark, ends lines at U+2028 or takes a broken .zst for a whole one."""
+    """A reader of its own waits for a FIFO, reads a hole whole, forgets a mark or ends lines at U+2028."""
     reads = {
         file.relative_to(ROOT).as_posix(): found
         for file in SOURCES
         if "testing" not in file.parts and (found := sorted(set(readings(ast.parse(file.read_text("utf-8"))))))
     }
-    allowed = {READER, *(file for files in ALLOWED.values() for file in files)}
+    allowed = {*READERS, *(file for files in ALLOWED.values() for file in files)}
     assert {file: found for file, found in reads.items() if file not in allowed} == {}
     assert sorted(allowed - reads.keys()) == [], "an exception that nobody needs is none"
 
@@ -143,12 +161,26 @@ def test_users_files_are_opened_in_one_place() -> None:
         "text.splitlines()",
         "import gzip",
         "from zstandard import open",
+        "os.open(path, os.O_RDONLY)",
+        "np.memmap(path)",
+        "np.load(path, mmap_mode='r')",
+        "mmap.mmap(file.fileno(), 0)",
+        "parquet.ParquetFile(path)",
+        "json.load(file)",
+        "yaml.load(file)",
+        "tokenizers.Tokenizer.from_file(path)",
+        "models.BPE.from_file(vocab, merges)",
+        "SentencePieceProcessor(model_file=path)",
+        "torch.load(path)",
+        "shutil.copyfile(path, other)",
     ],
 )
 def test_a_reader_is_found(source: str) -> None:
     assert list(readings(ast.parse(source)))
 
 
-@pytest.mark.parametrize("source", ["path.open('wb')", "os.open(path, flags)", "folder.open(name, 0)", "read_text(it)"])
+@pytest.mark.parametrize(
+    "source", ["path.open('wb')", "folder.open(name, 0)", "read_text(it)", "read_file(path)", "Proc(model_proto=it)"]
+)
 def test_other_calls_are_none(source: str) -> None:
     assert not list(readings(ast.parse(source)))

@@ -25,6 +25,7 @@ from tests.campaigns.kills import kills
 from tests.campaigns.malformed import damaged_runs, malformed
 from tests.campaigns.numbers import numbers
 from tests.campaigns.public_tokenizers import packages
+from tests.campaigns.special import special
 from tests.campaigns.stops import stops
 from tests.campaigns.surroundings import surroundings
 
@@ -46,6 +47,7 @@ CAMPAIGNS: dict[str, Campaign] = {
     "surroundings": surroundings,
     "folders": lambda folder, seed, jobs, share: folders(folder / "folders", _some(300, share), seed),
     "numbers": lambda folder, seed, jobs, share: numbers(folder, share, seed, jobs),
+    "special": lambda folder, seed, jobs, share: special(folder, share, seed, jobs),
     "fuzz": lambda folder, seed, jobs, share: fuzz_all(folder, _some(100_000, share), seed, jobs),
 }
 #: The campaign that needs packages of other people, and a network if they are not there: only where it is asked for.

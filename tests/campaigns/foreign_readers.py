@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from megatron_run.errors import DataError
 from megatron_run_cli.commands.generate import _read_prompts
 from megatron_run_engine.data.indexed_files import Reader
 from megatron_run_engine.data.tokenizer import open_tokenizer
@@ -31,7 +32,10 @@ from tests.campaigns.samples import compressed
 def _imported(path: Path, up: int = 0) -> object:
     """What an import reads before it writes, and the first values."""
     formats = (HuggingFace(), MegatronLM(), Distributed())
-    weights = next(each for each in formats if each.recognises(path.parents[up])).read(path.parents[up])
+    found = next((each for each in formats if each.recognises(path.parents[up])), None)
+    if found is None:
+        raise DataError("no format is recognised")  # as the command says
+    weights = found.read(path.parents[up])
     gpt_options(weights)
     return [read().sum() for read in list(weights.tensors.values())[:3]]
 

@@ -40,7 +40,7 @@ _CORPUS, _LONGEST = 40, 1 << 16
 _DETAIL = re.compile(r"[0-9]+|'[^']*'|\"[^\"]*\"|/\S+")
 
 
-class _TooLong(BaseException):
+class TooLong(BaseException):
     """No answer came in time. Not an Exception, which a reader might take for its own."""
 
 
@@ -78,7 +78,7 @@ class Fuzzed:
 
     def attempt(self, content: bytes) -> str:
         """Read ``content``; what was wrong with the answer, in one line, or nothing."""
-        self.path.write_bytes(self._reader.pack(self._whole, content))
+        self._place(content)
         self.tally.tried += 1
         start = time.process_time()
         try:
@@ -88,7 +88,7 @@ class Fuzzed:
             answer, fault = "taken", ""
         except RunError as error:
             answer, fault = _DETAIL.sub("", f"{error.what} {error.why}"), _unfit(error)
-        except _TooLong as error:
+        except TooLong as error:
             answer = fault = f"no answer within {PROMPT:g} s, {_place(error)}"
         except BaseException as error:
             answer = fault = f"{type(error).__name__}, {_place(error)}"
@@ -105,8 +105,16 @@ class Fuzzed:
         for content in inputs:
             fault = self.attempt(content)
             if fault and fault not in self.tally.faults:
-                self.tally.faults[fault] = shrunk(content, partial(self._has, fault))
+                self.tally.faults[fault] = self._smallest(content, fault)
         return self.tally
+
+    def _place(self, content: bytes) -> None:
+        """Put ``content`` where it is read."""
+        self.path.write_bytes(self._reader.pack(self._whole, content))
+
+    def _smallest(self, content: bytes, fault: str) -> bytes:
+        """The least of ``content`` that has ``fault``."""
+        return shrunk(content, partial(self._has, fault))
 
     def _has(self, fault: str, content: bytes) -> bool:
         return self.attempt(content) == fault
@@ -133,7 +141,7 @@ def _alarm() -> Iterator[None]:
     """Within: an answer that computes for too long is ended. Its own time counts, not that of a busy machine."""
 
     def end(number: int, frame: FrameType | None) -> None:
-        raise _TooLong
+        raise TooLong
 
     before = signal.signal(signal.SIGPROF, end)
     signal.setitimer(signal.ITIMER_PROF, PROMPT)
@@ -171,7 +179,13 @@ def _address_space() -> int:
 
 
 def _work(
-    pipe: Connection, tasks: Sequence[tuple[str, int]], samples: Path, work: Path, seed: int, inputs: Inputs
+    pipe: Connection,
+    tasks: Sequence[tuple[str, int]],
+    samples: Path,
+    work: Path,
+    seed: int,
+    inputs: Inputs,
+    kind: type[Fuzzed],
 ) -> None:
     """A worker: says which reader it begins with, and what came of it."""
     sys.setrecursionlimit(1000)  # as a program's
@@ -179,18 +193,20 @@ def _work(
         place = work / str(number)
         place.mkdir(parents=True)
         pipe.send(place / READERS[name].file)
-        fuzzed = Fuzzed(READERS[name], samples, place)
+        fuzzed = kind(READERS[name], samples, place)
         fuzzed.limit_memory()
         pipe.send(fuzzed.run(inputs(READERS[name], fuzzed.corpus, count, seed)))
         shutil.rmtree(place)
 
 
-def _watched(tasks: Sequence[tuple[str, int]], samples: Path, work: Path, seed: int, inputs: Inputs) -> Iterator[Tally]:
+def _watched(
+    tasks: Sequence[tuple[str, int]], samples: Path, work: Path, seed: int, inputs: Inputs, kind: type[Fuzzed]
+) -> Iterator[Tally]:
     """The tallies of ``tasks``. A worker that dies or hangs has met a fault, and another one does what is left."""
     left = list(tasks)
     while left:
         reader, writer = CONTEXT.Pipe(duplex=False)
-        process = CONTEXT.Process(target=_work, args=(writer, left, samples, work / str(len(left)), seed, inputs))
+        process = CONTEXT.Process(target=_work, args=(writer, left, samples, work / str(len(left)), seed, inputs, kind))
         process.start()
         writer.close()
         file, began, ended = Path(), time.time(), ""
@@ -211,8 +227,15 @@ def _watched(tasks: Sequence[tuple[str, int]], samples: Path, work: Path, seed: 
         process.kill()
         process.join()
         if ended:
-            content = file.read_bytes() if file.is_file() else b""
-            yield Tally(left.pop(0)[0], 1, faults={ended: content})
+            yield Tally(left.pop(0)[0], 1, faults={ended: _left(file)})
+
+
+def _left(file: Path) -> bytes:
+    """How the ``file`` begins that a reader did not survive; it may be no file."""
+    if not file.is_file():
+        return b""
+    with file.open("rb") as opened:
+        return opened.read(_LONGEST)
 
 
 def _written(file: Path) -> float:
@@ -232,15 +255,21 @@ def fuzz_all(folder: Path, count: int, seed: int, jobs: int, only: Sequence[str]
 
 
 def read_all(
-    what: str, tasks: Sequence[tuple[str, int]], inputs: Inputs, folder: Path, seed: int, jobs: int
+    what: str,
+    tasks: Sequence[tuple[str, int]],
+    inputs: Inputs,
+    folder: Path,
+    seed: int,
+    jobs: int,
+    kind: type[Fuzzed] = Fuzzed,
 ) -> list[Figures]:
-    """Let each reader of ``tasks`` read so many of its ``inputs``; a row for each group of readers."""
+    """Let each reader of ``tasks``, as ``kind`` calls it, read so many of its ``inputs``; a row for each group."""
     start_server()
     write_samples(folder / "samples", {Path(READERS[name].file).parts[0] for name, _ in tasks})
     start = time.monotonic()
 
     def share(at: int) -> list[Tally]:
-        return list(_watched(tasks[at::jobs], folder / "samples", folder / f"work-{at}", seed, inputs))
+        return list(_watched(tasks[at::jobs], folder / "samples", folder / f"work-{at}", seed, inputs, kind))
 
     with ThreadPoolExecutor(jobs) as pool:
         tallies = [tally for each in pool.map(share, range(jobs)) for tally in each]

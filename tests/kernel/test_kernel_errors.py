@@ -47,6 +47,11 @@ def test_the_same_command_may_succeed_after_what_came_from_outside() -> None:
         (RuntimeError("Resource temporarily unavailable"), 2, "allow more: ulimit -u 4096"),  # torch's threads
         (OSError(errno.ENOMEM, "Cannot allocate memory"), 7, "the host ran out of memory"),
         (MemoryError(), 7, "the host ran out of memory"),
+        (
+            OSError(errno.ENAMETOOLONG, "File name too long", "a" * 300),
+            2,
+            "a name is too long for a file: a{200}[.]{3}$",
+        ),
     ],
 )
 def test_what_the_machine_refuses_is_a_line_that_says_what_to_allow(error: Exception, code: int, line: str) -> None:

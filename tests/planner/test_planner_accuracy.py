@@ -108,6 +108,7 @@ def test_no_choice_is_no_regret() -> None:
         (HEADER + "\n8,64,1,1024,16,24,1024,1,4,1,300\n", "GPUs"),
         (HEADER + "\n8,63,1,1024,16,24,1024,1,8,1,300\n", "divide"),
         (HEADER + "\n8,64,1,1024,16,24,1024,1,8,1,fast\n", ":2"),
+        (HEADER + "\n8,64,1,1024,0.5,24,1024,1,8,1,300\n", "are no run"),
     ],
 )
 def test_a_table_that_is_none_is_refused(tmp_path: Path, text: str, word: str) -> None:

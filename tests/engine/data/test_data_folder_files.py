@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import re
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
@@ -13,7 +14,9 @@ from typing import Any
 import pytest
 
 from megatron_run.errors import DataError
+from megatron_run_engine.data.standalone_tokenizer import standalone_files
 from megatron_run_engine.data.tokenizer import open_tokenizer
+from megatron_run_engine.data.tokenizer_files import train_tokenizer
 from megatron_run_engine.data.tokenizer_folder import exactly, folder_files
 from megatron_run_engine.data.tokenizer_folder.record import DECIDING, TEMPLATES, TOKENIZER, WRITTEN, FolderTokenizer
 
@@ -118,6 +121,59 @@ def test_a_file_that_is_too_large_for_a_tokenizers_is_refused_unread(tmp_path: P
         file.truncate(folder_files.LARGEST + 1)
     with pytest.raises(DataError, match=r"lm\.model is not read: it has 268435457 bytes, and at most 268435456 are"):
         folder_files.read_files(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "name", ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja", f"{TEMPLATES}/a.jinja"]
+)
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_link_out_of_the_folder_brings_nothing_along(tmp_path: Path, name: str, whole: bool) -> None:
+    """A file of the user's would be copied into a run, and published by an export."""
+    folder, secret = tmp_path / "given", tmp_path / "secret"
+    folder.mkdir()
+    train_tokenizer(["some words"], "bpe", 300, folder / "tokenizer.json")
+    write(folder, {"tokenizer_config.json": {"eos_token": "<|endoftext|>"}})
+    secret.mkdir()
+    (secret / "a.jinja").write_text("a secret")
+    (folder / TEMPLATES).mkdir()
+    assert standalone_files(folder)
+    if whole and "/" in name:
+        (folder / TEMPLATES).rmdir()
+        (folder / TEMPLATES).symlink_to(secret)
+    else:
+        (folder / name).unlink(missing_ok=True)
+        (folder / name).symlink_to(secret / "a.jinja")
+    for take in (open_tokenizer, standalone_files):
+        with pytest.raises(DataError, match=r"is not read: it is a symbolic link to .*secret/a\.jinja, outside"):
+            take(str(folder))
+
+
+def test_links_of_the_hubs_cache_into_its_blobs_are_followed(tmp_path: Path) -> None:
+    blobs, folder = tmp_path / "models--a" / "blobs", tmp_path / "models--a" / "snapshots" / "1"
+    for each in (blobs, folder / TEMPLATES):
+        each.mkdir(parents=True)
+    train_tokenizer(["some words"], "bpe", 300, blobs / "0")
+    (blobs / "1").write_text("{{ messages }}")
+    (folder / "tokenizer.json").symlink_to("../../blobs/0")
+    (folder / "chat_template.jinja").symlink_to("../../blobs/1")
+    (folder / TEMPLATES / "tool_use.jinja").symlink_to("../../../blobs/1")
+    assert any(b"{{ messages }}" in content for content in standalone_files(folder).values())
+    assert open_tokenizer(str(folder)).template(tools=True) == "{{ messages }}"
+
+
+@pytest.mark.parametrize("name", ["chat_template.jinja", "tokenizer_config.json", "config.json"])
+def test_a_pipe_and_a_hole_among_its_files_are_named(tmp_path: Path, name: str) -> None:
+    train_tokenizer(["some words"], "bpe", 300, tmp_path / "tokenizer.json")
+    write(tmp_path, {"tokenizer_config.json": {}})
+    (tmp_path / name).unlink(missing_ok=True)
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(DataError, match=f"{name}.*it is not a file|it is not a file.*{name}"):
+        open_tokenizer(str(tmp_path))
+    (tmp_path / name).unlink()
+    with (tmp_path / name).open("wb") as file:
+        file.truncate(40 << 30)
+    with pytest.raises(DataError, match=f"{name} is not read: it has 42949672960 bytes"):
+        open_tokenizer(str(tmp_path))
 
 
 def test_an_answer_is_kept_for_files_libraries_and_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -292,6 +292,20 @@ def test_old_entries_are_removed_with_their_links(corpus: Path, counted: Counted
     assert same(mapped, corpus)  # what is mapped stays readable
 
 
+@pytest.mark.parametrize("content", [b"\xff" * 32, b"a\0b", b"../../other", b"a" * 1000, b""])
+def test_a_damaged_link_is_made_again_and_pruned(corpus: Path, counted: Counted, cache: Path, content: bytes) -> None:
+    """A flipped byte of it, which is then not UTF-8, must not end every start."""
+    streams(corpus, counted)
+    (link,) = cache.glob("*.link")
+    right = link.read_bytes()
+    link.write_bytes(content)
+    assert same(streams(corpus, counted), corpus)
+    assert link.read_bytes() == right
+    link.write_bytes(content)
+    remove_old(50)
+    assert not link.exists()
+
+
 def test_opening_an_entry_makes_it_young(corpus: Path, counted: Counted) -> None:
     streams(corpus, counted)
     os.utime(entries()[0].path, (0, 0))

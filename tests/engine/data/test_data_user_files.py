@@ -5,6 +5,7 @@ from __future__ import annotations
 import codecs
 import gzip
 import json
+import os
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
@@ -95,10 +96,39 @@ def test_frames_without_text_are_skipped_and_what_is_no_frame_is_refused(tmp_pat
 
 
 def test_a_file_that_unpacks_without_end_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(user_files, "LARGEST_UNPACKED", 2**20)
+    monkeypatch.setattr(user_files, "LARGEST", 2**20)
     path = tmp_path / "a.zst"
     path.write_bytes(zstd(bytes(2**24)))
     with pytest.raises(DataError, match="unpacks to more than 1 MiB"):
+        read_bytes(path)
+
+
+def test_a_plain_file_and_its_lines_have_a_limit_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hole is as long as it likes."""
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b"12345678\n123456789\n")
+    monkeypatch.setattr(user_files, "LARGEST_LINE", 9)
+    assert next(file_lines(path)) == (1, b"12345678")
+    with pytest.raises(DataError, match=r"a\.jsonl:2 is no line: it has more than"):
+        list(file_lines(path, "data.paths"))
+    monkeypatch.setattr(user_files, "LARGEST", 18)
+    with pytest.raises(DataError, match=r"it has 19 bytes, and at most 18 are read; cut it into smaller files"):
+        read_bytes(path)
+
+
+def test_members_and_zeros_behind_them_are_one_file(tmp_path: Path) -> None:
+    path = tmp_path / "a.gz"
+    path.write_bytes(gzip.compress(b"one ") + gzip.compress(b"") + bytes(700) + gzip.compress(b"two") + bytes(40_000))
+    assert read_bytes(path) == b"one two"
+    os.truncate(path, 40 << 30)
+    with pytest.raises(DataError, match=r"a\.gz cannot be unpacked: zeros follow what is packed"):
+        read_bytes(path)
+    path.write_bytes(gzip.compress(b"one") + b"no member")
+    with pytest.raises(DataError, match=r"a\.gz is damaged"):
+        read_bytes(path)
+    whole = gzip.compress(bytes(range(256)) * 90)
+    path.write_bytes(whole[:-8] + bytes(8))
+    with pytest.raises(DataError, match=r"a\.gz is damaged"):
         read_bytes(path)
 
 

@@ -6,6 +6,7 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from megatron_run.errors import InputError
+from megatron_run.foreign_file import read_file
 from megatron_run.pipeline.trace_events import trace_document, trace_events
 from megatron_run.safe_folder import parse_json
 from megatron_run_cli.output import write_file
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
     from megatron_run_planner.search import Candidate
     from megatron_run_planner.task import Task
 
+#: The most bytes of a trace that is read.
+_LARGEST = 1 << 28
 #: Microseconds (the file's unit) per second.
 _SECOND = 1e6
 
@@ -45,7 +48,7 @@ def write_timeline(
 def _read(file: Path) -> dict[str, Any]:
     """A trace whose events are numbered by process."""
     try:
-        document = parse_json(file.read_text(encoding="utf-8"))
+        document = parse_json(read_file(file, _LARGEST))
         if all(isinstance(event["pid"], int) for event in document["traceEvents"]):
             return dict(document)
         why = "a process has no number"

@@ -156,6 +156,8 @@ def system_limit(error: BaseException) -> RunError | None:
         return _too_few("processes or threads run", resource.RLIMIT_NPROC, "ulimit -u")
     if isinstance(error, MemoryError) or number == errno.ENOMEM or os.strerror(errno.ENOMEM) in text:
         return OutOfMemoryError("the host ran out of memory", fix="free some, or allow more with ulimit -v")
+    if number == errno.ENAMETOOLONG:
+        return InputError(f"a name is too long for a file: {str(getattr(error, 'filename', ''))[:LONGEST_WORD]}...")
     return None
 
 

@@ -14,8 +14,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO
 
-#: The most bytes that are read of one file, unless a caller knows better: far more than any record of a run has.
-LONGEST = 1 << 26
+from megatron_run.foreign_file import LONGEST, read_open, require_regular
+
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 
 
@@ -44,9 +44,7 @@ class SafeFolder:
     def read(self, name: str, limit: int = LONGEST) -> bytes:
         """Return the content of the file ``name``. Raises OSError (EFBIG) for more than ``limit`` bytes."""
         with os.fdopen(self.open(name, os.O_RDONLY), "rb") as file:
-            if os.fstat(file.fileno()).st_size > limit:
-                raise OSError(errno.EFBIG, f"it has more than {limit} bytes", str(self.path / name))
-            return file.read(os.fstat(file.fileno()).st_size)  # never ``limit``: it would be allocated
+            return read_open(file, self.path / name, limit)
 
     def read_json(self, name: str) -> dict[str, Any] | None:
         """Return the mapping in the file ``name``, or None if it cannot be read."""
@@ -106,10 +104,7 @@ class SafeFolder:
                 handle = os.open(last, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, mode, dir_fd=folder)
             except OSError as error:
                 raise self._named(error, name) from None
-        if not stat.S_ISREG(os.fstat(handle).st_mode):
-            os.close(handle)
-            raise OSError(errno.EINVAL, "it is not a file", str(self.path / name))
-        return handle
+        return require_regular(handle, self.path / name)
 
     @contextmanager
     def _parent(self, name: str) -> Iterator[tuple[int, str]]:

@@ -12,9 +12,11 @@ import pytest
 
 from megatron_run.errors import DataError, InputError
 from megatron_run_data_indexed.preparation import inspect as inspection
+from megatron_run_data_indexed.preparation.about import about_path
 from megatron_run_data_indexed.preparation.import_export import export, import_
 from megatron_run_engine.data.indexed_files import Reader, Writer
-from megatron_run_engine.data.tokenizer import ByteTokenizer
+from megatron_run_engine.data.tokenizer import ByteTokenizer, open_tokenizer
+from megatron_run_engine.data.tokenizer_files import train_tokenizer
 
 DOCUMENTS = [[list(b"hello")], [[7] * 3, [8] * 6], [], [list(b"bye"), []], [[1] * 200]]
 
@@ -54,6 +56,23 @@ def test_samples_are_the_text_of_documents(prefix: Path) -> None:
     assert [(number, cut) for number, _, cut in shown] == [(0, False), (1, False), (2, False), (3, False), (4, True)]
     assert [shown[0][1], shown[3][1]] == ["hello", "bye"]
     assert len(inspection.samples(Reader(prefix), prefix, ByteTokenizer(), 2)) == 2
+
+
+def test_no_tokenizer_is_used_but_the_one_that_made_the_dataset(prefix: Path, tmp_path: Path) -> None:
+    """Who wrote the description may name any file of its reader's."""
+    train_tokenizer(["some words"], "bpe", 300, tmp_path / "t.json")
+    made = open_tokenizer(str(tmp_path / "t.json"))
+    about = {"tokenizer": str(tmp_path / "t.json"), "identity": made.identity, "vocab_size": made.vocab_size}
+    about_path(prefix).write_text(json.dumps(about))
+    opened = inspection.tokenizer_of(prefix, None)
+    assert opened is not None
+    assert opened.identity == made.identity
+    train_tokenizer(["other texts"], "bpe", 300, tmp_path / "t.json")
+    with pytest.raises(DataError, match=r"t\.json is not the tokenizer that made .*; add --tokenizer"):
+        inspection.tokenizer_of(prefix, None)
+    about_path(prefix).write_text(json.dumps({**about, "identity": None}))
+    assert inspection.tokenizer_of(prefix, None) is None
+    assert isinstance(inspection.tokenizer_of(prefix, "bytes"), ByteTokenizer)
 
 
 def test_a_plot_has_a_bar_for_all_that_occurs() -> None:

@@ -15,6 +15,7 @@ import torch
 
 from megatron_run.contracts.optimizer import MASTER
 from megatron_run.errors import CheckpointError
+from megatron_run_engine.checkpoint.files import hash_of, reading
 from megatron_run_engine.checkpoint.manifest import MANIFEST, AdaptersRecord
 from megatron_run_engine.checkpoint.reader import Reader
 from megatron_run_engine.checkpoint.step_folder import Checkpoints, find_step
@@ -59,10 +60,10 @@ def find_base(record: AdaptersRecord, folder: Path, given: Path | None = None) -
     for place in (given, Path(record.base)):
         try:
             found = None if place is None else find_step(place.expanduser().absolute())
+            if found is not None and _digest(found[0].folder(found[1])) == record.sha256:
+                return found
         except CheckpointError:
             continue
-        if found is not None and _digest(found[0].folder(found[1])) == record.sha256:
-            return found
     raise gone
 
 
@@ -129,5 +130,6 @@ def adapters_fault(saved: AdaptersRecord | None, now: Adapters | None) -> Iterat
 
 
 def _digest(folder: Path) -> str:
-    """The SHA-256 of a step's manifest, which holds those of its files."""
-    return hashlib.sha256((folder / MANIFEST).read_bytes()).hexdigest()
+    """The SHA-256 of a step's manifest, which holds those of its files. Raises :class:`CheckpointError`."""
+    with reading(folder / MANIFEST) as file:
+        return hash_of(file, hashlib.sha256())

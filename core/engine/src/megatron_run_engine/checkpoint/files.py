@@ -13,6 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Protocol
 
+from megatron_run import foreign_file
 from megatron_run.errors import CheckpointError
 from megatron_run_engine.data.user_files import FETCH, PROBE, pointer_fault
 
@@ -186,17 +187,12 @@ def read_whole(path: Path, limit: int = 1 << 26) -> bytes:
 
 
 def followed(path: Path) -> Path:
-    """The file that ``path`` in a folder of another program's stands for: itself, or what it is a link to.
-
-    Links may lead within the folder and, from a snapshot in Hugging Face's cache, to the cache's blobs. Others would
-    bring files of the user's into a model that somebody has prepared, and out with it: :class:`CheckpointError`.
-    """
-    target, home = path.resolve(), path.parent.resolve()
-    blobs = home.parent.with_name("blobs") if home.parent.name == "snapshots" else home
-    if not any(target.is_relative_to(each) for each in (home, blobs)):
-        why, fix = f"it is a symbolic link to {target}, outside of its folder", "put the file itself there"
-        raise CheckpointError(f"{path} is not read", why=why, fix=fix)
-    return target
+    """:func:`megatron_run.foreign_file.followed` for ``path`` in its folder. Raises :class:`CheckpointError`."""
+    try:
+        return foreign_file.followed(path.parent, path.name)
+    except OSError as error:
+        why, fix = error.strerror or str(error), "put the file itself there"
+        raise CheckpointError(f"{path} is not read", why=why, fix=fix) from error
 
 
 def size_of(file: BufferedReader) -> int:

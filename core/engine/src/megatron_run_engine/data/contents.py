@@ -17,6 +17,7 @@ from typing import BinaryIO
 import xxhash
 
 from megatron_run.errors import DataError
+from megatron_run.foreign_file import open_file, read_file
 from megatron_run_engine.data.user_cache import YOUNG, keep, user_cache
 
 #: Bytes up to which a file is read whole, in seconds to minutes. Of a larger one as much is read, evenly spread.
@@ -72,7 +73,7 @@ def _place(stats: _Stats) -> Path | None:
 
 def _found(kept: Path) -> str | None:
     try:
-        text = kept.read_text(encoding="ascii")
+        text = read_file(kept, 64).decode("ascii")
     except (OSError, UnicodeDecodeError):
         return None
     return text if len(text) == 32 else None
@@ -122,7 +123,7 @@ def _hash(stats: _Stats, alive: Callable[[], object], tell: Callable[[str], obje
     total = xxhash.xxh3_128()
     for path, each in stats:
         total.update(f"{each.st_size} ".encode())
-        with path.open("rb") as file:
+        with open_file(path) as file:
             for piece in _pieces(file, each.st_size):
                 total.update(piece)
                 alive()

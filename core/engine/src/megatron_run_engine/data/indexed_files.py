@@ -31,6 +31,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Self, TypeAlias
 import numpy as np
 
 from megatron_run.errors import DataError, advice, near_path
+from megatron_run.foreign_file import open_file
 from megatron_run.publishing import Publication
 from megatron_run_engine.data.user_files import refuse_pointer
 
@@ -349,7 +350,7 @@ def _mapped(path: Path) -> mmap.mmap | bytes:
         meant = "" if partner.exists() else near_path(path)
         fix = advice(meant, "name the prefix that <prefix>.bin and <prefix>.idx share")
         raise DataError(f"{path} does not exist", why="an indexed dataset is a pair of files", fix=fix)
-    with _naming(path, "read"), path.open("rb") as file:
+    with _naming(path, "read"), open_file(path) as file:
         refuse_pointer(path)
         size = os.fstat(file.fileno()).st_size
         return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if size else b""

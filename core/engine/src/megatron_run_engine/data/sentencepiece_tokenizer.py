@@ -12,6 +12,7 @@ import numpy as np
 from megatron_run.errors import DataError
 from megatron_run_engine.data.tokenizer_base import Tokenizer, library_identity, utf8_text
 from megatron_run_engine.data.tokenizer_files import no_sentencepiece
+from megatron_run_engine.data.tokenizer_folder.folder_files import read_tokenizer_file
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -27,8 +28,8 @@ class SentencePieceTokenizer(Tokenizer):
     unit = "token"
 
     def __init__(self, path: Path) -> None:
-        self._model = _sentencepiece(path)
-        self._path = path
+        self.content = read_tokenizer_file(path)
+        self._model = _sentencepiece(path, self.content)
         pieces = self._model.get_piece_size()
         self.end_of_document = self._model.eos_id() if self._model.eos_id() >= 0 else pieces
         self.vocab_size = max(pieces, self.end_of_document + 1)
@@ -36,7 +37,7 @@ class SentencePieceTokenizer(Tokenizer):
     @cached_property
     def identity(self) -> str:
         """Library, version, and the hash of the model's file."""
-        return library_identity(self._path.read_bytes(), "sentencepiece")
+        return library_identity(self.content, "sentencepiece")
 
     @property
     def vocabulary(self) -> Mapping[str, int]:
@@ -62,7 +63,7 @@ class SentencePieceTokenizer(Tokenizer):
         return str(self._model.decode([token for token in tokens if token < self._model.get_piece_size()]))
 
 
-def _sentencepiece(path: Path) -> Any:
+def _sentencepiece(path: Path, content: bytes) -> Any:
     try:
         from sentencepiece import SentencePieceProcessor
     except ModuleNotFoundError as cause:
@@ -72,6 +73,6 @@ def _sentencepiece(path: Path) -> Any:
             fix="pip install 'megatron-run-engine[sentencepiece]'",
         ) from cause
     try:
-        return SentencePieceProcessor(model_file=str(path))
+        return SentencePieceProcessor(model_proto=content)
     except (RuntimeError, OSError) as cause:
         raise no_sentencepiece(path, cause) from cause

@@ -16,6 +16,7 @@ from megatron_run_engine.data.tokenizer import (
 )
 from megatron_run_engine.data.tokenizer_files import SENTENCEPIECE, find_file, find_tokenizer, read_tokenizer
 from megatron_run_engine.data.tokenizer_folder import FolderTokenizer
+from megatron_run_engine.data.tokenizer_folder.folder_files import read_tokenizer_file
 from megatron_run_engine.data.tokenizer_folder.record import TOKENIZER, TOKENIZER_CONFIG
 from megatron_run_engine.data.user_cache import keep, user_cache
 
@@ -70,9 +71,9 @@ def standalone_files(name: str | Path, template: str | None = None) -> dict[str,
     if folder is not None:
         return folder.rendering(template).files()
     if path.suffix == SENTENCEPIECE:
-        return {SENTENCEPIECE_MODEL: path.read_bytes()}
+        return {SENTENCEPIECE_MODEL: read_tokenizer_file(path)}
     derived = path.name.endswith((".txt", "vocab.json"))
-    content = read_tokenizer(path).to_str().encode() if derived else path.read_bytes()
+    content = read_tokenizer(path).to_str().encode() if derived else read_tokenizer_file(path)
     return {TOKENIZER: content} if template is None else _as_folder(name, content).rendering(template).files()
 
 
@@ -110,7 +111,7 @@ def json_file(name: str) -> Path | None:
     if SENTENCEPIECE_MODEL in files:
         return path
     there = {beside: path if beside == TOKENIZER else path.with_name(beside) for beside in files}
-    if all(place.is_file() and place.read_bytes() == files[beside] for beside, place in there.items()):
+    if all(place.is_file() and read_tokenizer_file(place) == files[beside] for beside, place in there.items()):
         return path
     try:
         total = sha256(repr(sorted(files.items())).encode()).hexdigest()[:32]

@@ -32,6 +32,7 @@ import numpy as np
 import xxhash
 
 from megatron_run.errors import DataError, plural
+from megatron_run.foreign_file import open_file, read_file
 from megatron_run.publishing import publishing
 from megatron_run_engine.data.documents import Document, Shares, split_streams, token_type
 from megatron_run_engine.data.option_types import SPLITS
@@ -53,6 +54,8 @@ SMALLEST = 2**20
 PIECE, COMPARED = 2**24, 64
 #: Entries that no run has opened for so many days are removed when another one is written.
 KEPT_DAYS = 30.0
+#: The most bytes of a link, which is a hash.
+_LONGEST_LINK = 64
 _MAGIC = b"MRTOKEN1"
 _END = struct.Struct("<QQ8s")
 
@@ -98,7 +101,7 @@ def open_streams(documents: Sequence[Document], tokenizer: Tokenizer, shares: Sh
         ]
         link = folder / f"{xxhash.xxh3_128_hexdigest(repr((files, made_by)).encode())}.link"
         with suppress(OSError):
-            return _open(folder / f"{link.read_text(encoding='utf-8')}.tokens")
+            return _open(_target(link))
         with locked(link.with_suffix(".lock")):
             begun = time.time_ns()
             path = folder / f"{_name(documents, made_by)}.tokens"
@@ -110,6 +113,17 @@ def open_streams(documents: Sequence[Document], tokenizer: Tokenizer, shares: Sh
     except OSError as cause:
         _LOG.warning("tokens are kept in memory, by each rank: %s", cause)
         return _in_memory(documents, making)
+
+
+def _target(link: Path) -> Path:
+    """The entry to which ``link`` leads, which is not there where it is damaged. Raises :class:`FileNotFoundError`."""
+    try:
+        name = read_file(link, _LONGEST_LINK).decode("ascii", "replace")
+    except FileNotFoundError:
+        raise
+    except OSError:
+        name = ""
+    return link.with_name(f"{name if name.isalnum() else 'damaged'}.tokens")
 
 
 def _find_or_write(path: Path, documents: Sequence[Document], making: Making) -> Streams:
@@ -224,7 +238,7 @@ def _about(content: memoryview) -> dict[str, Any]:
 
 def _open(path: Path) -> Streams:
     """Map an entry. Raises :class:`FileNotFoundError` if there is none, :class:`_DamagedError` if it is damaged."""
-    with path.open("rb") as file:
+    with open_file(path) as file:
         content = _mapped(file)
         with suppress(OSError):  # of another owner, or read-only
             os.utime(path)  # read just now, says `data cache`
@@ -258,7 +272,7 @@ def entries() -> list[Entry]:
     """Return what is kept, what was opened last first. Raises :class:`OSError` without a cache."""
     found = []
     for path in user_cache("tokens").glob("*.tokens"):
-        with suppress(FileNotFoundError), path.open("rb") as file:  # removed meanwhile
+        with suppress(FileNotFoundError), open_file(path) as file:  # removed meanwhile
             status = os.fstat(file.fileno())
             try:
                 about = _about(_mapped(file))
@@ -280,7 +294,7 @@ def remove_old(days: float) -> list[Entry]:
     folder = user_cache("tokens")
     for link in folder.glob("*.link"):
         with suppress(FileNotFoundError):
-            if not (folder / f"{link.read_text(encoding='utf-8')}.tokens").exists():
+            if not _target(link).exists():
                 link.unlink()
     for left in chain(folder.glob("*.tmp"), folder.glob("*.lock")):
         with suppress(FileNotFoundError):

@@ -17,9 +17,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_run.errors import DataError, advice, from_hub, near_path
+from megatron_run.foreign_file import check_file, followed, read_file
 from megatron_run.publishing import publishing
-from megatron_run.safe_folder import SafeFolder, parse_json
+from megatron_run.safe_folder import parse_json
 from megatron_run_engine.data.tokenizer_folder import FolderTokenizer, files_decide, read_folder
+from megatron_run_engine.data.tokenizer_folder.folder_files import LARGEST, not_read, read_tokenizer_file
 from megatron_run_engine.data.tokenizer_folder.record import TOKENIZER, TOKENIZER_CONFIG
 from megatron_run_engine.data.user_files import refuse_pointer, start_of
 
@@ -36,8 +38,6 @@ _TIKTOKEN = re.compile(rb"[A-Za-z0-9+/]+=* \d+\r?\n")
 SENTENCEPIECE = ".model"
 #: Special tokens of BPE vocabularies, GPT-2's one and RoBERTa's, and those of BERT.
 _END, _BPE = "<|endoftext|>", ("<s>", "<pad>", "</s>", "<unk>", "<mask>")
-#: The most bytes that are read of a ``tokenizer_config.json``.
-_LARGEST = 1 << 26
 #: No vocabulary has as many ids.
 _MOST_IDS = 1 << 24
 _BERT = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
@@ -59,7 +59,7 @@ def find_file(path: Path) -> Path:
     if path.is_dir():
         for name in FILES:
             if (path / name).is_file():
-                return _fetched(path / name)
+                return _in_folder(path, name)
         others = sorted(each.name for pattern in _OTHERS for each in path.glob(pattern))
         why = f"{others[0]} has a form of its own, which the library tokenizers does not read" if others else ""
         raise _fault(f"folder {path} holds no tokenizer", why=why, fix=f"it would be one of {', '.join(FILES)}")
@@ -71,10 +71,22 @@ def find_file(path: Path) -> Path:
     return _fetched(path)
 
 
-def _fetched(path: Path) -> Path:
-    """``path``. Raises :class:`DataError` where git-lfs has left a pointer in its place."""
+def _in_folder(folder: Path, name: str) -> Path:
+    """The file ``name`` of ``folder``. Raises :class:`DataError` for a link out of it."""
     try:
+        followed(folder, name)
+    except OSError as cause:
+        raise not_read(folder / name, cause) from cause
+    return _fetched(folder / name)
+
+
+def _fetched(path: Path) -> Path:
+    """``path``. Raises :class:`DataError` for no file, one that is too large, and a pointer that git-lfs has left."""
+    try:
+        check_file(path, LARGEST)
         refuse_pointer(path)
+    except OSError as cause:
+        raise not_read(path, cause) from cause
     except DataError as error:
         error.origin = "data.tokenizer"
         raise
@@ -114,8 +126,8 @@ def read_tokenizer(path: Path) -> tokenizers.Tokenizer:
 def _lacks_model(path: Path) -> bool:
     """Whether ``path`` is well-formed JSON, but of another kind than a tokenizer."""
     try:
-        content = parse_json(SafeFolder(path.parent).read(path.name, _LARGEST))
-    except (OSError, ValueError):
+        content = parse_json(read_tokenizer_file(path))
+    except (DataError, ValueError):
         return False
     return not isinstance(content, dict) or "model" not in content
 
@@ -154,6 +166,7 @@ def _gpt2(vocabulary: Path) -> tokenizers.Tokenizer:
     merges = vocabulary.with_name(f"{vocabulary.name.removesuffix('vocab.json')}merges.txt")
     if not merges.is_file():
         raise _fault(f"tokenizer file {vocabulary} has no {merges.name} beside it")
+    _in_folder(merges.parent, merges.name)
     tokenizer = Tokenizer(models.BPE.from_file(str(vocabulary), str(merges)))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -193,8 +206,7 @@ def _options(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        path = path.resolve()  # the files of a cache are links
-        options = parse_json(SafeFolder(path.parent).read(path.name, _LARGEST))
+        options = parse_json(read_file(_in_folder(path.parent, path.name)))
     except (OSError, ValueError) as cause:
         raise _fault(f"{path} is broken", why=str(cause)) from cause
     return options if isinstance(options, dict) else {}

@@ -7,19 +7,24 @@ What such a file means is decided here, so that every command reads it alike:
   and prose hold U+2028, U+0085, form feeds and lone carriage returns.
 - The name says how a file is compressed. A file that breaks off is refused, whichever library unpacks it.
 - A pointer that git-lfs keeps instead of a file is refused, wherever a file is opened.
+- Nothing is read whole without a limit, since a hole is a file of any length, and nothing but regular files is opened.
 """
 
 from __future__ import annotations
 
 import codecs
+import errno
 import gzip
 import json
+import zlib
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, NamedTuple
 
 from megatron_run.errors import DataError, near_path
+from megatron_run.foreign_file import open_file, read_file
 from megatron_run.safe_folder import parse_json
 
 Compression = Literal["", "gz", "zst"]
@@ -53,10 +58,14 @@ _FOREIGN = {
 _POINTER = b"version https://git-lfs.github.com/spec/"
 #: Bytes of a file that are searched for NUL. A NUL marks a binary file, as it does for grep and git.
 PROBE = 8192
-#: Bytes that are unpacked at once. Of .zst few are: 4 of them may unpack to 128 KiB.
-_GZIP_PIECE, _ZSTD_PIECE = 2**20, 2**12
-#: The most bytes that a compressed file read at once may unpack to: a thousand times its length may be packed zeros.
-LARGEST_UNPACKED = 2**30
+#: Bytes that are unpacked at once: one of .gz comes to a thousand at most, 4 of .zst to 128 KiB.
+_GZIP_PIECE, _ZSTD_PIECE = 2**14, 2**12
+#: The most zeros between and behind what is packed, as tapes have them.
+_PADDING = 2**20
+#: The most bytes of a file that is read at once, unpacked: a thousand times its length may be packed zeros, or a hole.
+LARGEST = 2**30
+#: The most bytes of a line: no record of JSON has as many.
+LARGEST_LINE = 2**27
 
 
 def compression_of(path: Path) -> Compression:
@@ -67,7 +76,7 @@ def compression_of(path: Path) -> Compression:
 def start_of(path: Path) -> bytes:
     """Return the first ``PROBE`` bytes as they lie on disk. Raises :class:`DataError` as :func:`read_bytes`."""
     try:
-        with path.open("rb") as file:
+        with open_file(path) as file:
             start = file.read(PROBE)
     except OSError as cause:
         raise unreadable(path, cause) from cause
@@ -91,7 +100,7 @@ def refuse_pointer(path: Path, start: bytes | None = None) -> None:
     """
     if start is None:
         try:
-            with path.open("rb") as file:
+            with open_file(path) as file:
                 start = file.read(len(_POINTER))
         except OSError:
             return
@@ -115,7 +124,7 @@ def unpacked(path: Path, compression: Compression) -> Iterator[tuple[bytes, int]
     """
     begun, first = b"", True
     try:
-        opened = path.open("rb")
+        opened = open_file(path)
     except OSError as cause:
         raise unreadable(path, cause) from cause
     with opened as packed:
@@ -135,8 +144,7 @@ def unpacked(path: Path, compression: Compression) -> Iterator[tuple[bytes, int]
 def _pieces(path: Path, packed: BinaryIO, compression: Compression) -> Iterator[bytes]:
     try:
         if compression == "gz":
-            file = gzip.GzipFile(fileobj=packed, mode="rb")
-            yield from iter(lambda: file.read(_GZIP_PIECE), b"")
+            yield from _gzip_pieces(packed)
         else:
             yield from _zstd_pieces(path, packed)
     except (EOFError, OSError) as cause:
@@ -145,6 +153,25 @@ def _pieces(path: Path, packed: BinaryIO, compression: Compression) -> Iterator[
         raise
     except Exception as cause:  # zlib's and zstd's own errors
         raise DataError(f"{path} is damaged", why=" ".join(str(cause).split())) from cause
+
+
+def _gzip_pieces(packed: BinaryIO) -> Iterator[bytes]:
+    """The contents of a file of members. Raises EOFError where it ends within one, or goes on with zeros."""
+    member, waiting, zeros = None, b"", 0
+    while waiting := waiting or packed.read(_GZIP_PIECE):
+        if member is None:
+            begun = waiting.lstrip(b"\0")
+            zeros += len(waiting) - len(begun)
+            if zeros > _PADDING:
+                raise EOFError("zeros follow what is packed")
+            waiting = begun
+            member = zlib.decompressobj(zlib.MAX_WBITS | 16) if begun else None  # 16: with gzip's header and checksum
+            continue
+        yield member.decompress(waiting)
+        waiting = member.unused_data
+        member = None if member.eof else member
+    if member is not None:
+        raise EOFError("it breaks off before its end")
 
 
 def _zstd_pieces(path: Path, packed: BinaryIO) -> Iterator[bytes]:
@@ -193,7 +220,7 @@ def read_bytes(path: Path, origin: str = "") -> bytes:
     try:
         if compression:
             return _joined(path, compression)
-        content = path.read_bytes()
+        content = read_file(path, LARGEST)
         refuse_pointer(path, content[:PROBE])
     except OSError as cause:
         raise unreadable(path, cause, origin) from cause
@@ -207,8 +234,8 @@ def _joined(path: Path, compression: Compression) -> bytes:
     content = bytearray()
     for piece, _ in unpacked(path, compression):
         content += piece
-        if len(content) > LARGEST_UNPACKED:
-            raise DataError(f"{path} unpacks to more than {LARGEST_UNPACKED >> 20} MiB", fix="unpack it to see why")
+        if len(content) > LARGEST:
+            raise DataError(f"{path} unpacks to more than {LARGEST >> 20} MiB", fix="unpack it to see why")
     return bytes(content)
 
 
@@ -218,7 +245,7 @@ def read_range(path: Path, start: int, stop: int) -> bytes:
     Raises :class:`DataError` for a file that cannot be read or has become shorter.
     """
     try:
-        with path.open("rb") as file:
+        with open_file(path) as file:
             file.seek(start)
             content = file.read(stop - start)
     except OSError as cause:
@@ -254,14 +281,20 @@ def file_lines(path: Path, origin: str = "") -> Iterator[tuple[int, bytes]]:
     """
     try:
         refuse_pointer(path, start_of(path)[: len(_POINTER)])
-        with path.open("rb") as file:
-            for number, line in enumerate(file, 1):
+        with open_file(path) as file:
+            for number, line in enumerate(iter(partial(file.readline, LARGEST_LINE + 1), b""), 1):
+                _check_line(line, path, number)
                 yield number, (line.removeprefix(MARK) if number == 1 else line).removesuffix(b"\n").removesuffix(b"\r")
     except OSError as cause:
         raise unreadable(path, cause, origin) from cause
     except DataError as error:
         error.origin = error.origin or origin
         raise
+
+
+def _check_line(line: bytes, path: Path, number: int) -> None:
+    if len(line) > LARGEST_LINE:
+        raise DataError(f"{path}:{number} is no line", why=f"it has more than {LARGEST_LINE >> 20} MiB")
 
 
 def text_lines(path: Path, origin: str = "") -> Iterator[tuple[int, str]]:
@@ -285,4 +318,6 @@ def json_line(line: bytes | str) -> Any:
 def unreadable(path: Path, cause: OSError, origin: str = "") -> DataError:
     """The error of a user's file that the operating system does not give out."""
     fix = near_path(path) if isinstance(cause, FileNotFoundError) else ""
+    if cause.errno == errno.EFBIG:
+        fix = "cut it into smaller files"
     return DataError(f"{path} cannot be read", why=cause.strerror or str(cause), origin=origin, fix=fix)

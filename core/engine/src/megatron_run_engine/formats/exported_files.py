@@ -9,7 +9,6 @@ from megatron_run_engine.checkpoint.files import followed
 from megatron_run_engine.checkpoint.kept_files import TokenizerFiles, kept_tokenizer, tokenizer_files
 from megatron_run_engine.data.standalone_tokenizer import files_for_transformers, reads_bytes
 from megatron_run_engine.data.tokenizer import ByteTokenizer, open_tokenizer
-from megatron_run_engine.data.tokenizer_folder import read_files
 
 if TYPE_CHECKING:
     from megatron_run.contracts import Weights
@@ -34,9 +33,8 @@ def given_tokenizer(weights: Weights) -> TokenizerFiles | None:
     """
     if weights.tokenizer is None:
         return None
-    folder = weights.tokenizer if weights.tokenizer.is_dir() else weights.tokenizer.parent
-    for path in {weights.tokenizer, *read_files(folder)} - {folder}:
-        followed(path)
+    if weights.tokenizer.is_file():
+        followed(weights.tokenizer)
     return tokenizer_files(weights.tokenizer)
 
 

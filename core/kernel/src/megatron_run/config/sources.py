@@ -16,6 +16,7 @@ from megatron_run.config.request import ENVIRONMENT_PREFIX, Found, Request
 from megatron_run.config.yaml import MAX_BYTES, Node, parse, too_large
 from megatron_run.contracts.plugin import RUN_KINDS, check_run_kind
 from megatron_run.errors import Findings, InputError, did_you_mean, near_path
+from megatron_run.foreign_file import open_file
 
 #: The default of each kind. Data has none: training on data that nobody named would be a silent mistake.
 DEFAULT_PLUGINS: Mapping[str, tuple[str, ...]] = {
@@ -137,7 +138,7 @@ def _preset(name: str) -> str:
 
 def _file(path: Path) -> str:
     try:
-        with path.open("rb") as file:
+        with open_file(path) as file:
             content = file.read(MAX_BYTES + 1)
     except OSError as error:
         inside = path / "config.yaml"  # of a run folder

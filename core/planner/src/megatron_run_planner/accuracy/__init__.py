@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megatron_run.errors import InputError, did_you_mean
+from megatron_run.foreign_file import read_file
 from megatron_run_planner.devices import Device
 from megatron_run_planner.schedules import Schedules
 from megatron_run_planner.step_time import step_time
@@ -97,7 +98,7 @@ def read_table(file: Path, vocabulary: int, recompute: Recompute | None, memory:
     Raises :class:`InputError` for a file that cannot be read, a column that is missing, and a row that is no run.
     """
     try:
-        lines = list(csv.reader(StringIO(file.read_text(encoding="utf-8-sig"))))
+        lines = list(csv.reader(StringIO(read_file(file).decode("utf-8-sig"))))
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise InputError(f"{file} cannot be read", why=str(error)) from None
     if not lines:
@@ -136,7 +137,7 @@ def _row(file: Path, number: int, line: Sequence[str], where: dict[str, int], vo
         global_batch=whole["global_batch"],
         scatter_messages=True,  # as Megatron-LM and DeepSpeed send them
     )
-    if min(told.values()) <= 0 or split.ranks != whole["devices"]:
+    if min(*whole.values(), told["milliseconds"]) <= 0 or split.ranks != whole["devices"]:
         fix = "tensor x pipeline x data must be the number of GPUs"
         raise InputError(f"{file}:{number}: the sizes are no run", fix=fix)
     if split.global_batch % (split.micro_batch * split.data) or split.pipeline > model.layers:

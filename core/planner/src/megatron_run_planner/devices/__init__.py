@@ -12,6 +12,7 @@ from pydantic import Field, PositiveFloat, PositiveInt, ValidationError
 from megatron_run.config.yaml import bare, parse
 from megatron_run.contracts.schema import Section
 from megatron_run.errors import InputError, did_you_mean
+from megatron_run.foreign_file import read_file
 
 _SHIPPED = Path(__file__).parent
 
@@ -212,7 +213,7 @@ def read_device(word: str) -> Device:
             fix=did_you_mean(word, known) or f"the devices are {', '.join(known)}, or a YAML file",
         )
     try:
-        nodes = parse(file.read_text(encoding="utf-8-sig"), str(file))
+        nodes = parse(read_file(file).decode("utf-8-sig"), str(file))
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"{file} cannot be read", why=str(error)) from None
     told = {key: bare(node) for key, node in nodes.items()}

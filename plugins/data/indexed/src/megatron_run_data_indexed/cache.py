@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from megatron_run.errors import DataError
+from megatron_run.foreign_file import check_file
 from megatron_run_engine.data.user_cache import locked, user_cache
 
 if TYPE_CHECKING:
@@ -85,6 +86,8 @@ def _mapped(entry: Path, names: Sequence[str], fits: Callable[[Arrays], bool]) -
     """Return the arrays of ``entry``, None if one is missing, was cut short or does not fit."""
     try:
         paths = {name: entry / f"{name}.npy" for name in names}
+        for path in paths.values():
+            check_file(path)
         arrays = {name: np.asarray(np.load(path, mmap_mode="r")) for name, path in paths.items()}
         return arrays if fits(arrays) else None
     except OSError as cause:

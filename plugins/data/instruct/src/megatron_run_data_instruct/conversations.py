@@ -12,7 +12,7 @@ from megatron_run_engine.data.chat_template.messages import (
     checked_tools,
     kind_of,
 )
-from megatron_run_engine.data.user_files import byte_lines, json_line
+from megatron_run_engine.data.user_files import file_lines, json_line
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -41,7 +41,7 @@ class Line(NamedTuple):
 def lines_of(documents: Sequence[Document]) -> Iterator[Line]:
     """Yield the lines of ``documents`` that are not blank."""
     for document in documents:
-        for number, content in enumerate(byte_lines(document.read()), start=1):
+        for number, content in file_lines(document.path, "data.paths"):
             if content.strip():
                 yield Line(document.path, number, content.strip())
 

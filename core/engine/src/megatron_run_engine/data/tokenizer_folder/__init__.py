@@ -13,9 +13,10 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from megatron_run.errors import DataError
+from megatron_run.foreign_file import read_file
 from megatron_run_engine.data.tokenizer_folder.by_transformers import read_by_transformers
 from megatron_run_engine.data.tokenizer_folder.exactly import NotExact, read_exactly
-from megatron_run_engine.data.tokenizer_folder.folder_files import key, read_files
+from megatron_run_engine.data.tokenizer_folder.folder_files import LARGEST, key, read_files
 from megatron_run_engine.data.tokenizer_folder.record import (
     BESIDE,
     DECIDING,
@@ -45,14 +46,18 @@ def files_decide(folder: Path) -> bool:
 
 def _told(path: Path) -> str:
     """The text of a file, which may be broken; empty without it."""
-    return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+    try:
+        return read_file(path).decode(errors="replace")
+    except OSError:
+        return ""
 
 
 def read_folder(folder: Path) -> FolderTokenizer | None:
     """The tokenizer of ``folder``; None where transformers has no class for it and no file decides over the others.
 
-    Raises :class:`DataError` naming the field that decides, or what transformers says.
+    Raises :class:`DataError` naming the field that decides, what transformers says, or a file that is not read.
     """
+    read_files(folder)
     try:
         return read_exactly(folder)
     except NotExact as unread:
@@ -66,7 +71,7 @@ def read_folder(folder: Path) -> FolderTokenizer | None:
     kept = _kept_at(folder)
     if kept is not None and kept.is_file():
         with suppress(OSError, ValueError):  # damaged: it is made again
-            return FolderTokenizer.from_json(kept.read_text(encoding="utf-8"))
+            return FolderTokenizer.from_json(read_file(kept, LARGEST).decode())
     try:
         found = read_by_transformers(folder)
     except Exception as cause:  # its code for old forms raises anything

@@ -196,7 +196,7 @@ def _templates(folder: Path, config: Mapping[str, Any]) -> Iterator[tuple[str, s
     files = {DEFAULT: read_text(folder, CHAT_TEMPLATE)}
     more = folder / TEMPLATES
     for path in sorted(more.glob("*.jinja")) if more.is_dir() else ():
-        files[path.stem] = read_text(more, path.name)
+        files[path.stem] = read_text(folder, f"{TEMPLATES}/{path.name}")
     kept = {name: text for name, text in files.items() if text is not None}
     said = config.get("chat_template")
     if kept:

@@ -8,6 +8,7 @@ from hashlib import sha256
 from pathlib import Path
 
 from megatron_run.errors import DataError
+from megatron_run.foreign_file import check_file, followed, read_file
 from megatron_run_engine.data.tokenizer_folder.record import DECIDING, TEMPLATES
 
 #: The most bytes of a file.
@@ -34,12 +35,25 @@ def read_files(folder: Path) -> list[Path]:
     named = (path for path in folder.glob("*") if any(fnmatchcase(path.name, pattern) for pattern in patterns))
     found = sorted(path for path in (*named, *folder.glob(f"{TEMPLATES}/*.jinja")) if path.is_file())
     for path in found:
-        size = path.stat().st_size
-        if size > LARGEST:
-            why = f"it has {size} bytes, and at most {LARGEST} are read of a tokenizer's file"
-            fix = "name the tokenizer's own file, or a folder without this one"
-            raise DataError(f"{path} is not read", why=why, origin="data.tokenizer", fix=fix)
+        try:
+            check_file(followed(folder, str(path.relative_to(folder))), LARGEST)
+        except OSError as cause:
+            raise not_read(path, cause) from cause
     return found
+
+
+def not_read(path: Path, cause: OSError) -> DataError:
+    """The error of a tokenizer's file that is no file, is too large, or a link out of its folder."""
+    fix = "put the file itself there, name the tokenizer's own file, or a folder without this one"
+    return DataError(f"{path} is not read", why=cause.strerror or "", origin="data.tokenizer", fix=fix)
+
+
+def read_tokenizer_file(path: Path) -> bytes:
+    """The content of a tokenizer's own file. Raises :class:`DataError`."""
+    try:
+        return read_file(path, LARGEST)
+    except OSError as cause:
+        raise not_read(path, cause) from cause
 
 
 def key(folder: Path, versions: Iterable[str]) -> str:
@@ -48,7 +62,7 @@ def key(folder: Path, versions: Iterable[str]) -> str:
     here = Path(__file__).parent
     for parent, paths in ((here, sorted(here.glob("*.py"))), (folder, read_files(folder))):
         for path in paths:
-            content = path.read_bytes()
+            content = read_tokenizer_file(path)
             total.update(f"{path.relative_to(parent)} {len(content)} ".encode())
             total.update(content)
     return total.hexdigest()[:32]

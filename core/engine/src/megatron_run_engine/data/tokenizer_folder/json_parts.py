@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_run.safe_folder import SafeFolder, parse_json
+from megatron_run.foreign_file import followed, read_file
+from megatron_run.safe_folder import parse_json
 from megatron_run_engine.data.tokenizer_folder.folder_files import LARGEST
 from megatron_run_engine.data.tokenizer_folder.record import MODEL_CONFIG, TOKENIZER, TOKENIZER_CONFIG
 
@@ -32,11 +33,9 @@ _FIELDS: Mapping[str, Mapping[str, tuple[type, ...]]] = {
 
 def read_text(folder: Path, name: str) -> str | None:
     """The file ``name`` of ``folder``, None without it; the files of a cache are links."""
-    path = folder / name
-    if not path.is_file():
+    if not (folder / name).exists():
         return None
-    path = path.resolve()
-    content = SafeFolder(path.parent).read(path.name, LARGEST)
+    content = read_file(followed(folder, name), LARGEST)
     try:
         return content.decode()
     except UnicodeDecodeError as cause:

@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from megatron_run.errors import DataError
+from megatron_run.foreign_file import read_file
 from megatron_run.safe_folder import parse_json
 from megatron_run_engine.data.tokenizer import open_tokenizer
 from megatron_run_engine.data.tokenizer_base import Tokenizer
+from megatron_run_engine.data.user_files import unreadable
 
 
 def about_path(prefix: str | Path) -> Path:
@@ -19,11 +21,13 @@ def about_path(prefix: str | Path) -> Path:
 
 
 def read_json(file: Path) -> dict[str, Any] | None:
-    """Return the object in ``file``; None where there is none."""
+    """Return the object in ``file``; None where there is none. Raises :class:`DataError` for what cannot be read."""
     try:
-        found = parse_json(file.read_text(encoding="utf-8"))
+        found = parse_json(read_file(file))
     except (FileNotFoundError, ValueError):
         return None
+    except OSError as cause:
+        raise unreadable(file, cause) from cause
     return found if isinstance(found, dict) else None
 
 
@@ -64,17 +68,32 @@ class MadeWith:
     def fits(self, tokenizer: Tokenizer) -> bool:
         """Whether ``tokenizer`` reads the ids as they were written: it is the same, or has added tokens to it.
 
-        Where the old one cannot be read any more, the number of ids decides.
+        Where the old one is not there any more, the number of ids decides.
         """
         if tokenizer.identity == self.identity:
             return True
         if tokenizer.vocab_size < self.vocab_size:
             return False
         try:
-            old = open_tokenizer(self.name)
+            return self.tokenizer().vocabulary.items() <= tokenizer.vocabulary.items()
         except DataError:
             return True
-        return old.vocabulary.items() <= tokenizer.vocabulary.items()
+
+    def tokenizer(self) -> Tokenizer:
+        """Open it where it was. Raises :class:`DataError` where it is not there, or another file is.
+
+        Who wrote ``PREFIX.json`` may name any file of the reader's: none is used but the one that made the dataset.
+        """
+        found = open_tokenizer(self.name)
+        if _contents(found.identity) != _contents(self.identity):
+            why = "it has changed, or another file has its name"
+            raise DataError(f"{self.name} is not the tokenizer that made the dataset", why=why, fix="add --tokenizer")
+        return found
+
+
+def _contents(identity: str) -> str:
+    """The hash in the ``identity`` of a tokenizer, without the library that read it."""
+    return identity.rpartition(" ")[2]
 
 
 def made_with(prefix: Path) -> MadeWith | None:

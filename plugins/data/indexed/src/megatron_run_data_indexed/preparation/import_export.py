@@ -12,8 +12,9 @@ import numpy as np
 
 from megatron_run.errors import DataError, InputError
 from megatron_run.publishing import publishing
-from megatron_run_data_indexed.preparation.inputs import blocks, find_inputs, missing, open_parquet, read_batches
+from megatron_run_data_indexed.preparation.inputs import blocks, find_inputs
 from megatron_run_data_indexed.preparation.inspect import document, end_of, text_of
+from megatron_run_data_indexed.preparation.parquet_file import column_values, missing
 from megatron_run_data_indexed.preparation.records import lines
 from megatron_run_engine.data.indexed_files import Reader, Writer, dtype_for, index_path
 from megatron_run_engine.data.tokenizer_base import Tokenizer
@@ -98,13 +99,7 @@ def _token_lists(source: Path, key: str) -> Iterator[Any]:
 def _values(source: Path, key: str) -> Iterable[Any]:
     (found,), _ = find_inputs([str(source)])
     if found.format == "parquet":
-        file = open_parquet(source)
-        if key not in file.schema_arrow.names:
-            raise DataError(
-                f"{source} has no column {key!r}", fix=f"--key is one of {', '.join(file.schema_arrow.names)}"
-            )
-        batches = read_batches(source, file.iter_batches(_ROWS, columns=[key]))
-        return (value for batch in batches for value in batch.column(0).to_pylist())
+        return column_values(source, key, "--key")
     return (_field(line, key) for block in blocks([found], None, _BLOCK) for line in lines(block) if line.strip())
 
 

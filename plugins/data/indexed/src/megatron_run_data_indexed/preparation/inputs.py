@@ -1,7 +1,7 @@
 """The files of a preparation, and the blocks into which they are cut.
 
 A block is what one process reads at a time: lines of a plain file, which that process seeks itself; unpacked lines of a
-compressed one, which only one process can unpack; or a row group of a Parquet file. Where blocks begin and end follows
+compressed one, which only one process can unpack; or row groups of a Parquet file. Where blocks begin and end follows
 from the files alone, so that a later start finds the same ones.
 """
 
@@ -9,16 +9,18 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from glob import glob, has_magic
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, Literal
+from typing import BinaryIO, Literal
 
 from megatron_run.errors import DataError, InputError, near_path
+from megatron_run.foreign_file import open_file
+from megatron_run_data_indexed.preparation.parquet_file import row_groups
 from megatron_run_engine.data.user_files import (
-    LARGEST_UNPACKED,
+    LARGEST,
+    LARGEST_LINE,
     MAGIC,
     Compression,
     compression_of,
@@ -26,9 +28,6 @@ from megatron_run_engine.data.user_files import (
     start_of,
     unpacked,
 )
-
-if TYPE_CHECKING:
-    from pyarrow.parquet import ParquetFile
 
 Format = Literal["jsonl", "text", "parquet"]
 
@@ -39,8 +38,8 @@ ENDINGS: dict[str, Format] = {
     ".parquet": "parquet",
 }
 _CHUNK = 2**20
-#: The most bytes of one document in a compressed file.
-LARGEST_RECORD = LARGEST_UNPACKED
+#: The most bytes of one record, by the format: a hole in a plain file, and packed zeros, are one of any length.
+LARGEST_RECORD: dict[Format, int] = {"jsonl": LARGEST_LINE, "text": LARGEST}
 
 
 @dataclass(frozen=True)
@@ -56,19 +55,18 @@ class Input:
 
 @dataclass(frozen=True)
 class Block:
-    """Bytes ``start`` to ``stop`` of a file, or ``content`` unpacked from them; of Parquet, row group ``start``."""
+    """Bytes ``start`` to ``stop`` of a file, or ``content`` unpacked from them; of Parquet, its ``groups`` of rows."""
 
     number: int
     source: Input
     start: int
     stop: int
     content: bytes | None = None
+    groups: range = range(0)
 
     @property
     def consumed(self) -> int:
         """Bytes of the file for which this block stands."""
-        if self.source.format == "parquet":
-            return self.source.size // max(self.stop, 1)  # one of `stop` row groups
         return self.stop - self.start
 
 
@@ -151,6 +149,7 @@ class Separator:
         #: The most bytes that it takes, and all bytes that are in it.
         self.longest = len(unix) + unix.count(b"\n")
         self._bytes = unix + b"\r" * (b"\n" in unix)
+        self._last = unix[-1:]
 
     def split(self, content: bytes) -> list[bytes]:
         """The documents of ``content``; after a separator at its end there is none."""
@@ -159,6 +158,8 @@ class Separator:
 
     def first_end(self, content: bytes | bytearray, start: int) -> int:
         """Where the first separator in ``content`` from ``start`` on ends; -1 without one."""
+        if content.find(self._last, start) < 0:  # faster by far where nothing is found
+            return -1
         found = self._pattern.search(content, start)
         return found.end() if found else -1
 
@@ -186,36 +187,39 @@ def blocks(inputs: Sequence[Input], separator: bytes | None, size: int) -> Itera
     number = 0
     for source in inputs:
         if source.format == "parquet":
-            groups = open_parquet(source.path).num_row_groups
-            cuts: Iterator[tuple[int, int, bytes | None]] = ((group, groups, None) for group in range(groups))
-        elif source.compression:
-            cuts = _unpacked(source, separator_of(source, separator), size)
+            cuts = _grouped(source, size)
         else:
-            cuts = ((start, stop, None) for start, stop in _ranges(source, separator_of(source, separator), size))
-        for start, stop, content in cuts:
-            yield Block(number, source, start, stop, content)
+            cut = _unpacked if source.compression else _ranges
+            cuts = cut(source, separator_of(source, separator), size)
+        for each in cuts:
+            yield replace(each, number=number)
             number += 1
 
 
-def _ranges(source: Input, separator: Separator | None, size: int) -> Iterator[tuple[int, int]]:
+def _grouped(source: Input, size: int) -> Iterator[Block]:
+    """The row groups of a Parquet file, whose bytes are shared among them evenly."""
+    parts = row_groups(source.path, size)
+    of = max((part.stop for part in parts), default=1)
+    for part in parts:
+        yield Block(0, source, source.size * part.start // of, source.size * part.stop // of, groups=part)
+
+
+def _ranges(source: Input, separator: Separator | None, size: int) -> Iterator[Block]:
     """The byte ranges of a plain file, each but the last ending with a ``separator``."""
     if separator is None:
-        yield 0, source.size
+        _check_record(source, source.size)
+        yield Block(0, source, 0, source.size)
         return
     start = 0
-    with source.path.open("rb") as file:
+    with open_file(source.path) as file:
         while start < source.size:
-            stop = (
-                source.size
-                if start + size >= source.size
-                else _after(file, separator, start, start + size, source.size)
-            )
-            yield start, stop
+            stop = source.size if start + size >= source.size else _after(file, source, separator, start, start + size)
+            yield Block(0, source, start, stop)
             start = stop
 
 
-def _after(file: BinaryIO, separator: Separator, begun: int, place: int, end: int) -> int:
-    """The offset after the first ``separator`` that ends at ``place`` or later; ``end`` if there is none.
+def _after(file: BinaryIO, source: Input, separator: Separator, begun: int, place: int) -> int:
+    """The offset after the first ``separator`` that ends at ``place`` or later; the end of ``source`` if there is none.
 
     Separators are found from left to right, and in a run of line feeds it matters where that begins: at ``begun``,
     behind another one, or anywhere that no separator reaches over. So documents do not depend on the size of blocks.
@@ -241,58 +245,36 @@ def _after(file: BinaryIO, separator: Separator, begun: int, place: int, end: in
         searched = max(searched, len(content) - separator.longest + 1)  # no other one begins before
         del content[:searched]
         start += searched
-    return end
+        _check_record(source, start - place)
+    return source.size
 
 
-def _unpacked(source: Input, separator: Separator | None, size: int) -> Iterator[tuple[int, int, bytes]]:
+def _unpacked(source: Input, separator: Separator | None, size: int) -> Iterator[Block]:
     """The contents of a compressed file in pieces that end with a ``separator``, and the bytes that each came from."""
     waiting, start = bytearray(), 0
     looked, searched = 0, 0  # how much was there, and from where a separator may begin
     for chunk, read in unpacked(source.path, source.compression):
         waiting += chunk
-        if len(waiting) > LARGEST_RECORD:
-            raise DataError(
-                f"{source.path} unpacks to more than {LARGEST_RECORD >> 20} MiB without an end of a document",
-                fix="unpack it to see what it is; --separator says what ends a document of a text",
-            )
+        _check_record(source, len(waiting))
         if separator is None or len(waiting) < max(size, looked + _CHUNK // 2):
             continue
         cut = separator.last_end(waiting, searched)
         looked, searched = len(waiting), max(0, len(waiting) - separator.longest + 1)
         if cut >= 0:
             place = min(read, source.size)
-            yield start, place, bytes(waiting[:cut])
+            yield Block(0, source, start, place, bytes(waiting[:cut]))
             start, looked, searched = place, 0, 0
             del waiting[:cut]
     if waiting:
-        yield start, source.size, bytes(waiting)
+        yield Block(0, source, start, source.size, bytes(waiting))
 
 
-def open_parquet(path: Path) -> ParquetFile:
-    """Open a Parquet file. Raises :class:`DataError` if it is damaged or the library is missing."""
-    try:
-        from pyarrow.parquet import ParquetFile
-    except ModuleNotFoundError as cause:
-        raise missing(f"{path} needs the library pyarrow", "parquet") from cause
-    with _naming(path):
-        return ParquetFile(path)
-
-
-def read_batches(path: Path, batches: Iterable[Any]) -> Iterator[Any]:
-    """Yield ``batches`` of the Parquet file ``path``. Raises :class:`DataError` where it is damaged."""
-    with _naming(path):
-        yield from batches
-
-
-@contextmanager
-def _naming(path: Path) -> Iterator[None]:
-    """Name the Parquet file ``path`` in what the library raises: OSError, ValueError, and errors of its own of both."""
-    try:
-        yield
-    except (OSError, ValueError) as cause:
-        raise DataError(f"{path} is damaged", why=(str(cause).splitlines() or [""])[0]) from cause
-
-
-def missing(what: str, extra: str) -> DataError:
-    """The error of a library that ``extra`` brings."""
-    return DataError(what, fix=f"pip install 'megatron-run-data-indexed[{extra}]'")
+def _check_record(source: Input, size: int) -> None:
+    """Raise :class:`DataError` where a record of ``source`` has ``size`` bytes, more than any document."""
+    if size > LARGEST_RECORD[source.format]:
+        how = "unpacks to" if source.compression else "has"
+        raise DataError(
+            f"{source.path} {how} more than {LARGEST_RECORD[source.format] >> 20} MiB without an end of a document",
+            fix=f"{'unpack it' if source.compression else 'look'} to see what it is; --separator says what ends a "
+            "document of a text",
+        )

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron_run_data_indexed.preparation.about import read_about
+from megatron_run_data_indexed.preparation.about import made_with, read_about
 from megatron_run_engine.data.indexed_files import Reader, tokens_path
 from megatron_run_engine.data.tokenizer import open_tokenizer
 from megatron_run_engine.data.tokenizer_base import Tokenizer
@@ -98,9 +98,11 @@ def samples(reader: Reader, prefix: str | Path, tokenizer: Tokenizer, count: int
 
 
 def tokenizer_of(prefix: str | Path, name: str | None) -> Tokenizer | None:
-    """Open the tokenizer ``name``, by default the one that ``<prefix>.json`` names; None if nothing names one."""
-    named = name or read_about(prefix).get("tokenizer")
-    return open_tokenizer(str(named)) if named else None
+    """Open the tokenizer ``name``, by default the one that ``<prefix>.json`` describes; None if nothing does."""
+    if name:
+        return open_tokenizer(name)
+    made = made_with(Path(prefix))
+    return made.tokenizer() if made else None
 
 
 def plot(bins: Sequence[tuple[int, int, int]], width: int = 40) -> list[tuple[str, str, str]]:

@@ -16,6 +16,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from megatron_run.foreign_file import open_file
 from megatron_run.publishing import publishing
 
 _MAGIC = b"MRPART01"
@@ -55,7 +56,7 @@ def write_part(path: Path, plan: int, tokens: NDArray[Any], lengths: NDArray[np.
 def read_part(path: Path, plan: int, dtype: np.dtype[Any]) -> tuple[NDArray[Any], NDArray[np.int32], Account] | None:
     """Map a part: (tokens, lengths, account). None if there is none of ``plan``, or it is damaged."""
     try:
-        with path.open("rb") as file:
+        with open_file(path) as file:
             content = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
     except (FileNotFoundError, ValueError):  # ValueError: it is empty
         return None

@@ -40,7 +40,7 @@ _BATCH = 2**18
 _SAMPLED = 8
 _PLAN = "plan.json"
 #: How inputs are cut into blocks and read. Parts that were made otherwise are not joined with those of today.
-_READS = 2
+_READS = 3
 _UNITS = {"jsonl": "line", "text": "document", "parquet": "row"}
 
 

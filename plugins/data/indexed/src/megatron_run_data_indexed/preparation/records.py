@@ -6,13 +6,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron_run.errors import DataError, did_you_mean
-from megatron_run_data_indexed.preparation.inputs import Block, Input, blocks, open_parquet, read_batches, separator_of
+from megatron_run.errors import did_you_mean
+from megatron_run_data_indexed.preparation.inputs import Block, Input, blocks, separator_of
+from megatron_run_data_indexed.preparation.parquet_file import column_values
 from megatron_run_engine.data.user_files import byte_lines, json_line, read_range
 
 Policy = Literal["refuse", "skip", "keep"]
-#: Rows of a Parquet file that are in memory at once.
-_ROWS = 1024
 #: Bytes read at once for the training of a tokenizer.
 _BLOCK = 2**22
 
@@ -103,13 +102,7 @@ def _json(line: bytes, key: str) -> Record:
 
 
 def _rows(block: Block, key: str) -> Iterator[Record]:
-    file = open_parquet(block.source.path)
-    names = file.schema_arrow.names
-    if key not in names:
-        fix = did_you_mean(key, names) or f"--json-key is one of {', '.join(names)}"
-        raise DataError(f"{block.source.path} has no column {key!r}", fix=fix)
-    batches = file.iter_batches(_ROWS, row_groups=[block.start], columns=[key])
-    for value in (value for batch in read_batches(block.source.path, batches) for value in batch.column(0).to_pylist()):
+    for value in column_values(block.source.path, key, "--json-key", block.groups):
         if isinstance(value, bytes):
             yield _text(value)
         elif isinstance(value, str):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from megatron_run.foreign_file import read_file
 from megatron_run.safe_folder import parse_json
 from megatron_run_format_megatron.launch_script.settings import Arguments, Setting, default_of
 
@@ -74,9 +75,7 @@ def tokenizer_file(arguments: Arguments) -> Path | None:
 def _ids(file: Path) -> int:
     """One more than the highest id in a tokenizer's file; 0 where it cannot be read."""
     try:
-        if file.stat().st_size > _LARGEST:
-            return 0
-        content = parse_json(file.read_text(encoding="utf-8"))
+        content = parse_json(read_file(file, _LARGEST))
         ids = [token["id"] for token in content.get("added_tokens", [])]
         vocabulary = content["model"]["vocab"]
         ids += vocabulary.values() if isinstance(vocabulary, dict) else range(len(vocabulary))

@@ -18,6 +18,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 from megatron_run.errors import InputError, near_path
+from megatron_run.foreign_file import open_file
 
 #: What a shell would put something else in the place of: a sum, a command's output, a variable.
 _DOLLAR = r"""
@@ -101,7 +102,7 @@ class Script:
 def load_script(path: Path) -> str:
     """The text of the script at ``path``. Raises :class:`InputError` where it cannot be read or is no script."""
     try:
-        with path.open("rb") as file:
+        with open_file(path) as file:
             content = file.read(MAX_BYTES + 1)
     except OSError as error:
         why = error.strerror or str(error)
