@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -15,9 +17,12 @@ import click
 import pytest
 
 from megatron_run.errors import ExitCode
+from megatron_run_cli.grammar import OF_RANKS
 from megatron_run_cli.main import main, program
-from megatron_run_cli.termination import Terminated
-from tests.support.processes import alive, wait_until
+from megatron_run_cli.termination import Terminated, ending_in_order
+from tests.support.commands import COMMAND, free_port, world_of_two
+from tests.support.commands import started as running
+from tests.support.processes import alive, on_signals, wait_until
 
 _TEXTS = ("a.jsonl", "--tokenizer", "bytes")
 #: Commands that begin processes of their own, by what follows ``megatron-run``, and what shows that they work.
@@ -101,3 +106,77 @@ def test_every_command_says_in_one_line_that_it_was_ended(
     monkeypatch.setattr(type(program.commands[words[0]]), "invoke", ended)
     assert main(words) == code
     assert len(capsys.readouterr().err.strip().split("\n")) == 1
+
+
+#: ``NAME GRACE``: a command of that name, whose main thread waits in C for a mutex that it has, as no signal ends it.
+WAITING = """
+import ctypes, sys
+from megatron_run_cli import termination
+from megatron_run_cli.main import main, program
+
+name, grace = sys.argv[1:]
+termination._Deadline.GRACE = float(grace)
+
+@program.command(name)
+def wait():
+    mutex, lock = ctypes.create_string_buffer(64), ctypes.CDLL(None).pthread_mutex_lock
+    lock(mutex)
+    print("ready", flush=True)
+    lock(mutex)
+
+sys.exit(main([name]))
+"""
+NEVER = "3600"
+
+
+@pytest.mark.parametrize(
+    ("name", "grace", "numbers", "code", "line"),
+    [
+        ("wait", "0.1", [signal.SIGTERM], 143, "megatron-run: stopped by SIGTERM\n"),
+        ("wait", "0.1", [signal.SIGHUP], 143, "megatron-run: stopped by SIGHUP\n"),
+        ("wait", NEVER, [signal.SIGTERM, signal.SIGHUP], 143, "megatron-run: stopped by SIGTERM\n"),
+        *((name, NEVER, [signal.SIGTERM], -signal.SIGTERM, "") for name in sorted(OF_RANKS)),
+    ],
+)
+def test_a_main_thread_that_waits_in_c_ends_within_its_grace_or_at_a_second_signal_and_a_rank_at_once(
+    name: str, grace: str, numbers: list[signal.Signals], code: int, line: str, tmp_path: Path
+) -> None:
+    with (
+        on_signals(signal.SIG_DFL, *numbers),
+        running((sys.executable, "-c", WAITING, name, grace), tmp_path) as process,
+    ):
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        for number in numbers:
+            process.send_signal(number)
+        _, err = process.communicate(timeout=30)
+    assert (process.returncode, err) == (code, line)
+
+
+def listens(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+def test_a_rank_that_waits_for_the_others_ends_by_the_signal(tmp_path: Path) -> None:
+    """torchrun would otherwise wait for it, and then say that it was killed."""
+    port = free_port()
+    with running((*COMMAND, "preset:tiny"), tmp_path, **world_of_two(0, port)) as rank:
+        wait_until(lambda: listens(port), 60.0)
+        rank.send_signal(signal.SIGTERM)
+        _, err = rank.communicate(timeout=30)
+    assert (rank.returncode, err) == (-signal.SIGTERM, "")
+
+
+def test_what_a_command_sets_of_signals_is_as_before_when_it_ends() -> None:
+    numbers = (signal.SIGTERM, signal.SIGHUP)
+    before = [signal.getsignal(number) for number in numbers]
+    with on_signals(signal.SIG_DFL, *numbers):
+        with pytest.raises(Terminated, match="stopped by SIGHUP"), ending_in_order():
+            os.kill(os.getpid(), signal.SIGHUP)
+        assert [signal.getsignal(number) for number in numbers] == [signal.SIG_DFL] * 2
+    with on_signals(signal.SIG_IGN, signal.SIGHUP), ending_in_order():
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    assert [signal.getsignal(number) for number in numbers] == before
+    assert signal.set_wakeup_fd(-1) == -1
+    assert "signals" not in [thread.name for thread in threading.enumerate()]

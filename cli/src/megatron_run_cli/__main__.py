@@ -15,7 +15,6 @@ if not {"LOCAL_RANK", "SLURM_PROCID"} & os.environ.keys():
     gc.set_threshold(50_000, 10, 100)
 
 from megatron_run_cli.main import main
-from megatron_run_cli.termination import raise_when_terminated
 
 
 class BeforeTorch:
@@ -41,7 +40,6 @@ def program() -> None:
     A process that was a rank ends at once: while Python takes itself down, a communicator whose peer is already gone
     may abort it, and so turn a run that succeeded into one that failed.
     """
-    raise_when_terminated()
     sys.meta_path.insert(0, BeforeTorch())
     code = main()
     for stream in (sys.stdout, sys.stderr):

@@ -15,8 +15,11 @@ from typing import Any, NoReturn
 import click
 
 from megatron_run.errors import InputError, PluginError, did_you_mean, near_path
+from megatron_run_cli.termination import ending_in_order
 
 _CONFIG_ENDINGS = (".yaml", ".yml", ".json")
+#: The commands that start ranks or are one: until the handlers of a run stand, a signal ends them at once.
+OF_RANKS = frozenset({"train", "finetune", "eval", "generate"})
 
 
 def is_config(word: str) -> bool:
@@ -57,6 +60,15 @@ class Program(DefaultGroup):
     """``megatron-run tiny.yaml`` is ``megatron-run train tiny.yaml``."""
 
     default = "train"
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """The command that ``args`` name, which a signal ends in order unless it is one ``OF_RANKS``."""
+        name, command, rest = super().resolve_command(ctx, args)
+        if name not in OF_RANKS:
+            ctx.with_resource(ending_in_order())
+        return name, command, rest
 
     def invoke(self, ctx: click.Context) -> Any:
         """Run the command. Raises :class:`PluginError` where something in it calls ``sys.exit``: nothing of ours does.

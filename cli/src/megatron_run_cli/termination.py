@@ -2,8 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import socket
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from types import FrameType
+from typing import NoReturn, Self
+
+from megatron_run.errors import ExitCode
+
+_ENDING = (signal.SIGTERM, signal.SIGHUP)
 
 
 class Terminated(BaseException):
@@ -13,16 +23,77 @@ class Terminated(BaseException):
         super().__init__(f"stopped by {signal.Signals(number).name}")
 
 
-def raise_when_terminated() -> None:
-    """Let SIGTERM and SIGHUP raise :class:`Terminated` in the main thread; a second one ends the process at once.
+@contextmanager
+def ending_in_order() -> Iterator[None]:
+    """Within: SIGTERM and SIGHUP raise :class:`Terminated` in the main thread; a second one ends the process at once.
 
-    A training has handlers of its own instead. SIGHUP stays ignored where it is, as nohup wants it.
+    For commands that start no ranks: those have handlers of their own. SIGHUP stays ignored where it is, as nohup wants
+    it. Only the main thread may set handlers; in any other nothing is changed.
     """
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) is signal.SIG_DFL:
-            signal.signal(number, _raise)
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    numbers = [number for number in _ENDING if signal.getsignal(number) is signal.SIG_DFL]
+    with _Deadline(numbers) as deadline:
+
+        def handle(number: int, _: FrameType | None) -> NoReturn:
+            deadline.met.set()
+            for each in numbers:
+                signal.signal(each, signal.SIG_DFL)
+            raise Terminated(number)
+
+        try:
+            for number in numbers:
+                signal.signal(number, handle)
+            yield
+        finally:
+            for number in numbers:
+                signal.signal(number, signal.SIG_DFL)
 
 
-def _raise(number: int, _: FrameType | None) -> None:
-    signal.signal(number, signal.SIG_DFL)
-    raise Terminated(number)
+class _Deadline:
+    """Ends the process when a signal came and the main thread, which waits in C, runs no handler: ``met`` is not set.
+
+    Python runs handlers between two instructions of the main thread. ``signal.set_wakeup_fd`` tells at once.
+    """
+
+    #: Seconds that the main thread has, and that it has after a second signal.
+    GRACE, AT_ONCE = 3.0, 0.2
+
+    def __init__(self, numbers: Sequence[signal.Signals]) -> None:
+        self._numbers = numbers
+        self.met = threading.Event()
+
+    def __enter__(self) -> Self:
+        self._ear, self._bell = socket.socketpair()
+        self._bell.setblocking(False)
+        self._before = signal.set_wakeup_fd(self._bell.fileno(), warn_on_full_buffer=False)
+        self._thread = threading.Thread(target=self._listen, name="signals", daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.met.set()
+        signal.set_wakeup_fd(self._before)
+        self._bell.close()  # ends the thread
+        self._thread.join()
+        self._ear.close()
+
+    def _listen(self) -> None:
+        first = self._hear()
+        if first is None or self.met.wait(self.AT_ONCE):
+            return
+        self._ear.settimeout(self.GRACE)
+        with suppress(TimeoutError):
+            self._hear()  # a second one
+        if not self.met.wait(self.AT_ONCE):
+            with suppress(OSError):
+                os.write(2, f"megatron-run: {Terminated(first)}\n".encode())
+            os._exit(ExitCode.SIGTERM)
+
+    def _hear(self) -> int | None:
+        """The next of the signals that end a command, None once the bell is closed."""
+        while heard := self._ear.recv(1):
+            if heard[0] in self._numbers:
+                return heard[0]
+        return None

@@ -125,7 +125,10 @@ def _end_with_parent() -> None:
 def _serve(pipe: Connection[Any, Any], others: Iterable[Connection[Any, Any]], work: Callable[[Item], None]) -> None:
     """Work on what comes until the other end closes."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the program hears it, and closes the pipe
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.set_wakeup_fd(-1)  # the program's: what this process hears is no news to it
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:  # by nohup
+            signal.signal(number, signal.SIG_DFL)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the cores are taken by these processes
     for other in others:  # inherited ends of the program's: as long as one is open, the pipe does not close
         other.close()
