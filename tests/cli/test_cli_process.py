@@ -56,6 +56,22 @@ def test_torch_finds_the_settings_of_a_local_rank(words: tuple[str, ...], tmp_pa
     assert found[COMPILED].startswith(str(tmp_path / "cache"))
 
 
+def test_who_only_looks_for_torch_makes_no_folder(tmp_path: Path) -> None:
+    code = """
+import sys
+from importlib.util import find_spec
+from megatron_run_cli.__main__ import BeforeTorch
+
+sys.meta_path.insert(0, BeforeTorch())
+assert find_spec("torch").origin.endswith("torch/__init__.py")
+assert "torch" not in sys.modules
+"""
+    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_rank_of_torchrun_finds_them_too_and_more_ranks_than_cores_sleep_at_once(tmp_path: Path) -> None:
     ranks = available_cores() + 1
     place = world_of_two(0, 1, WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks))

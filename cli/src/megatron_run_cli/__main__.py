@@ -5,7 +5,11 @@ from __future__ import annotations
 import gc
 import os
 import sys
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
+from importlib.machinery import ModuleSpec
+from types import ModuleType
 
 if __name__ == "__main__" and not sys.flags.safe_path and sys.path[:1] == [os.getcwd()]:  # noqa: PTH109  # as -m has it
     del sys.path[0]  # a torch.py that lies in the current folder is not torch
@@ -18,20 +22,28 @@ from megatron_run_cli.main import main
 
 
 class BeforeTorch:
-    """Prepares this process for its computations at the last moment, the first import of torch, if that comes at all.
+    """Prepares this process for its computations at the last moment, when torch is loaded, if it is at all.
 
     OpenMP and torch read their variables when they are loaded. Local ranks find theirs when they start.
     """
 
-    def find_spec(self, name: str, _path: object, _target: object = None) -> None:
-        """Find nothing; leave the search to the others."""
+    def find_spec(self, name: str, path: Sequence[str] | None, _target: object = None) -> ModuleSpec | None:
+        """What the others find of torch, with a loader that prepares the process first; None for anything else."""
         if name != "torch":
-            return
-        sys.meta_path.remove(self)
-        with suppress(ModuleNotFoundError):  # without the engine
-            from megatron_run_engine.training.rank_environment import prepare_process
+            return None
+        others = (finder.find_spec(name, path) for finder in sys.meta_path if finder is not self)
+        spec = next(filter(None, others), None)
+        if spec is not None and spec.loader is not None:
+            spec.loader.exec_module = partial(_load_prepared, spec.loader.exec_module)  # type: ignore[method-assign]
+        return spec
 
-            prepare_process(os.environ)
+
+def _load_prepared(load: Callable[[ModuleType], None], module: ModuleType) -> None:
+    with suppress(ModuleNotFoundError):  # without the engine
+        from megatron_run_engine.training.rank_environment import prepare_process
+
+        prepare_process(os.environ)
+    load(module)
 
 
 def program() -> None:
