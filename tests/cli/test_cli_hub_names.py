@@ -45,3 +45,13 @@ def test_what_can_be_no_name_of_the_hub_is_not_taken_for_one(
     monkeypatch.chdir(tmp_path)
     Path("here").mkdir()
     assert from_hub(Path(path)) == ""
+
+
+def test_a_current_folder_that_was_removed_is_no_fault_of_the_message(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "gone"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    folder.rmdir()
+    assert "hf download gpt2 " in from_hub(Path("gpt2"))

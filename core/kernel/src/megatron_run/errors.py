@@ -11,7 +11,7 @@ import os
 import re
 import resource
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from difflib import get_close_matches
 from enum import IntEnum
 from importlib.util import find_spec
@@ -263,7 +263,9 @@ _HUB_NAME = re.compile(r"(?:([A-Za-z0-9][\w-]*)/)?[A-Za-z0-9][\w.-]*")
 
 def from_hub(path: Path) -> str:
     """How to get the folder ``path``, which does not exist, if it may be a name on the Hub; else an empty string."""
-    near = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+    near = path
+    with suppress(OSError, ValueError):  # the current folder was removed; ``path`` lies elsewhere
+        near = path.relative_to(Path.cwd())
     name = _HUB_NAME.fullmatch(str(near))
     if name is None or near.suffix[1:].isalpha() or (name[1] and (name[1] == "runs" or Path(name[1]).exists())):
         return ""
