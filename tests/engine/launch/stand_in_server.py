@@ -1,4 +1,4 @@
-"""The fork server without torch: ``stand_in_server.py PIDS HOW BEHAVIOUR... JOB CONTROL``, with stand-in ranks.
+"""The fork server without torch: ``stand_in_server.py PIDS HOW BEHAVIOUR... JOB CONTROL LAUNCHER``.
 
 HOW is what an import does: nothing (``plain``), it starts a thread (``thread``), or it takes long (``slow``); where
 it is ``crowded``, the machine has no room for one more process.
@@ -20,7 +20,7 @@ from megatron_run_engine.launch import fork_server
 from megatron_run_engine.launch.rank import Job
 from tests.engine.launch import stand_in_rank
 
-_, PIDS, HOW, *TOLD, JOB, CONTROL = sys.argv
+_, PIDS, HOW, *TOLD, JOB, CONTROL, LAUNCHER = sys.argv
 
 
 def preload(_job: Job, _size: int) -> None:
@@ -53,4 +53,4 @@ if __name__ == "__main__":
         mock.patch.multiple(fork_server, preload=preload, main=be_stand_in, RANK_PROGRAM=spawned),
         mock.patch.dict(sys.modules, torch=SimpleNamespace(cuda=cuda)),
     ):
-        sys.exit(fork_server.serve(Path(JOB), socket.socket(fileno=int(CONTROL))))
+        sys.exit(fork_server.serve(Path(JOB), socket.socket(fileno=int(CONTROL)), int(LAUNCHER)))

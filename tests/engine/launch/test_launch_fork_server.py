@@ -228,6 +228,20 @@ forked(Launcher(Path({str(tmp_path)!r})), "0:leave", how="slow")
     wait_until(lambda: not any(alive(each) for each in process_ids(pids)), seconds=5)
 
 
+@pytest.mark.parametrize(("launcher", "code"), [(1, 0), (77, int(ExitCode.RANK_LOST))])
+def test_a_launcher_that_is_the_first_process_of_a_container_is_not_taken_for_dead(launcher: int, code: int) -> None:
+    """Nor is another parent, such as a subreaper, taken for the launcher."""
+    program = """
+import os, sys
+from megatron_run_engine.launch import fork_server
+
+os.getppid = lambda: 1
+with fork_server._ending_with(int(sys.argv[1])):
+    os._exit(0)
+"""
+    assert subprocess.run([sys.executable, "-c", program, str(launcher)], check=False).returncode == code
+
+
 def test_a_launcher_that_has_more_files_open_than_select_can_count_hears_its_server() -> None:
     beyond, (soft, hard) = 1500, resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard <= beyond:

@@ -34,7 +34,7 @@ from megatron_run_engine.launch.start import RankProcess, RankStart, SpawnedRank
 if TYPE_CHECKING:
     from megatron_run.planning import ResolvedRun
 
-#: What the server runs, with the job's path and its end of the socket as the last arguments.
+#: What the server runs, with the job's path, its end of the socket and its launcher's number as the last arguments.
 _PROGRAM = (sys.executable, "-P", "-m", "megatron_run_engine.launch.fork_server")
 #: Seconds until a server that does not answer is killed, and its ranks with it.
 _PATIENCE = 5.0
@@ -56,7 +56,7 @@ def forked_ranks(
     ours, theirs = socket.socketpair()
     with ours:
         with theirs:
-            words = [*_PROGRAM, str(job), str(theirs.fileno())]
+            words = [*_PROGRAM, str(job), str(theirs.fileno()), str(os.getpid())]
             process = spawn(words, environment, starts[0].log, (lifeline, theirs.fileno()))
         server = _Server(process, ours, len(starts))
         try:
@@ -153,23 +153,23 @@ def _decode(line: bytes) -> list[RankStart]:
 # --- The server's side ---
 
 
-def serve(job: Path, control: socket.socket) -> int:
-    """Import, start the ranks, and report their ends until the launcher has closed its end of ``control``.
+def serve(job: Path, control: socket.socket, launcher: int) -> int:
+    """Import, start the ranks, and report their ends until the process ``launcher`` has closed its end of ``control``.
 
     Returns the exit status of this process, which is that of the ranks that it could not start.
     """
     try:
-        _serve(job, control)
+        _serve(job, control, launcher)
     except Exception as error:
         return failed_start(error)
     return 0
 
 
-def _serve(job: Path, control: socket.socket) -> None:
+def _serve(job: Path, control: socket.socket, launcher: int) -> None:
     with control.makefile("rb") as file:
         starts = _decode(file.readline())
     gc.disable()  # little of what imports make becomes garbage, and looking for it takes a while
-    with _ending_with_launcher():
+    with _ending_with(launcher):
         run = preload(Job.read(job), len(starts))
     gc.freeze()  # the ranks do not write to the pages of what is here by looking for garbage in it
     gc.enable()
@@ -188,8 +188,8 @@ def _serve(job: Path, control: socket.socket) -> None:
 
 
 @contextmanager
-def _ending_with_launcher() -> Iterator[None]:
-    """Within: the kernel kills this process, which hears nobody while it imports, once its launcher is gone.
+def _ending_with(launcher: int) -> Iterator[None]:
+    """Within: the kernel kills this process, which hears nobody while it imports, once its ``launcher`` is gone.
 
     Later it would be left no time to kill the ranks. Linux alone has this; elsewhere the imports come to their end.
     """
@@ -198,7 +198,7 @@ def _ending_with_launcher() -> Iterator[None]:
         yield
         return
     call(_DEATH_SIGNAL, signal.SIGKILL)
-    if os.getppid() == 1:  # it was gone before
+    if os.getppid() != launcher:  # it was gone before. In a container it may be process 1
         os._exit(int(ExitCode.RANK_LOST))
     try:
         yield
@@ -309,5 +309,5 @@ def _tell(control: socket.socket, word: str, rank: int, number: int) -> None:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback when Ctrl-C comes during the imports
-    status = serve(Path(sys.argv[1]), socket.socket(fileno=int(sys.argv[2])))
+    status = serve(Path(sys.argv[1]), socket.socket(fileno=int(sys.argv[2])), int(sys.argv[3]))
     os._exit(status)  # nothing is left to do, and finalizers of what was imported take a while
