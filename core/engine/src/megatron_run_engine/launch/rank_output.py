@@ -1,4 +1,4 @@
-"""What a rank prints: its way to the log, rank 0's from there to the terminal, and what the launcher reads of it.
+"""What a rank prints: its way to the log, a local rank 0's from there to the terminal, and what the launcher reads.
 
 Notices about an environment are told once in it; each leaves an empty file in the user's cache.
 """
@@ -10,10 +10,11 @@ import shutil
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
+from typing import Any, TextIO, cast
 
 from megatron_run.planning.choosing import EnvironmentNotice
 from megatron_run_engine.data.user_cache import user_cache
@@ -34,26 +35,59 @@ def redirect_output(log: Path) -> None:
 
 @contextmanager
 def shown_log(log: Path, shown_before: Sequence[str] = ()) -> Iterator[None]:
-    """Within: ``log`` is descriptors 1 and 2 of this process, and what it gets is copied to where 1 led before.
+    """Within: what Python prints is in ``log`` too. It begins with the lines that were ``shown_before``.
 
-    It begins with the lines that were ``shown_before``, which are not copied. The caller restores the descriptors.
+    Descriptors 1 and 2 stay as they are, since whoever started this process collects them, each by itself, and nothing
+    of ours stands between them and a library that ends the process. So what C prints is there alone.
     """
-    shown, kept = terminal_environment(), dict(os.environ)
-    with os.fdopen(os.dup(1), "wb", buffering=0) as terminal:
-        redirect_output(log)
+    with os.fdopen(open_log(log), "wb", buffering=0) as file:
         for line in shown_before:
-            os.write(1, f"{line}\n".encode())
-        os.environ.update(shown)
-        relay = Relay(log, lambda data: _write(terminal.fileno(), data), start=os.fstat(1).st_size)
-        relay.start()
-        try:
+            _log(file.fileno(), f"{line}\n")
+        out, err = (cast("TextIO", _Both(stream, file.fileno())) for stream in (sys.stdout, sys.stderr))
+        with redirect_stdout(out), redirect_stderr(err):
             yield
-        finally:
-            flush_output()
-            relay.finish()
-            for name in shown:
-                os.environ.pop(name)
-                os.environ.update({name: kept[name]} if name in kept else {})
+
+
+def append_line(log: Path, line: str) -> None:
+    """Write ``line`` to ``log`` alone; a disk that is full is none of the reader's troubles."""
+    with suppress(OSError), os.fdopen(open_log(log), "wb", buffering=0) as file:
+        _log(file.fileno(), f"{line}\n")
+
+
+class _Both:
+    """The stream ``shown``, whose text a log gets too. Without a reader, or closed, it takes nothing: the log does.
+
+    A line is flushed, so that it is seen though the process aborts.
+    """
+
+    def __init__(self, shown: TextIO, log: int) -> None:
+        self._shown, self._log = shown, log
+
+    def write(self, text: str) -> int:
+        """Write ``text`` to both; its length."""
+        _log(self._log, text)
+        with suppress(OSError, ValueError, AttributeError):
+            self._shown.write(text)
+            if "\n" in text:
+                self._shown.flush()
+        return len(text)
+
+    def writelines(self, lines: Iterable[str]) -> None:
+        """Write each of ``lines`` to both."""
+        self.write("".join(lines))
+
+    def flush(self) -> None:
+        """Write what is left to the stream; the log has it."""
+        with suppress(OSError, ValueError, AttributeError):
+            self._shown.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._shown, name)
+
+
+def _log(descriptor: int, text: str) -> None:
+    with suppress(OSError):  # a full disk ends no training
+        _write(descriptor, text.encode(errors="backslashreplace"))
 
 
 def terminal_environment() -> dict[str, str]:
@@ -72,13 +106,13 @@ def flush_output() -> None:
 
 
 class Relay:
-    """Copies ``log`` from byte ``start`` on to ``write``, in a thread.
+    """Copies ``log`` to ``write``, in a thread.
 
     When the reader is gone (EPIPE), training continues unseen.
     """
 
-    def __init__(self, log: Path, write: Callable[[bytes], None], start: int = 0) -> None:
-        self._log, self._write, self._start = log, write, start
+    def __init__(self, log: Path, write: Callable[[bytes], None]) -> None:
+        self._log, self._write = log, write
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="relay", daemon=True)
 
@@ -94,7 +128,6 @@ class Relay:
     def _run(self) -> None:
         try:
             with os.fdopen(open_log(self._log, os.O_RDONLY), "rb") as log:
-                log.seek(self._start)
                 while not self._ended.is_set():
                     self._copy(log.read())
                     self._ended.wait(_RELAY)

@@ -18,7 +18,7 @@ from megatron_run.contracts.activity import Activity
 from megatron_run.errors import CheckpointError, ExitCode, RankLostError
 from megatron_run.planning.run import comparison_table
 from megatron_run_engine.launch.failures import classify, exit_code, last_line
-from megatron_run_engine.launch.rank_output import redirect_output, shown_log, untold
+from megatron_run_engine.launch.rank_output import append_line, redirect_output, shown_log, untold
 from megatron_run_engine.launch.rendezvous import PeerError, Rendezvous, attempt, check_digests, check_gpus
 from megatron_run_engine.launch.results import RankResult
 from megatron_run_engine.launch.signals import stopping_on_signals
@@ -95,7 +95,7 @@ class RankWorker:
         if joined and (speaker != rank or ignorant):
             return replace(result, message="")
         if joined and result.message and self.folder is not None:
-            print(f"megatron-run: {result.message}", flush=True)  # noqa: T201  # to the log; the caller shows it
+            append_line(self.folder.log(rank), f"megatron-run: {result.message}")  # the caller shows it
         return result
 
     def _let_go(self, result: RankResult) -> None:
