@@ -30,6 +30,9 @@ LINES = """
     print(threading.active_count(), "thread")
     subprocess.run(["echo", "a child's"])
     print("no newline", end="")
+    kept = logging.StreamHandler()
+with open("another file", "wb") as another:  # has the number that the log had
+    kept.stream.write("kept\\n")
 print(", after", (sys.stdout, sys.stderr) == before, flush=True)
 append_line(log, ", for the log")
 """
@@ -56,7 +59,8 @@ def test_each_stream_and_the_log_have_every_line_once_and_no_thread_stands_betwe
     out, err = shown(tmp_path, LINES).communicate(timeout=60)
     lines = "".join(f"line {number}\n" for number in range(20_000))
     assert out.decode() == f"before\n{lines}1 thread\na child's\nno newline, after True\n"
-    assert err.decode() == "a warning\nWARNING:root:another\n"
+    assert err.decode() == "a warning\nWARNING:root:another\nkept\n"
+    assert not (tmp_path / "another file").read_bytes()
     said = f"before\n{lines}a warning\nWARNING:root:another\n1 thread\nno newline"
     assert log(tmp_path) == f"{said}, for the log\n", "what C or a child prints is on the terminal alone"
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from functools import partial
 from hashlib import sha256
+from io import RawIOBase
 from pathlib import Path
 from typing import Any, TextIO, cast
 
@@ -42,8 +43,8 @@ def shown_log(log: Path, shown_before: Sequence[str] = ()) -> Iterator[None]:
     """
     with os.fdopen(open_log(log), "wb", buffering=0) as file:
         for line in shown_before:
-            _log(file.fileno(), f"{line}\n")
-        out, err = (cast("TextIO", _Both(stream, file.fileno())) for stream in (sys.stdout, sys.stderr))
+            _log(file, f"{line}\n")
+        out, err = (cast("TextIO", _Both(stream, file)) for stream in (sys.stdout, sys.stderr))
         with redirect_stdout(out), redirect_stderr(err):
             yield
 
@@ -51,7 +52,7 @@ def shown_log(log: Path, shown_before: Sequence[str] = ()) -> Iterator[None]:
 def append_line(log: Path, line: str) -> None:
     """Write ``line`` to ``log`` alone; a disk that is full is none of the reader's troubles."""
     with suppress(OSError), os.fdopen(open_log(log), "wb", buffering=0) as file:
-        _log(file.fileno(), f"{line}\n")
+        _log(file, f"{line}\n")
 
 
 class _Both:
@@ -60,7 +61,7 @@ class _Both:
     A line is flushed, so that it is seen though the process aborts.
     """
 
-    def __init__(self, shown: TextIO, log: int) -> None:
+    def __init__(self, shown: TextIO, log: RawIOBase) -> None:
         self._shown, self._log = shown, log
 
     def write(self, text: str) -> int:
@@ -85,9 +86,9 @@ class _Both:
         return getattr(self._shown, name)
 
 
-def _log(descriptor: int, text: str) -> None:
-    with suppress(OSError):  # a full disk ends no training
-        _write(descriptor, text.encode(errors="backslashreplace"))
+def _log(log: RawIOBase, text: str) -> None:
+    with suppress(OSError, ValueError):  # a full disk ends no training; what a library has kept of a stream outlives it
+        _write(log.fileno(), text.encode(errors="backslashreplace"))
 
 
 def terminal_environment() -> dict[str, str]:
