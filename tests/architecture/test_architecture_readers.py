@@ -35,7 +35,6 @@ ALLOWED = {
         f"{_ENGINE}/launch/watchdog/page.py",
         f"{_ENGINE}/launch/watchdog/sidecar.py",
         f"{_ENGINE}/training/calibration/on_ranks.py",
-        f"{_KERNEL}/publishing.py",
         f"{_INDEXED}/about.py",
         f"{_INDEXED}/parts.py",
         "plugins/observer/profiler/src/megatron_run_observer_profiler/window.py",

@@ -1,11 +1,14 @@
-"""Files of the user's that a command makes: all of them appear whole, or none does, however the command ends."""
+"""Files and folders that a command makes for its user: all of them appear whole, or none does, however it ends."""
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import re
 import secrets
+import shutil
+import stat
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -13,20 +16,25 @@ from typing import BinaryIO
 
 #: What is around a file's name while it is written.
 _BEFORE, _BEHIND = ".", re.compile(r"\.[0-9a-f]{16}\.tmp")
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY
 
 
 class Publication:
     """Temporary files beside ``paths``, in :attr:`files`, which :meth:`publish` gives their names.
 
     Until then whoever reads sees what was there before. What a killed writer of the same ``paths`` has left is removed;
-    the lock of a temporary file says that its writer is alive. Raises OSError.
+    the lock of a temporary file says that its writer is alive. A path may lead over links, as in a shell. Raises
+    OSError, at once for a path that is a folder or a device.
     """
 
     def __init__(self, *paths: Path) -> None:
-        self._paths = paths
+        self._paths = tuple(Path(os.path.realpath(path)) for path in paths)
+        for path in self._paths:
+            if path.exists() and not path.is_file():  # a file in the place of /dev/null would be a catastrophe
+                raise OSError(errno.EINVAL, "it is there, and not a file", str(path))
         with ExitStack() as stack:
             #: A file for each path, to be written.
-            self.files: tuple[BinaryIO, ...] = tuple(stack.enter_context(_hidden(path)) for path in paths)
+            self.files: tuple[BinaryIO, ...] = tuple(stack.enter_context(_hidden(path)) for path in self._paths)
             self._stack = stack.pop_all()
 
     def publish(self) -> None:
@@ -70,17 +78,58 @@ def publishing(*paths: Path) -> Iterator[tuple[BinaryIO, ...]]:
     try:
         yield publication.files
         publication.publish()
+    except OSError as error:  # a write to a descriptor does not know the path
+        error.filename = error.filename or str(paths[0])
+        raise
     finally:
         publication.discard()
 
 
 @contextmanager
+def publishing_folder(folder: Path) -> Iterator[Path]:
+    """A new folder beside ``folder``, to be filled: it gets that name when the block has ended.
+
+    After an error it goes. Missing parents are made. What a killed writer of the same ``folder`` has left is removed.
+    Raises OSError, and FileExistsError where anything has the name.
+    """
+    _refuse_taken(folder)
+    with _parents(folder), _hidden_folder(folder) as hidden:
+        yield hidden
+        for path in hidden.rglob("*"):
+            if path.is_file() and not path.is_symlink():
+                _flush(path)
+        for path in (hidden, *(path for path in hidden.rglob("*") if path.is_dir())):
+            _sync(path)
+        _refuse_taken(folder)
+        hidden.rename(folder)
+    _sync(folder.parent)
+
+
+def _refuse_taken(folder: Path) -> None:
+    if os.path.lexists(folder):
+        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(folder))
+
+
+@contextmanager
+def _parents(folder: Path) -> Iterator[None]:
+    """Make the missing parents of ``folder``, and remove them again when the block fails."""
+    made: list[Path] = []
+    try:
+        for path in reversed([path for path in folder.parents if not path.exists()]):
+            path.mkdir()
+            made.append(path)
+        yield
+    except BaseException:
+        for path in reversed(made):
+            with suppress(OSError):  # another program has put something into it
+                path.rmdir()
+        raise
+
+
+@contextmanager
 def _hidden(path: Path) -> Iterator[BinaryIO]:
     """A temporary file beside ``path``, removed at the end if it still has its own name."""
-    for left in path.parent.glob(f"{_BEFORE}*.tmp"):
-        name = left.name.removeprefix(_BEFORE)
-        if name.startswith(path.name) and _BEHIND.fullmatch(name[len(path.name) :]):
-            _remove_if_left(left)
+    _remove_left(path)
     with _created(path) as file:
         try:
             yield file
@@ -91,26 +140,70 @@ def _hidden(path: Path) -> Iterator[BinaryIO]:
 def _created(path: Path) -> BinaryIO:
     """A new temporary file beside ``path``, locked."""
     while True:
-        file = path.with_name(f"{_BEFORE}{path.name}.{secrets.token_hex(8)}.tmp").open("xb+")
-        with suppress(OSError):  # a file system without locks
-            fcntl.flock(file, fcntl.LOCK_EX)
-        if os.fstat(file.fileno()).st_nlink:
+        file = _hidden_name(path).open("xb+")
+        if _lock_new(file.fileno()):
             return file
-        file.close()  # somebody took it for a killed writer's, before it was locked
+        file.close()
+
+
+@contextmanager
+def _hidden_folder(path: Path) -> Iterator[Path]:
+    """A temporary folder beside ``path``, locked, and removed at the end if it still has its own name."""
+    _remove_left(path)
+    while True:
+        hidden = _hidden_name(path)
+        hidden.mkdir()
+        handle = os.open(hidden, _FOLDER)
+        try:
+            if _lock_new(handle):
+                yield hidden
+                return
+        finally:
+            os.close(handle)
+            shutil.rmtree(hidden, ignore_errors=True)
+
+
+def _hidden_name(path: Path) -> Path:
+    return path.with_name(f"{_BEFORE}{path.name}.{secrets.token_hex(8)}.tmp")
+
+
+def _lock_new(handle: int) -> bool:
+    """Lock what was just made; False if somebody took it for a killed writer's before, and has removed it."""
+    with suppress(OSError):  # a file system without locks
+        fcntl.flock(handle, fcntl.LOCK_EX)
+    return os.fstat(handle).st_nlink > 0
+
+
+def _remove_left(path: Path) -> None:
+    """Remove what killed writers of ``path`` have left, and nothing of the living ones."""
+    for left in path.parent.glob(f"{_BEFORE}*.tmp"):
+        name = left.name.removeprefix(_BEFORE)
+        if name.startswith(path.name) and _BEHIND.fullmatch(name[len(path.name) :]):
+            with suppress(OSError):
+                _remove_if_left(left)
 
 
 def _remove_if_left(left: Path) -> None:
-    """Remove the temporary file ``left`` unless its writer is alive."""
-    with suppress(OSError), left.open("rb") as file:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        left.unlink(missing_ok=True)
+    handle = os.open(left, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if stat.S_ISDIR(os.fstat(handle).st_mode):
+            shutil.rmtree(left)
+        else:
+            left.unlink(missing_ok=True)
+    finally:
+        os.close(handle)
+
+
+def _flush(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 def _sync(folder: Path) -> None:
     """Let the names in ``folder`` survive a power failure, where the file system can."""
     with suppress(OSError):
-        handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
+        _flush(folder)
