@@ -47,6 +47,7 @@ ALLOWED = {
         "plugins/graph-capture/partial/src/megatron_run_graph_capture_partial/native.py",
     ),
     "the operating system": (
+        "cli/src/megatron_run_cli/streams.py",
         f"{_ENGINE}/launch/watchdog/monitor.py",
         f"{_ENGINE}/nn/linear.py",
         f"{_ENGINE}/runtime/cuda_libraries.py",

@@ -33,7 +33,7 @@ NAMES = {
     "truncate", "unlink", "write_bytes", "write_table", "write_text",
 }  # fmt: skip
 #: What only reads, among the flags of ``os.open``.
-READING = {"O_RDONLY", "O_DIRECTORY", "O_NOFOLLOW", "O_NONBLOCK", "O_CLOEXEC"}
+READING = {"O_RDONLY", "O_DIRECTORY", "O_NOFOLLOW", "O_NONBLOCK", "O_CLOEXEC", "_FOLDER"}
 _CLI, _ENGINE, _KERNEL, _INDEXED = (
     "cli/src/megatron_run_cli",
     "core/engine/src/megatron_run_engine",
@@ -43,8 +43,9 @@ _CLI, _ENGINE, _KERNEL, _INDEXED = (
 #: What writes itself, by why, with what it does: another way in one of these files is a finding too.
 ALLOWED: dict[str, dict[str, str]] = {
     "the two ways": {
-        f"{_KERNEL}/publishing.py": "Path.replace mkdir open os.open rename rmdir shutil.rmtree unlink",
+        f"{_KERNEL}/publishing.py": "Path.replace mkdir open rename rmdir shutil.rmtree unlink",
         f"{_KERNEL}/safe_folder.py": "os.mkdir os.open os.replace os.unlink",
+        f"{_KERNEL}/temporary_names.py": "os.unlink shutil.rmtree",
     },
     "the checkpoints' own file system, which tests stop before each change; it follows no link": {
         f"{_ENGINE}/checkpoint/files.py": "Path.replace mkdir os.ftruncate os.open os.rmdir os.unlink rename",
@@ -61,7 +62,7 @@ ALLOWED: dict[str, dict[str, str]] = {
         f"{_INDEXED}/cache.py": "mkdir np.save shutil.rmtree",
     },
     "a file that publishing has opened": {f"{_INDEXED}/preparation/import_export.py": "ParquetWriter write_table"},
-    "a pipe or the terminal": {f"{_CLI}/output.py": "write_text"},
+    "a pipe or the terminal": {f"{_CLI}/output.py": "write_text", f"{_CLI}/streams.py": "open os.open"},
     "the user's cache, where only its user can write: folders, locks, empty marks, and what goes": {
         f"{_ENGINE}/data/standalone_tokenizer.py": "mkdir",
         f"{_ENGINE}/data/token_cache.py": "TemporaryFile unlink",
@@ -120,9 +121,9 @@ def _only_reads(call: ast.Call) -> bool:
     """Whether the flags of an ``os.open`` are known, and none of them writes."""
     flags = call.args[1] if len(call.args) > 1 else None
     return flags is not None and all(
-        each.attr in READING if isinstance(each, ast.Attribute) else isinstance(each, ast.BinOp)
+        ast.unparse(each).removeprefix("os.") in READING
         for each in ast.walk(flags)
-        if isinstance(each, ast.Attribute | ast.BinOp | ast.Name) and ast.unparse(each) != "os"
+        if isinstance(each, ast.Attribute | ast.Name) and ast.unparse(each) != "os"
     )
 
 

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
-import re
-import secrets
 import shutil
-import stat
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
-#: What is around a file's name while it is written.
-_BEFORE, _BEHIND = ".", re.compile(r"\.[0-9a-f]{16}\.tmp")
+from megatron_run.temporary_names import lock_new, remove_left, temporary_name
+
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY
 
 
@@ -61,7 +57,7 @@ class Publication:
             for file, path in zip(self.files, self._paths, strict=True):
                 made += [] if path.exists() else [path]
                 Path(file.name).replace(path)
-        except OSError:
+        except BaseException:  # a signal too
             for path in made:
                 path.unlink(missing_ok=True)
             raise
@@ -140,8 +136,8 @@ def _hidden(path: Path) -> Iterator[BinaryIO]:
 def _created(path: Path) -> BinaryIO:
     """A new temporary file beside ``path``, locked."""
     while True:
-        file = _hidden_name(path).open("xb+")
-        if _lock_new(file.fileno()):
+        file = path.with_name(temporary_name(path.name)).open("xb+")
+        if lock_new(file.fileno()):
             return file
         file.close()
 
@@ -151,11 +147,11 @@ def _hidden_folder(path: Path) -> Iterator[Path]:
     """A temporary folder beside ``path``, locked, and removed at the end if it still has its own name."""
     _remove_left(path)
     while True:
-        hidden = _hidden_name(path)
+        hidden = path.with_name(temporary_name(path.name))
         hidden.mkdir()
         handle = os.open(hidden, _FOLDER)
         try:
-            if _lock_new(handle):
+            if lock_new(handle):
                 yield hidden
                 return
         finally:
@@ -163,34 +159,10 @@ def _hidden_folder(path: Path) -> Iterator[Path]:
             shutil.rmtree(hidden, ignore_errors=True)
 
 
-def _hidden_name(path: Path) -> Path:
-    return path.with_name(f"{_BEFORE}{path.name}.{secrets.token_hex(8)}.tmp")
-
-
-def _lock_new(handle: int) -> bool:
-    """Lock what was just made; False if somebody took it for a killed writer's before, and has removed it."""
-    with suppress(OSError):  # a file system without locks
-        fcntl.flock(handle, fcntl.LOCK_EX)
-    return os.fstat(handle).st_nlink > 0
-
-
 def _remove_left(path: Path) -> None:
-    """Remove what killed writers of ``path`` have left, and nothing of the living ones."""
-    for left in path.parent.glob(f"{_BEFORE}*.tmp"):
-        name = left.name.removeprefix(_BEFORE)
-        if name.startswith(path.name) and _BEHIND.fullmatch(name[len(path.name) :]):
-            with suppress(OSError):
-                _remove_if_left(left)
-
-
-def _remove_if_left(left: Path) -> None:
-    handle = os.open(left, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    handle = os.open(path.parent, _FOLDER)
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if stat.S_ISDIR(os.fstat(handle).st_mode):
-            shutil.rmtree(left)
-        else:
-            left.unlink(missing_ok=True)
+        remove_left(path.name, handle)
     finally:
         os.close(handle)
 

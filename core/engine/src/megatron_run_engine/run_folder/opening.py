@@ -126,7 +126,7 @@ def _process_name() -> bytes:
 #: Seconds within which a network file system shows a new file on other hosts.
 VISIBLE_WITHIN = 10.0
 #: Files that a folder may hold before it has a ``run.json``: locks, and what a killed job had of that file.
-_BEFORE = re.compile(r"\.lock(-exclusive)?|\.run\.json\.\d+")
+_BEFORE = re.compile(r"\.lock(-exclusive)?|\.run\.json\.[0-9a-f]{16}\.tmp")
 
 
 @dataclass(frozen=True)

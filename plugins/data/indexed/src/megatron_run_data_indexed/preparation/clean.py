@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -82,7 +83,8 @@ def clean(job: Cleaning, *, overwrite: bool = False, progress: Callable[[Report]
     first malformed record if these are refused; :class:`InputError` for a file that exists, and a missing library.
     """
     for path in (job.out, job.removed):
-        if any(source.path.resolve() == path.resolve() for source in (*job.inputs, *job.tests)):
+        place = os.path.realpath(path)  # of a link to itself too
+        if any(os.path.realpath(source.path) == place for source in (*job.inputs, *job.tests)):
             raise InputError(f"{path} is an input too", fix="name another --out")
         if path.exists() and not overwrite:
             raise InputError(f"{path} exists", fix="name another --out, or add --overwrite")
