@@ -40,6 +40,7 @@ ALLOWED = {
         "plugins/observer/profiler/src/megatron_run_observer_profiler/window.py",
     ),
     "sources, and what comes with the program": (
+        f"{_ENGINE}/training/state/programs.py",
         "cli/src/megatron_run_cli/commands/plugins.py",
         f"{_KERNEL}/errors.py",
         f"{_KERNEL}/registry/discover.py",
@@ -52,6 +53,7 @@ ALLOWED = {
         f"{_ENGINE}/nn/linear.py",
         f"{_ENGINE}/runtime/cuda_libraries.py",
         f"{_ENGINE}/training/process.py",
+        f"{_ENGINE}/training/rank_environment.py",
     ),
     "words of its own, of an error or of another process": (
         "cli/src/megatron_run_cli/commands/doctor.py",

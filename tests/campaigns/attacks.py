@@ -10,13 +10,17 @@ import socket
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
+from megatron_run.config.request import Request
 from megatron_run.planning import load_config
+from megatron_run_engine.data.tokenizer_files import train_tokenizer
+from megatron_run_engine.data.tokenizer_folder.record import DECIDING
 from megatron_run_engine.launch.watchdog.connection import Connection, join_hub
 from megatron_run_engine.launch.watchdog.hub import Hub
 from megatron_run_engine.run_folder import open_run_folder
 from tests.campaigns.figures import Figures, campaign, some
-from tests.support.forked import run_forked, tiny
+from tests.support.forked import Ran, run_forked, tiny
 from tests.support.processes import wait_until
 from tests.support.start_windows import killed_before
 
@@ -40,13 +44,39 @@ def _hole(path: Path) -> None:
         file.truncate(40 << 30)
 
 
+def _texts(folder: Path) -> dict[str, object]:
+    """Texts and the folder of a tokenizer with a chat template, so that a run keeps its files; the keys that say so."""
+    (folder / "tokenizer").mkdir(parents=True)
+    text = "the cat sat on a mat, and 12 dogs ran home.\n"
+    (folder / "a.txt").write_text(text * 200)
+    train_tokenizer([text] * 20, "bpe", 300, folder / "tokenizer" / "tokenizer.json")
+    (folder / "tokenizer" / "tokenizer_config.json").write_text(json.dumps({"chat_template": "{{ messages }}"}))
+    return {
+        "data.use": "text",
+        "data.paths": [str(folder / "a.txt")],
+        "data.tokenizer": str(folder / "tokenizer"),
+    }
+
+
 def prepared(folder: Path, share: float = 1.0) -> Figures:
     """A second attempt in a folder of which one entry was replaced: it trains or says why not in one line."""
     base = folder / "base"
-    values = {"train.steps": 4, "checkpoint.interval": 2, "observer.use": "console,jsonl,tensorboard,trace"}
-    assert run_forked(tiny(base, values), timeout=180.0).code == 0
+    values: dict[str, Any] = {
+        "train.steps": 4,
+        "checkpoint.interval": 2,
+        "observer.use": "console,jsonl,tensorboard,trace",
+    }
+    values |= _texts(folder / "texts")
+
+    def trained(run: Path, **asked: Any) -> Ran:
+        given = {key: value for key, value in tiny(run, values).values.items() if key != "data.vocab_size"}
+        return run_forked(Request(("preset:tiny",), values=given | asked.pop("more", {}), **asked), timeout=180.0)
+
+    ran = trained(base)
+    assert ran.code == 0, ran.message
     found = sorted(str(path.relative_to(base)) for path in base.rglob("*"))
-    names = [*found, *("logs/attempt-002", "logs/attempt-002/config.yaml", "logs/attempt-002/rank-00000.log")]
+    kept = [name for name in (*DECIDING, ".tokenizer.json.part", "tokenizer.json.lock") if name not in found]
+    names = [*found, *kept, *("logs/attempt-002", "logs/attempt-002/config.yaml", "logs/attempt-002/rank-00000.log")]
     cases = [(name, plant) for name in names for plant in PLANTS]
 
     def trial(index: int) -> Sequence[str]:
@@ -59,7 +89,7 @@ def prepared(folder: Path, share: float = 1.0) -> Figures:
         place.parent.mkdir(parents=True, exist_ok=True)
         shutil.rmtree(place) if place.is_dir() else place.unlink(missing_ok=True)
         PLANTS[plant](place, home)
-        ended = run_forked(tiny(run, {**values, "train.steps": 6}, extend=True), timeout=180.0)
+        ended = trained(run, more={"train.steps": 6}, extend=True)
         faults = [] if ended.code in (0, 2, 5) else [f"exit code {ended.code}: {ended.message}"]
         faults += ["several lines"] if "\n" in ended.message else []
         kept = {path.name: path.read_bytes() for path in home.iterdir()}

@@ -113,7 +113,7 @@ def test_a_dry_run_plans_all_but_the_sizes(kernel_only: KernelOnly, tmp_path: Pa
     done = kernel_only.run(words, tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
     assert "topology: world 4 = tensor 2 x pipeline 2 x data 1; 2 chunks per stage" in done.stdout
-    assert "  rank 2  stage 1  tensor 0  layers 1 | 3" in done.stdout
+    assert "  ranks 2-3  stage 1  tensor 0-1  layers 1 | 3" in done.stdout
     assert "\none step\nstage 0 |" in done.stdout
     (notice,) = (line for line in done.stdout.splitlines() if "without the engine" in line)
     assert notice.startswith("note: scaler=none, optimizer=adamw, parallel-layer=tensor, model=gpt, ")

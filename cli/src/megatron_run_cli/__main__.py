@@ -34,7 +34,7 @@ class BeforeTorch:
             return
         sys.meta_path.remove(self)
         with suppress(ModuleNotFoundError):  # without the engine
-            from megatron_run_engine.training.process import prepare_process
+            from megatron_run_engine.training.rank_environment import prepare_process
 
             prepare_process(os.environ)
 

@@ -209,6 +209,25 @@ forked(Launcher(Path({str(tmp_path)!r})), "0:parent", "1:page stop")
     wait_until(lambda: not any(alive(each) for each in process_ids(pids)), seconds=5)
 
 
+def test_a_server_that_still_imports_ends_with_its_killed_launcher(tmp_path: Path) -> None:
+    code = f"""
+import sys; sys.path.insert(0, {str(ROOT)!r})
+from pathlib import Path
+from tests.engine.launch.launcher import Launcher
+from tests.engine.launch.test_launch_fork_server import forked
+forked(Launcher(Path({str(tmp_path)!r})), "0:leave", how="slow")
+"""
+    process = subprocess.Popen([sys.executable, "-c", code])
+    pids = tmp_path / "pids"
+    try:
+        wait_until(lambda: len(process_ids(pids)) == 1)
+        assert all(alive(each) for each in process_ids(pids))
+    finally:
+        process.kill()
+        process.wait()
+    wait_until(lambda: not any(alive(each) for each in process_ids(pids)), seconds=5)
+
+
 def test_a_launcher_that_has_more_files_open_than_select_can_count_hears_its_server() -> None:
     beyond, (soft, hard) = 1500, resource.getrlimit(resource.RLIMIT_NOFILE)
     if hard <= beyond:

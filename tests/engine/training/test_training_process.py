@@ -16,12 +16,7 @@ from megatron_run.errors import InputError
 from megatron_run.planning import ResolvedRun, load_config
 from megatron_run_engine.runtime.world import World
 from megatron_run_engine.training.process import (
-    KEEP_FREED,
-    SPIN_BRIEFLY,
     Setting,
-    _has_glibc,
-    _quota,
-    available_cores,
     borrowed_process,
     choose_backend,
     choose_device,
@@ -29,9 +24,16 @@ from megatron_run_engine.training.process import (
     deterministic_kernels,
     explain_device,
     forks_ranks,
-    rank_environment,
     rounded_products,
     start_device,
+)
+from megatron_run_engine.training.rank_environment import (
+    KEEP_FREED,
+    SPIN_BRIEFLY,
+    _has_glibc,
+    _quota,
+    available_cores,
+    rank_environment,
     threads_per_rank,
 )
 
@@ -185,7 +187,7 @@ def test_torchs_warnings_about_peers_are_kept_back_unless_told_otherwise() -> No
 def test_freed_memory_is_kept_unless_the_allocator_was_told_otherwise(
     told: dict[str, str], kept: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("megatron_run_engine.training.process._has_glibc", lambda: True)
+    monkeypatch.setattr("megatron_run_engine.training.rank_environment._has_glibc", lambda: True)
     assert rank_environment(told, 1, 1, 1).get("GLIBC_TUNABLES") == kept
 
 

@@ -215,6 +215,21 @@ def test_one_byte_of_a_text_that_changed_is_refused(tmp_path: Path) -> None:
     assert attempt(tmp_path / "run", values).first == 3
 
 
+def test_who_goes_on_with_another_rule_in_the_same_file_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    rule = tmp_path / "mine.py"
+    text = "import torch\n\nclass Mine(torch.optim.SGD):\n    pass\n"
+    rule.write_text(text)
+    values = {**FAST, "optimizer.rule": f"{rule}:Mine"}
+    attempt(tmp_path / "run", values, stop_after=2)
+    attempt(only_step(tmp_path / "run", 2, tmp_path / "same"), values, stop_after=3)
+    assert "is a file that has changed" not in caplog.text
+    rule.write_text(f"{text}    factor = 9\n")
+    attempt(tmp_path / "run", values)
+    assert "optimizer.rule is a file that has changed since step 2 was saved" in caplog.text
+
+
 def test_an_optimizer_that_keeps_more_needs_permission(tmp_path: Path) -> None:
     attempt(tmp_path, {**FAST, "optimizer.rule": "sgd"}, stop_after=2)
     with pytest.raises(CheckpointError) as error:

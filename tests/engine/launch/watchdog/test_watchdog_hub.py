@@ -17,7 +17,7 @@ import pytest
 
 from megatron_run.contracts.activity import Activity
 from megatron_run_engine.launch.watchdog import hub as hub_module
-from megatron_run_engine.launch.watchdog.connection import Connection, join_hub
+from megatron_run_engine.launch.watchdog.connection import Connection, family_of, join_hub
 from megatron_run_engine.launch.watchdog.hub import GRACE, Hub
 from megatron_run_engine.launch.watchdog.page import PageWriter
 from tests.support.processes import wait_until
@@ -70,6 +70,24 @@ def site(tmp_path: Path) -> Iterator[Site]:
     site.hub.finish(2.0)
     for each in site.sidecars:
         each.close()
+
+
+@pytest.mark.parametrize(
+    ("listens", "comes"), [("127.0.0.1", "127.0.0.1"), ("::1", "::1"), ("", "127.0.0.1"), ("", "::1")]
+)
+def test_a_hub_is_reached_by_both_kinds_of_addresses(listens: str, comes: str) -> None:
+    try:
+        socket.create_server((comes, 0), family=family_of(comes)).close()
+    except OSError:
+        pytest.skip(f"this machine has no {comes}")
+    hub = Hub(1, LIMIT, SECRET, listens)
+    hub.start()
+    try:
+        connection = Connection(socket.create_connection((comes, hub.port)))
+        assert join_hub(connection, 0, SECRET, 10.0)
+        connection.close()
+    finally:
+        hub.finish(2.0)
 
 
 @pytest.mark.parametrize("guilty", [0, 1, 2])

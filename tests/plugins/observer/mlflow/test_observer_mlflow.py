@@ -98,3 +98,9 @@ def test_without_a_server_a_run_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
     with pytest.raises(RunError, match="observer=mlflow has no server; name one"):
         load_config("preset:tiny", plugins=("observer=mlflow",))
     load_config("preset:tiny", plugins=("observer=mlflow,uri=http://127.0.0.1:9",))
+
+
+def test_a_password_in_a_configuration_is_refused_and_not_repeated() -> None:
+    with pytest.raises(RunError, match=r"observer\.uri holds a password.*MLFLOW_TRACKING_PASSWORD") as error:
+        load_config("preset:tiny", plugins=("observer=mlflow,uri=https://me:secret@127.0.0.1:9",))
+    assert "secret@" not in str(error.value)

@@ -158,6 +158,7 @@ class About(Record):
     axes. ``identity`` holds the configuration keys that decide what is learned, and ``config`` their SHA-256.
     ``tokenizer`` is None for data without a tokenizer's file, ``adapters`` for a step that holds all weights.
     ``positions`` is the longest sequence that the model reads, where samples may be shorter: see :attr:`longest`.
+    ``programs`` are the files of code that the configuration names.
     """
 
     step: Count
@@ -175,6 +176,7 @@ class About(Record):
     tokenizer: TokenizerRecord | None = None
     adapters: AdaptersRecord | None = None
     positions: Count | None = None
+    programs: Mapping[str, Sha256] = {}
 
     @property
     def longest(self) -> int | None:

@@ -36,8 +36,8 @@ from megatron_run_engine.training.process import (
     check_local_devices,
     forks_ranks,
     kept_settings,
-    threads_per_rank,
 )
+from megatron_run_engine.training.rank_environment import threads_per_rank
 
 if TYPE_CHECKING:
     from megatron_run.planning import ResolvedRun

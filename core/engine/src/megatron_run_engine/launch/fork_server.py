@@ -11,6 +11,7 @@ first use, and its children import the caller's main module.
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import json
 import os
@@ -37,6 +38,8 @@ if TYPE_CHECKING:
 _PROGRAM = (sys.executable, "-P", "-m", "megatron_run_engine.launch.fork_server")
 #: Seconds until a server that does not answer is killed, and its ranks with it.
 _PATIENCE = 5.0
+#: ``PR_SET_PDEATHSIG`` of Linux's ``prctl``.
+_DEATH_SIGNAL = 1
 
 
 # --- The launcher's side ---
@@ -166,7 +169,8 @@ def _serve(job: Path, control: socket.socket) -> None:
     with control.makefile("rb") as file:
         starts = _decode(file.readline())
     gc.disable()  # little of what imports make becomes garbage, and looking for it takes a while
-    run = preload(Job.read(job), len(starts))
+    with _ending_with_launcher():
+        run = preload(Job.read(job), len(starts))
     gc.freeze()  # the ranks do not write to the pages of what is here by looking for garbage in it
     gc.enable()
     wakeup, bell = socket.socketpair()
@@ -181,6 +185,25 @@ def _serve(job: Path, control: socket.socket) -> None:
         processes.append(begin(job, start, (control, wakeup, bell)))
         _tell(control, "started", rank, processes[rank])
     _report(control, wakeup, processes)
+
+
+@contextmanager
+def _ending_with_launcher() -> Iterator[None]:
+    """Within: the kernel kills this process, which hears nobody while it imports, once its launcher is gone.
+
+    Later it would be left no time to kill the ranks. Linux alone has this; elsewhere the imports come to their end.
+    """
+    call = getattr(ctypes.CDLL(None), "prctl", None)
+    if call is None:
+        yield
+        return
+    call(_DEATH_SIGNAL, signal.SIGKILL)
+    if os.getppid() == 1:  # it was gone before
+        os._exit(int(ExitCode.RANK_LOST))
+    try:
+        yield
+    finally:
+        call(_DEATH_SIGNAL, 0)
 
 
 def _fork(run: ResolvedRun | None, job: Path, start: RankStart, private: Sequence[socket.socket]) -> int:

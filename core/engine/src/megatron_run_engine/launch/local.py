@@ -29,7 +29,7 @@ from megatron_run_engine.launch.watchdog.monitor import Watchdog
 from megatron_run_engine.launch.watchdog.page import Page
 from megatron_run_engine.launch.watchdog.verdict import IN_ORDER
 from megatron_run_engine.run_folder import RunFolder, open_log
-from megatron_run_engine.training.process import available_cores, rank_environment
+from megatron_run_engine.training.rank_environment import available_cores, rank_environment
 
 #: Seconds that the other ranks get to end by themselves once one has failed: all are gone within 5.
 GRACE = 4.0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -28,7 +29,13 @@ class Options(BaseModel):
 
 
 def check_config(_: Config, options: Options) -> tuple[str, ...]:
-    """No notices. Raises :class:`InputError` if neither option nor environment says where to send."""
+    """No notices. Raises :class:`InputError` without a server, and for a password, which the run would record."""
+    if options.uri is not None and urlsplit(options.uri).password is not None:
+        raise InputError(
+            "observer.uri holds a password",
+            why="a run records its configuration, where others read it",
+            fix="leave it out, and set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD",
+        )
     if options.uri is None and not os.environ.get("MLFLOW_TRACKING_URI"):
         raise InputError(
             "observer=mlflow has no server", fix="name one: --plugin observer=mlflow,uri=URI, or MLFLOW_TRACKING_URI"

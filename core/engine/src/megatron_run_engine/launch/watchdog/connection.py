@@ -24,6 +24,11 @@ _LONGEST_LINE = 1 << 16
 _LONGEST_GREETING = 512
 
 
+def family_of(address: str) -> socket.AddressFamily:
+    """Of numbers with points or with colons."""
+    return socket.AF_INET6 if ":" in address else socket.AF_INET
+
+
 class Connection:
     """One end of a connection. ``open`` turns false when the other end is gone, or sends a line over the limit."""
 

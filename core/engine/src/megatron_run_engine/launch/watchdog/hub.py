@@ -25,7 +25,7 @@ from dataclasses import replace
 from typing import Any
 
 from megatron_run.errors import RankLostError
-from megatron_run_engine.launch.watchdog.connection import Connection, Stranger
+from megatron_run_engine.launch.watchdog.connection import Connection, Stranger, family_of
 from megatron_run_engine.launch.watchdog.monitor import INTERVAL, LONGEST
 from megatron_run_engine.launch.watchdog.page import Page
 from megatron_run_engine.launch.watchdog.verdict import IN_ORDER, RankState, UnblockedTimer, judge
@@ -50,7 +50,7 @@ class Hub:
 
     def __init__(self, size: int, timeout: float, secret: str, address: str) -> None:
         self._timeout, self._secret, self._looked = timeout, secret, time.monotonic()
-        self._server = socket.create_server((address, 0), backlog=size)
+        self._server = _listening(address, size)
         self._server.setblocking(False)
         self._selector = selectors.DefaultSelector()  # select() knows no descriptor above 1,023
         self._selector.register(self._server, selectors.EVENT_READ)
@@ -206,6 +206,14 @@ def _seconds(said: object) -> float:
     if not isinstance(said, int | float) or not 0 <= said < float("inf"):
         raise ValueError(f"{said!r} seconds")
     return float(said)
+
+
+def _listening(address: str, size: int) -> socket.socket:
+    """A socket that listens at ``address``, or for whoever comes by IPv4 or IPv6 where it is empty. Raises OSError."""
+    if not address and socket.has_dualstack_ipv6():
+        with suppress(OSError):  # a host that is told to have none
+            return socket.create_server(("", 0), family=socket.AF_INET6, backlog=size, dualstack_ipv6=True)
+    return socket.create_server((address, 0), family=family_of(address), backlog=size)
 
 
 def _open_files() -> int:

@@ -13,11 +13,13 @@ import threading
 import time
 from collections.abc import Mapping
 from contextlib import suppress
+from ipaddress import ip_address
 from pathlib import Path
 from typing import IO, Any
 
 from megatron_run.contracts.activity import Activity
-from megatron_run.errors import CheckpointError, ExitCode
+from megatron_run.errors import CheckpointError, ExitCode, RankLostError
+from megatron_run_engine.launch.watchdog.connection import family_of
 from megatron_run_engine.launch.watchdog.page import PageWriter
 from megatron_run_engine.launch.watchdog.sidecar import Orders
 from megatron_run_engine.run_folder import RunFolder
@@ -57,9 +59,14 @@ class SidecarClient:
         files.remove(self._secret_file)  # of a job that was killed
         here = self._world.local_size == self._world.size
         host = self._world.init_method.removeprefix("tcp://").rpartition(":")[0]
-        address = "127.0.0.1" if here else own_address(host)
-        output = self._launch(secret=secret, listen=address)
-        orders = {"hub": f"{address or host}:{json.loads(output.readline())['hub']}", "secret": secret}
+        address = _loopback() if here else own_address(host)
+        told = self._launch(secret=secret, listen=address).readline()
+        if not told:
+            raise RankLostError(
+                f"nobody can watch the ranks: the hub cannot listen at {address or 'any interface'}",
+                fix="see that the loopback interface, or that of MASTER_ADDR, is up",
+            )
+        orders = {"hub": f"{address or host}:{json.loads(told)['hub']}", "secret": secret}
         with files.create(self._secret_file, mode=0o600) as file:
             file.write(json.dumps(orders).encode())
 
@@ -171,11 +178,30 @@ def own_address(host: str, *, loopback: bool = False) -> str:
 
     Many hosts know themselves by a loopback address, where nobody else would find them: it counts with ``loopback``.
     """
-    try:
-        found = {str(entry[4][0]) for entry in socket.getaddrinfo(host, 0, socket.AF_INET, socket.SOCK_STREAM)}
-        (address,) = found
-        with socket.socket() as probe:
-            probe.bind((address, 0))
-    except (OSError, ValueError):
+    found = _addresses(host, socket.AF_INET) or _addresses(host, socket.AF_INET6)
+    address = next(iter(found), "")
+    if len(found) != 1 or not _is_here(address) or (ip_address(address).is_loopback and not loopback):
         return ""
-    return "" if address.startswith("127.") and not loopback else address
+    return address
+
+
+def _addresses(host: str, family: socket.AddressFamily) -> set[str]:
+    try:
+        return {str(entry[4][0]) for entry in socket.getaddrinfo(host, 0, family, socket.SOCK_STREAM)}
+    except OSError:
+        return set()
+
+
+def _loopback() -> str:
+    """The address by which processes of this host meet."""
+    return "127.0.0.1" if _is_here("127.0.0.1") else "::1"
+
+
+def _is_here(address: str) -> bool:
+    """Whether somebody can listen at ``address``."""
+    try:
+        with socket.socket(family_of(address)) as probe:
+            probe.bind((address, 0))
+    except OSError:
+        return False
+    return True

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron_run.errors import InputError
-from megatron_run_engine.training.process import available_cores, rank_environment
+from megatron_run_engine.training.rank_environment import available_cores, rank_environment
 
 #: Seconds between two looks at the processes, and at whether a task of other ranks is done.
 _PERIOD = 0.05

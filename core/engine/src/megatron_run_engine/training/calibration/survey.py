@@ -23,7 +23,7 @@ from megatron_run_engine.training.calibration.microbenchmarks import (
 )
 from megatron_run_engine.training.calibration.on_ranks import Task, on_ranks
 from megatron_run_engine.training.calibration.timed_run import time_request
-from megatron_run_engine.training.process import available_cores
+from megatron_run_engine.training.rank_environment import available_cores
 
 #: (rows, columns, depth)
 PRODUCTS = (

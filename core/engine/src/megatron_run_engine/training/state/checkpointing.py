@@ -29,6 +29,7 @@ from megatron_run_engine.runtime.parameter_init import frozen, shapes_of, traine
 from megatron_run_engine.training.numbers import Progress
 from megatron_run_engine.training.state.init_from import branch, start_from
 from megatron_run_engine.training.state.keeping import Keeping
+from megatron_run_engine.training.state.programs import programs
 from megatron_run_engine.training.state.resuming import Resumed, choose_on_rank0, files_at_once, plugin_records, resume
 
 if TYPE_CHECKING:
@@ -233,6 +234,7 @@ class Checkpointing:
             tokenizer=self._keeping.record,
             adapters=self._adapters,
             positions=self._keeping.positions,
+            programs=programs(run),
         )
 
 

@@ -36,6 +36,7 @@ from megatron_run_engine.run_folder.changes import (
 )
 from megatron_run_engine.training.numbers import Progress
 from megatron_run_engine.training.state.adapting import fill_frozen, open_base
+from megatron_run_engine.training.state.programs import program_changes
 from megatron_run_engine.training.state.reading import StateReader, Upgrade, UpgradingReader, load
 
 if TYPE_CHECKING:
@@ -85,7 +86,8 @@ def resume(
     accepted = on_all_ranks(ranks, lambda: accept(run, manifest.about, data, checkpoints.path.parent, decided))
     if ranks.rank == 0:
         keys, plugins = map(str, accepted.changes), plugin_changes(manifest.about, run.plugins)
-        for line in (*plugins, *keys, *rate_change(run, manifest.about, accepted)):
+        code = program_changes(manifest.about, run)
+        for line in (*plugins, *code, *keys, *rate_change(run, manifest.about, accepted)):
             assembly.context.log.warning("%s", line)
     reader = Reader(checkpoints.folder(step), manifest)
     read = StateReader(
