@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from megatron_run import temporary_names
 from megatron_run.publishing import publishing, publishing_folder
+from megatron_run.temporary_names import temporary_name
 from tests.support.processes import wait_until
 
 
@@ -54,11 +56,44 @@ def test_a_full_disk_publishes_none_of_several(full: int, tmp_path: Path, monkey
     assert (tmp_path / "b").read_text() == "old"
 
 
-def test_a_name_that_is_refused_takes_the_others_back(tmp_path: Path) -> None:
-    (tmp_path / "b").mkdir()
-    with pytest.raises(OSError, match="not a file"), publishing(tmp_path / "a", tmp_path / "b"):
+@pytest.mark.parametrize("signal_too", [False, True])
+def test_a_name_that_is_refused_takes_the_others_back(
+    signal_too: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also the old last file, which has made way by then."""
+    (tmp_path / "last").write_text("old")
+    replace = Path.replace
+
+    def refused(self: Path, target: Path) -> Path:
+        if target.name == "second":
+            raise KeyboardInterrupt if signal_too else OSError("refused")
+        return replace(self, target)
+
+    monkeypatch.setattr(Path, "replace", refused)
+    with (
+        pytest.raises((OSError, KeyboardInterrupt)),
+        publishing(*(tmp_path / name for name in ("a", "second", "last"))),
+    ):
         pass
-    assert names(tmp_path) == ["b"]
+    assert names(tmp_path) == ["last"]
+    assert (tmp_path / "last").read_text() == "old"
+
+
+def test_a_file_keeps_its_mode_and_a_long_name_is_no_hindrance(tmp_path: Path) -> None:
+    secret = tmp_path / ("n" * 250)
+    secret.touch(mode=0o600)
+    with publishing(secret) as (file,):
+        file.write(b"new")
+    assert (secret.stat().st_mode & 0o777, secret.read_bytes()) == (0o600, b"new")
+
+
+def test_what_another_host_writes_is_left_alone(tmp_path: Path) -> None:
+    """Its lock may not be seen here."""
+    other = tmp_path / temporary_name("a").replace(temporary_names._host(), "0" * 8)
+    other.touch()
+    with publishing(tmp_path / "a"):
+        pass
+    assert other.exists()
 
 
 @pytest.mark.parametrize("kind", ["a folder", "a pipe", "a device"])
@@ -87,7 +122,7 @@ def test_a_link_leads_to_its_file_as_in_a_shell(tmp_path: Path) -> None:
 
 
 def test_a_pipe_with_the_name_of_a_leftover_is_left_alone(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / ".a.0123456789abcdef.tmp")
+    os.mkfifo(tmp_path / temporary_name("a"))
     with publishing(tmp_path / "a"):
         pass  # and opening the pipe would wait for ever
     assert "a" in names(tmp_path)

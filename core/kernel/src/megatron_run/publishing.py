@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+import stat
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -19,11 +20,13 @@ class Publication:
     """Temporary files beside ``paths``, in :attr:`files`, which :meth:`publish` gives their names.
 
     Until then whoever reads sees what was there before. What a killed writer of the same ``paths`` has left is removed;
-    the lock of a temporary file says that its writer is alive. A path may lead over links, as in a shell. Raises
-    OSError, at once for a path that is a folder or a device.
+    the lock of a temporary file says that its writer is alive. A path may lead over links, as in a shell, and a file
+    that is there keeps its mode. Without ``durable`` a power failure may leave less than all: for what can be made
+    again. Raises OSError, at once for a path that is a folder or a device.
     """
 
-    def __init__(self, *paths: Path) -> None:
+    def __init__(self, *paths: Path, durable: bool = True) -> None:
+        self._durable = durable
         self._paths = tuple(Path(os.path.realpath(path)) for path in paths)
         for path in self._paths:
             if path.exists() and not path.is_file():  # a file in the place of /dev/null would be a catastrophe
@@ -37,30 +40,38 @@ class Publication:
         """Put the files on the disk, and then give them their names.
 
         Of several, the old file of the last name goes first and the new one comes last: where it is, all belong
-        together. On an error the paths are as they were, unless a file system refuses a name after it has taken one.
+        together. On an error names that were given are taken back, and the last file is the old one again.
         """
         try:
             for file in self.files:
                 file.flush()
-                os.fsync(file.fileno())
-            for path in self._paths[1:][-1:]:
-                path.unlink(missing_ok=True)
+                if self._durable:
+                    os.fsync(file.fileno())
             self._name()
         finally:
             self.discard()
-        for folder in {path.parent for path in self._paths}:
+        for folder in {path.parent for path in self._paths} if self._durable else ():
             _sync(folder)
 
     def _name(self) -> None:
+        last = self._paths[-1]
+        old = last.with_name(temporary_name(last.name))
         made: list[Path] = []
         try:
+            if len(self._paths) > 1 and last.exists():
+                last.rename(old)
             for file, path in zip(self.files, self._paths, strict=True):
-                made += [] if path.exists() else [path]
+                new = not path.exists()
                 Path(file.name).replace(path)
+                if new:
+                    made.append(path)
         except BaseException:  # a signal too
             for path in made:
                 path.unlink(missing_ok=True)
+            if old.exists():
+                old.replace(last)
             raise
+        old.unlink(missing_ok=True)
 
     def discard(self) -> None:
         """Remove what was not published. A second call does nothing."""
@@ -68,9 +79,9 @@ class Publication:
 
 
 @contextmanager
-def publishing(*paths: Path) -> Iterator[tuple[BinaryIO, ...]]:
+def publishing(*paths: Path, durable: bool = True) -> Iterator[tuple[BinaryIO, ...]]:
     """Open a :class:`Publication` of ``paths``: published when the block has ended, and discarded after an error."""
-    publication = Publication(*paths)
+    publication = Publication(*paths, durable=durable)
     try:
         yield publication.files
         publication.publish()
@@ -138,6 +149,8 @@ def _created(path: Path) -> BinaryIO:
     while True:
         file = path.with_name(temporary_name(path.name)).open("xb+")
         if lock_new(file.fileno()):
+            with suppress(OSError):  # there is no file yet
+                os.fchmod(file.fileno(), stat.S_IMODE(path.stat().st_mode))
             return file
         file.close()
 

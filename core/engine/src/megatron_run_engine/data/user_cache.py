@@ -68,5 +68,5 @@ def keep(path: Path, content: bytes) -> None:
     A file that has it already is not written again. Raises :class:`OSError`.
     """
     if not path.is_file() or path.read_bytes() != content:
-        with publishing(path) as (file,):
+        with publishing(path, durable=False) as (file,):
             file.write(content)

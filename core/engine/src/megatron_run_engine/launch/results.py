@@ -57,7 +57,7 @@ class RankResult:
     def write(self, job: Path) -> None:
         """Leave the rank's own part next to the ``job`` file, for :meth:`read`: whole or not at all."""
         report = {"message": self.message, "secondary": self.secondary, "lost": self.lost}
-        with publishing(_path(job, self.rank)) as (file,):
+        with publishing(_path(job, self.rank), durable=False) as (file,):
             file.write(json.dumps(report).encode())
 
     @classmethod

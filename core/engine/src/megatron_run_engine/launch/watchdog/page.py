@@ -126,7 +126,7 @@ class PageWriter:
         self._slots: dict[str, tuple[int, int]] = {}  # scope -> its slot, and the last number in it
         self._phase = self._text = b""
         self._detail: object = None
-        with publishing(path) as (file,):
+        with publishing(path, durable=False) as (file,):
             file.write(bytes(_SIZE))  # not a hole: a full disk must raise here, not kill the process by SIGBUS later
             file.flush()
             self._page = mmap.mmap(file.fileno(), _SIZE)
