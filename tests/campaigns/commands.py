@@ -66,7 +66,7 @@ COMMANDS: Mapping[str, Case] = {
     "import": Case("hf out", ("hf",), ("out",)),
     "export": Case("run out --to huggingface", ("run",), ("out",)),
     "data prepare": Case(
-        f"{_TEXTS} --out out", ("a.jsonl",), ("out.bin", "out.idx", "out.json"), goes_on="out.preparing"
+        f"{_TEXTS} --out out", ("a.jsonl",), ("out.bin", "out.idx", "out.json"), together=False, goes_on="out.preparing"
     ),
     "data clean": Case(
         f"{_TEXTS} --out out.jsonl.gz --min-tokens 1", ("a.jsonl",), ("out.jsonl.gz", "out.removed.jsonl")
