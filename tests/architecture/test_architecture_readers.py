@@ -15,8 +15,8 @@ from tests.support.checkout import ROOT
 
 #: The readers: of a file, of the files of a folder, of those of a step; of users' texts and compressed files.
 READERS = (
-    "core/kernel/src/megatron_run/foreign_file.py",
-    "core/kernel/src/megatron_run/safe_folder.py",
+    "core/kernel/src/megatron_run/files/foreign_file.py",
+    "core/kernel/src/megatron_run/files/safe_folder.py",
     "core/engine/src/megatron_run_engine/checkpoint/files.py",
     "core/engine/src/megatron_run_engine/data/user_files.py",
 )
@@ -52,7 +52,8 @@ ALLOWED = {
         f"{_ENGINE}/launch/watchdog/page.py",
         f"{_ENGINE}/launch/watchdog/sidecar.py",
         f"{_ENGINE}/training/calibration/on_ranks.py",
-        f"{_KERNEL}/publishing.py",
+        f"{_KERNEL}/files/publishing.py",
+        f"{_KERNEL}/files/temporary_names.py",
         "plugins/observer/profiler/src/megatron_run_observer_profiler/window.py",
     ),
     "sources, and what comes with the program": (
@@ -64,6 +65,7 @@ ALLOWED = {
         "plugins/graph-capture/partial/src/megatron_run_graph_capture_partial/native.py",
     ),
     "the operating system": (
+        "cli/src/megatron_run_cli/streams.py",
         f"{_ENGINE}/launch/watchdog/monitor.py",
         f"{_ENGINE}/nn/linear.py",
         f"{_ENGINE}/runtime/cuda_libraries.py",

@@ -12,9 +12,11 @@ import argparse
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 
 from benchmarks.support.report import heading, table
+from tests.campaigns.around_commands import around_commands
 from tests.campaigns.attacks import floods, prepared, starts
 from tests.campaigns.damage import crash_points, flips
 from tests.campaigns.figures import Figures
@@ -28,6 +30,7 @@ from tests.campaigns.public_tokenizers import packages
 from tests.campaigns.special import special
 from tests.campaigns.stops import stops
 from tests.campaigns.surroundings import surroundings
+from tests.campaigns.written import disturbed
 
 #: What each campaign needs: a folder, a first seed, how many runs there may be at once, and the share of it to do.
 Campaign = Callable[[Path, int, int, float], Iterable[Figures]]
@@ -45,6 +48,10 @@ CAMPAIGNS: dict[str, Campaign] = {
         floods(_some(100, share), seed),
     ],
     "surroundings": surroundings,
+    "commands": lambda folder, seed, jobs, share: chain(
+        disturbed(_made(folder / "disturbed"), seed, jobs, share),
+        around_commands(_made(folder / "around"), jobs, share),
+    ),
     "folders": lambda folder, seed, jobs, share: folders(folder / "folders", _some(300, share), seed),
     "numbers": lambda folder, seed, jobs, share: numbers(folder, share, seed, jobs),
     "special": lambda folder, seed, jobs, share: special(folder, share, seed, jobs),

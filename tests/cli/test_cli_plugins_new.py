@@ -157,7 +157,7 @@ def test_an_existing_folder_is_never_written_to(tmp_path: Path) -> None:
 def test_a_folder_that_cannot_be_made_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     message = refusal("schedule", "zigzag", tmp_path / "file" / "inside")
-    assert message.startswith(f"{tmp_path}/file/inside cannot be made: ")
+    assert message.startswith(f"{tmp_path}/file/inside cannot be written: ")
     assert message.endswith("; name a folder that can be written")
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_run.foreign_file import check_file, followed, open_file, read_file
+from megatron_run.files.foreign_file import check_file, followed, open_file, read_file
 
 MAKES: dict[str, Callable[[Path], None]] = {
     "pipe": os.mkfifo,

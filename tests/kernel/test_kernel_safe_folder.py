@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_run.safe_folder import SafeFolder, parse_json
+from megatron_run.files.safe_folder import SafeFolder, parse_json
+from megatron_run.files.temporary_names import temporary_name
 
 TOUCHING: dict[str, Callable[[SafeFolder, str], object]] = {
     "read": lambda files, name: files.read(name),
@@ -92,7 +93,7 @@ def test_json_that_is_no_mapping_is_nothing(files: SafeFolder, content: bytes) -
 def test_what_is_written_is_read_again_and_nothing_else_is_left(files: SafeFolder) -> None:
     files.make("a/b")
     files.write_json("a/b/x.json", {"one": 1})
-    (files.path / f".y.{os.getpid()}").write_bytes(b"of a killed process of this number")
+    (files.path / temporary_name("y")).write_bytes(b"of a killed process")
     files.replace("y", b"1\n")
     with files.append("y") as file:
         file.write(b"2\n")

@@ -11,14 +11,18 @@ from functools import partial
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
-if __name__ == "__main__" and not sys.flags.safe_path and sys.path[:1] == [os.getcwd()]:  # noqa: PTH109  # as -m has it
-    del sys.path[0]  # a torch.py that lies in the current folder is not torch
+with suppress(FileNotFoundError):  # the current folder was removed
+    if __name__ == "__main__" and not sys.flags.safe_path and sys.path[:1] == [os.getcwd()]:  # noqa: PTH109  # as -m has it
+        del sys.path[0]  # a torch.py that lies in the current folder is not torch
 
 # Most of what a command imports and makes stays to its end. A rank of torchrun or srun keeps Python's pace.
 if not {"LOCAL_RANK", "SLURM_PROCID"} & os.environ.keys():
     gc.set_threshold(50_000, 10, 100)
 
+from megatron_run.errors import ExitCode
 from megatron_run_cli.main import main
+from megatron_run_cli.output import tell_error
+from megatron_run_cli.streams import flush_output, full_disk, open_streams
 
 
 class BeforeTorch:
@@ -52,11 +56,13 @@ def program() -> None:
     A process that was a rank ends at once: while Python takes itself down, a communicator whose peer is already gone
     may abort it, and so turn a run that succeeded into one that failed.
     """
+    open_streams()
     sys.meta_path.insert(0, BeforeTorch())
     code = main()
-    for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError, ValueError):  # nobody reads any more, or a plugin has closed it
-            stream.flush()
+    failed = flush_output()
+    if failed is not None and not isinstance(failed, BrokenPipeError):  # else nobody reads any more
+        tell_error(str(full_disk(failed) or failed))
+        code = code or ExitCode.DATA
     if "torch.distributed" in sys.modules:
         os._exit(code)
     sys.exit(code)

@@ -25,6 +25,7 @@ from megatron_run_cli.commands.schedule import schedule
 from megatron_run_cli.commands.train import finetune, train
 from megatron_run_cli.grammar import Program, option_meant
 from megatron_run_cli.output import print_refusal, start_answer, tell_error
+from megatron_run_cli.streams import check_folder, full_disk
 from megatron_run_cli.termination import Terminated
 
 
@@ -68,6 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
     start_answer()
     try:
+        check_folder()
         code = program.main(args=words, prog_name="megatron-run", standalone_mode=False)
     except click.exceptions.NoArgsIsHelpError as error:  # a group of commands, and none of them named
         click.echo(error.format_message(), err=True)
@@ -86,7 +88,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         code = ExitCode.SIGTERM if isinstance(error, Terminated) else ExitCode.SIGINT
         return _refused(str(error) or "interrupted", code, words, error)
     except (MemoryError, OSError, RuntimeError) as error:
-        known = system_limit(error)
+        known = system_limit(error) or full_disk(error)
         if known is None:
             raise
         return _refused(str(known), known.exit_code, words, error)

@@ -14,7 +14,7 @@ from typing import Any
 import click
 
 from megatron_run.errors import InputError, printable
-from megatron_run.publishing import publishing
+from megatron_run.files.publishing import publishing
 
 #: Whether the command has printed JSON: its answer is one document, also where it ends with a refusal.
 _ANSWERED: ContextVar[bool] = ContextVar("answered", default=False)

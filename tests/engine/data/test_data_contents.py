@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import multiprocessing
+import os
 import shutil
 import time
 from collections.abc import Callable
@@ -132,31 +132,26 @@ def test_a_file_that_changes_while_it_is_read_is_read_again(
     assert len(reads) == 2
 
 
-def wait_for_it(file: Path, begun: Any, ended: Any) -> None:
-    """Hash in another process, which takes its time."""
-
-    def alive() -> None:
-        begun.set()
-        ended.wait(60)
-
-    contents_hash([file], alive)
-
-
 def test_who_comes_later_waits_alive_and_does_not_read(file: Path, later: None, reads: list[int]) -> None:
-    context = multiprocessing.get_context("fork")
-    begun, ended = context.Event(), context.Event()
-    first = context.Process(target=wait_for_it, args=(file, begun, ended))
-    first.start()
-    assert begun.wait(60)
-    waited = []
+    begun, begins = os.pipe()
+    ended, ends = os.pipe()
+    first = os.fork()
+    if first == 0:  # reads until it is told to go on
+        contents_hash([file], lambda: (os.write(begins, b"."), os.read(ended, 1)))
+        os._exit(0)
+    os.read(begun, 1)
+    waited: list[int] = []
 
     def alive() -> None:
+        if not waited:
+            os.write(ends, b"." * 1000)
         waited.append(1)
-        ended.set()
 
     contents_hash([file], alive)
-    first.join(60)
-    assert (first.exitcode, len(reads), bool(waited)) == (0, 0, True)
+    os.waitpid(first, 0)
+    for descriptor in (begun, begins, ended, ends):
+        os.close(descriptor)
+    assert (len(reads), bool(waited)) == (0, True)
 
 
 def test_it_is_told_where_reading_takes_long(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -85,16 +85,16 @@ def test_folders_around_a_new_one_go_with_it_but_for_those_that_others_use(tmp_p
     folder = tmp_path / "mine" / "a" / "b" / "new"
 
     def use(*written: Path) -> None:
-        with new_folder(folder, FileSystem()):
-            for path in written:
+        with new_folder(folder) as hidden:
+            for path in (hidden / "half", *written):
                 path.write_text("something")
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        use(folder / "half")
+        use()
     assert [entry.name for entry in tmp_path.rglob("*")] == ["mine"]
     with pytest.raises(KeyboardInterrupt):
-        use(folder / "half", tmp_path / "mine" / "a" / "of somebody else")
+        use(tmp_path / "mine" / "a" / "of somebody else")
     assert sorted(entry.name for entry in tmp_path.rglob("*")) == ["a", "mine", "of somebody else"]
 
 

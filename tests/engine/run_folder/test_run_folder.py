@@ -18,9 +18,9 @@ from unittest import mock
 import pytest
 
 from megatron_run.errors import CheckpointError, ExitCode, InputError
+from megatron_run.files.safe_folder import SafeFolder
 from megatron_run.planning import ResolvedRun, load_config
 from megatron_run.planning.run import comparison_table
-from megatron_run.safe_folder import SafeFolder
 from megatron_run_engine.run_folder import (
     FolderLock,
     OpenedFolder,

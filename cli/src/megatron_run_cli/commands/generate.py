@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from megatron_run.errors import DataError, InputError
-from megatron_run.safe_folder import parse_json
+from megatron_run.files.safe_folder import parse_json
 from megatron_run_cli.commands.chat import ANEW, BETWEEN, END, ChatOptions, chat_options, lines_typed
 from megatron_run_cli.grammar import debug_option, json_option, rank_options
 from megatron_run_cli.output import print_json, show_piece, tell

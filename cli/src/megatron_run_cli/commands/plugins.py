@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
@@ -20,6 +19,7 @@ import click
 from megatron_run import __version__
 from megatron_run.contracts.plugin import RUN_KINDS, check_kind, entry_point_group
 from megatron_run.errors import ExitCode, InputError
+from megatron_run.files.publishing import publishing_folder
 from megatron_run.registry.discover import KERNEL, Catalog, scan
 from megatron_run_cli.grammar import Commands, debug_option, json_option, run_options
 from megatron_run_cli.output import print_json, print_table, tell
@@ -279,18 +279,15 @@ def _fill(template: str, words: dict[str, str]) -> str:
 def _write(folder: Path, contents: dict[str, str]) -> tuple[str, ...]:
     """Write every file, or nothing: ``folder`` must be new."""
     try:
-        folder.mkdir(parents=True)
+        with publishing_folder(folder) as hidden:
+            for path, text in contents.items():
+                (hidden / path).parent.mkdir(parents=True, exist_ok=True)
+                (hidden / path).write_text(text, encoding="utf-8")
     except FileExistsError as cause:
         raise InputError(f"{folder} exists, and nothing is overwritten", fix="name a new folder") from cause
     except OSError as cause:
-        raise InputError(f"{folder} cannot be made", why=str(cause), fix="name a folder that can be written") from cause
-    try:
-        for path, text in contents.items():
-            (folder / path).parent.mkdir(parents=True, exist_ok=True)
-            (folder / path).write_text(text, encoding="utf-8")
-    except OSError as cause:
-        shutil.rmtree(folder, ignore_errors=True)
-        raise InputError(f"{folder} cannot be written", why=str(cause)) from cause
+        why = cause.strerror or str(cause)
+        raise InputError(f"{folder} cannot be written", why=why, fix="name a folder that can be written") from cause
     return tuple(contents)
 
 

@@ -6,9 +6,9 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from megatron_run.errors import InputError
-from megatron_run.foreign_file import read_file
+from megatron_run.files.foreign_file import read_file
+from megatron_run.files.safe_folder import parse_json
 from megatron_run.pipeline.trace_events import trace_document, trace_events
-from megatron_run.safe_folder import parse_json
 from megatron_run_cli.output import write_file
 
 if TYPE_CHECKING:

@@ -89,7 +89,7 @@ def test_a_compilation_that_does_not_end_leaves_nothing_to_wait_for(
     with pytest.raises(type(error)):
         native.build(LOG, no_heartbeat)
     assert not [path for path in kept.iterdir() if path.is_dir()]
-    killed = native._home().with_suffix(".killed.tmp")
+    killed = native._home().with_name(f".{native._home().name}.0123456789abcdef.tmp")
     killed.mkdir()
     monkeypatch.setattr(native, "_call_compiler", Compiler())
     native.build(LOG, no_heartbeat)

@@ -12,10 +12,10 @@ import pytest
 
 from megatron_run.config.request import Request
 from megatron_run.errors import ExitCode, RunError
+from megatron_run.files.safe_folder import SafeFolder
 from megatron_run.pipeline.simulate import timeline
 from megatron_run.pipeline.trace_events import Event, trace_events
 from megatron_run.planning import load_config, resolve
-from megatron_run.safe_folder import SafeFolder
 from megatron_run_cli.main import main
 from megatron_run_engine.training.observers import Observers
 from megatron_run_observer_trace import Options, Trace, step_document

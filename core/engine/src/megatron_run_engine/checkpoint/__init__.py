@@ -5,5 +5,5 @@ A save: every rank writes its shards (``shard_file``), then rank 0 writes the ma
 a step holds adapters alone (``adapted``). What travels beside the steps: ``kept_files``.
 ``training.state`` lists every refusal of a checkpoint with the function that raises it.
 
-Imports: contracts, data, errors, foreign_file, runtime, safe_folder.
+Imports: contracts, data, errors, files, runtime.
 """

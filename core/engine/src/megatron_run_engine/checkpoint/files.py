@@ -13,8 +13,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Protocol
 
-from megatron_run import foreign_file
 from megatron_run.errors import CheckpointError
+from megatron_run.files import foreign_file
 from megatron_run_engine.data.user_files import FETCH, PROBE, pointer_fault
 
 #: Errors of file systems without flock.
@@ -187,7 +187,7 @@ def read_whole(path: Path, limit: int = 1 << 26) -> bytes:
 
 
 def followed(path: Path) -> Path:
-    """:func:`megatron_run.foreign_file.followed` for ``path`` in its folder. Raises :class:`CheckpointError`."""
+    """:func:`megatron_run.files.foreign_file.followed` for ``path`` in its folder. Raises :class:`CheckpointError`."""
     try:
         return foreign_file.followed(path.parent, path.name)
     except OSError as error:

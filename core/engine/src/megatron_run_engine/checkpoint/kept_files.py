@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from megatron_run.errors import CheckpointError, DataError
-from megatron_run.safe_folder import SafeFolder
+from megatron_run.files.safe_folder import SafeFolder
 from megatron_run_engine.checkpoint.manifest import TokenizerRecord
 from megatron_run_engine.data.standalone_tokenizer import KEPT, standalone_files
 from megatron_run_engine.data.tokenizer_folder.record import DECIDING, TOKENIZER, WRITTEN

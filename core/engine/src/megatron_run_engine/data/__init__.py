@@ -1,4 +1,4 @@
 """The data pipeline from documents to batches: tokenizers, packing, sample order, fields on the device.
 
-Imports: contracts, errors, foreign_file, publishing, safe_folder.
+Imports: contracts, errors, files.
 """

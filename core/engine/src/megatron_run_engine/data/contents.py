@@ -17,7 +17,7 @@ from typing import BinaryIO
 import xxhash
 
 from megatron_run.errors import DataError
-from megatron_run.foreign_file import open_file, read_file
+from megatron_run.files.foreign_file import open_file, read_file
 from megatron_run_engine.data.user_cache import YOUNG, keep, user_cache
 
 #: Bytes up to which a file is read whole, in seconds to minutes. Of a larger one as much is read, evenly spread.

@@ -32,8 +32,8 @@ import numpy as np
 import xxhash
 
 from megatron_run.errors import DataError, plural
-from megatron_run.foreign_file import open_file, read_file
-from megatron_run.publishing import publishing
+from megatron_run.files.foreign_file import open_file, read_file
+from megatron_run.files.publishing import publishing
 from megatron_run_engine.data.documents import Document, Shares, split_streams, token_type
 from megatron_run_engine.data.option_types import SPLITS
 from megatron_run_engine.data.user_cache import YOUNG, locked, user_cache
@@ -107,7 +107,7 @@ def open_streams(documents: Sequence[Document], tokenizer: Tokenizer, shares: Sh
             path = folder / f"{_name(documents, made_by)}.tokens"
             streams = _find_or_write(path, documents, making)
             if begun - max(max(each.st_mtime_ns, each.st_ctime_ns) for each in stats) > YOUNG:
-                with publishing(link) as (file,):
+                with publishing(link, durable=False) as (file,):
                     file.write(path.stem.encode())
             return streams
     except OSError as cause:
@@ -178,7 +178,7 @@ def _write(path: Path, documents: Sequence[Document], making: Making) -> None:
             contents.update(xxhash.xxh3_128_digest(content))
             yield place, content
 
-    with publishing(path) as (file,), ExitStack() as stack:
+    with publishing(path, durable=False) as (file,), ExitStack() as stack:
         others = [stack.enter_context(TemporaryFile(dir=path.parent)) for _ in SPLITS[1:]]
         files: dict[Split, BinaryIO] = dict(zip(SPLITS, (file, *others), strict=True))
         for split, tokens in making.streams(read()):

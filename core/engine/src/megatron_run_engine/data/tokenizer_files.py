@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_run.errors import DataError, advice, from_hub, near_path
-from megatron_run.foreign_file import check_file, followed, read_file
-from megatron_run.publishing import publishing
-from megatron_run.safe_folder import parse_json
+from megatron_run.files.foreign_file import check_file, followed, read_file
+from megatron_run.files.publishing import publishing
+from megatron_run.files.safe_folder import parse_json
 from megatron_run_engine.data.tokenizer_folder import FolderTokenizer, files_decide, read_folder
 from megatron_run_engine.data.tokenizer_folder.folder_files import LARGEST, not_read, read_tokenizer_file
 from megatron_run_engine.data.tokenizer_folder.record import TOKENIZER, TOKENIZER_CONFIG

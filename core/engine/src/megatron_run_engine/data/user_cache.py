@@ -13,7 +13,7 @@ from collections.abc import Iterator, MutableMapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from megatron_run.publishing import publishing
+from megatron_run.files.publishing import publishing
 
 
 def user_cache(name: str) -> Path:
@@ -68,5 +68,5 @@ def keep(path: Path, content: bytes) -> None:
     A file that has it already is not written again. Raises :class:`OSError`.
     """
     if not path.is_file() or path.read_bytes() != content:
-        with publishing(path) as (file,):
+        with publishing(path, durable=False) as (file,):
             file.write(content)

@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import Any, BinaryIO, Literal, NamedTuple
 
 from megatron_run.errors import DataError, near_path
-from megatron_run.foreign_file import open_file, read_file
-from megatron_run.safe_folder import parse_json
+from megatron_run.files.foreign_file import open_file, read_file
+from megatron_run.files.safe_folder import parse_json
 
 Compression = Literal["", "gz", "zst"]
 

@@ -3,5 +3,5 @@
 ``convert`` has the two ways, and our side of both, a saved step; plugins of kind ``format`` do the rest.
 ``gpt_tensors`` tells formats which tensors a model ``gpt`` has, or one made from it; plugins may import it.
 
-Imports: builtin, checkpoint, config, contracts, data, errors, registry, run_folder, runtime, safe_folder.
+Imports: builtin, checkpoint, config, contracts, data, errors, files, registry, run_folder, runtime.
 """

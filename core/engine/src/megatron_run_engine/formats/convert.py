@@ -5,12 +5,11 @@ A saved step is read as ``Weights``; ``Weights`` are written as a folder of one 
 
 from __future__ import annotations
 
-import os
 import platform
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from math import prod
@@ -24,6 +23,7 @@ from megatron_run.config.yaml import yaml_text
 from megatron_run.contracts.format import ReadTensor, Weights
 from megatron_run.contracts.optimizer import MASTER, StatePiece
 from megatron_run.errors import CheckpointError, InputError, RunError
+from megatron_run.files.publishing import publishing_folder
 from megatron_run.registry.choose_format import format_to_read, format_to_write
 from megatron_run.registry.discover import plain_name
 from megatron_run_engine.checkpoint.adapted import MergedReader, open_step
@@ -116,23 +116,13 @@ def export_model(source: Path | None, folder: Path, name: str, step: int | None 
     """
     target, files = format_to_write(name), FileSystem()
     checkpoints, chosen = find_step(source, step)
-    with saving(f"{folder} could not be written"), new_folder(folder, files):  # an empty folder reserves the name
-        temporary = folder.with_name(f".tmp-{folder.name}-{os.getpid()}")
-        try:
-            files.make_folder(temporary)
-            with checkpoints.offering_older(chosen, lambda older: f"to export step {older}: --step {older}"):
-                weights = read_step(checkpoints, chosen)
-            target.write(weights, temporary)
-            for beside, content in files_beside(weights, checkpoints, chosen):
-                if not (temporary / beside).exists():  # what was imported with the model has been written
-                    _write_file(temporary / beside, content, files)
-            files.remove_folder(folder)
-            files.rename(temporary, folder)
-        except BaseException:
-            if temporary.is_dir():
-                files.remove_tree(temporary)
-            raise
-        files.sync_folder(folder.parent)
+    with new_folder(folder) as temporary:
+        with checkpoints.offering_older(chosen, lambda older: f"to export step {older}: --step {older}"):
+            weights = read_step(checkpoints, chosen)
+        target.write(weights, temporary)
+        for beside, content in files_beside(weights, checkpoints, chosen):
+            if not (temporary / beside).exists():  # what was imported with the model has been written
+                _write_file(temporary / beside, content, files)
     return Exported(str(checkpoints.path), chosen, str(folder), target.name)
 
 
@@ -193,16 +183,16 @@ def write_folder(weights: Weights, folder: Path, source: str, bad: Counter[str] 
     identity = _identity(weights)
     _check_names(weights)
     files, kept = FileSystem(), given_tokenizer(weights)
-    with saving(f"{folder} could not be written"), new_folder(folder, files):
-        _write_file(folder / CONFIG, _config_text(weights, source, folder, kept).encode(), files)
+    with new_folder(folder) as temporary:
+        _write_file(temporary / CONFIG, _config_text(weights, source, folder, kept).encode(), files)
         for name, content in {} if kept is None else kept.contents.items():
-            _write_file(folder / name, content, files)
+            _write_file(temporary / name, content, files)
         if weights.files:
-            files.make_folder(folder / SOURCE)
+            files.make_folder(temporary / SOURCE)
         for name, path in weights.files.items():
-            _write_file(folder / SOURCE / name, _given(path), files)
+            _write_file(temporary / SOURCE / name, _given(path), files)
         bad = Counter[str]() if bad is None else bad
-        return _write_step(weights, Checkpoints(folder / CHECKPOINTS), _about(weights, identity, kept), files, bad)
+        return _write_step(weights, Checkpoints(temporary / CHECKPOINTS), _about(weights, identity, kept), files, bad)
 
 
 def _given(path: Path) -> bytes:
@@ -217,24 +207,19 @@ def _write_file(path: Path, content: bytes, files: FileSystem) -> None:
 
 
 @contextmanager
-def new_folder(folder: Path, files: FileSystem) -> Iterator[None]:
-    """Make ``folder`` and its missing parents, and remove them again when the block fails.
+def new_folder(folder: Path) -> Iterator[Path]:
+    """A folder to be filled, which becomes the new ``folder`` when it is whole.
 
-    Raises :class:`InputError` when the name is taken.
+    Raises :class:`InputError` when the name is taken, :class:`CheckpointError` when the disk fails.
     """
-    if folder.is_symlink() or folder.exists():
-        raise InputError(f"{folder} exists already", why="nothing is ever overwritten", fix="name a new folder")
-    missing = [each for each in folder.parents if not each.exists()]
-    made: list[Path] = []
     try:
-        for each in (*reversed(missing), folder):
-            files.make_folder(each)
-            made.append(each)
-        yield
-    except BaseException:
-        for each in reversed(made):
-            with suppress(OSError):  # already gone, or another program has put a file into it
-                (files.remove_tree if each == folder else files.remove_folder)(each)
+        with saving(f"{folder} could not be written"), publishing_folder(folder) as hidden:
+            yield hidden
+    except CheckpointError as error:
+        if isinstance(error.__cause__, FileExistsError) and error.__cause__.filename == str(folder):
+            raise InputError(
+                f"{folder} exists already", why="nothing is ever overwritten", fix="name a new folder"
+            ) from error
         raise
 
 

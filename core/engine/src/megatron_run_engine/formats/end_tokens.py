@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_run.errors import CheckpointError
-from megatron_run.safe_folder import parse_json
+from megatron_run.files.safe_folder import parse_json
 from megatron_run_engine.checkpoint.files import followed, read_whole
 
 #: The files that say it, the first that exists alone, as in transformers.

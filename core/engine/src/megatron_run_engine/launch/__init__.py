@@ -5,8 +5,7 @@ used, torch by the ranks, or by ``launch`` when it resolves the run. Reading ord
 ``local``, ``fork_server`` and ``rank`` (how one starts), ``worker`` (its work), ``rank_output`` (where its words go),
 ``failures`` (how its failure reaches the user), ``watchdog`` (how a hang is noticed).
 
-Imports: checkpoint, config, contracts, data, errors, lazy, planning, registry, run_folder, runtime, safe_folder,
-training.
+Imports: checkpoint, config, contracts, data, errors, files, lazy, planning, registry, run_folder, runtime, training.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_run.errors import ExitCode, InputError
+from megatron_run.files.publishing import publishing
 
 if TYPE_CHECKING:
     from megatron_run_engine.run_folder import History
@@ -55,11 +56,9 @@ class RankResult:
 
     def write(self, job: Path) -> None:
         """Leave the rank's own part next to the ``job`` file, for :meth:`read`: whole or not at all."""
-        path = _path(job, self.rank)
-        temporary = path.with_suffix(".part")
         report = {"message": self.message, "secondary": self.secondary, "lost": self.lost}
-        temporary.write_text(json.dumps(report), encoding="utf-8")
-        temporary.replace(path)
+        with publishing(_path(job, self.rank), durable=False) as (file,):
+            file.write(json.dumps(report).encode())
 
     @classmethod
     def read(cls, job: Path, rank: int, status: int) -> RankResult:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from megatron_run.errors import InputError, system_limit
-from megatron_run.safe_folder import SafeFolder
+from megatron_run.files.safe_folder import SafeFolder
 from megatron_run_engine.run_folder.folder import open_log
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from megatron_run.errors import CheckpointError, ExitCode, InputError
-from megatron_run.safe_folder import SafeFolder, parse_json
+from megatron_run.files.safe_folder import SafeFolder, parse_json
 from megatron_run_engine.checkpoint.step_folder import CHECKPOINTS, Checkpoints
 from megatron_run_engine.data.user_files import byte_lines
 

@@ -24,9 +24,9 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from megatron_run.errors import InputError, system_limit
+from megatron_run.files.safe_folder import SafeFolder
 from megatron_run.planning.describe import run_record
 from megatron_run.planning.run import to_yaml
-from megatron_run.safe_folder import SafeFolder
 from megatron_run_engine.checkpoint.files import NO_FLOCK
 from megatron_run_engine.run_folder.changes import (
     LENGTH,
@@ -126,7 +126,7 @@ def _process_name() -> bytes:
 #: Seconds within which a network file system shows a new file on other hosts.
 VISIBLE_WITHIN = 10.0
 #: Files that a folder may hold before it has a ``run.json``: locks, and what a killed job had of that file.
-_BEFORE = re.compile(r"\.lock(-exclusive)?|\.run\.json\.\d+")
+_BEFORE = re.compile(r"\.lock(-exclusive)?|\.run\.json\.[0-9a-f]{16}\.tmp")
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
 """Configuration: reads its sources, merges them, validates the sections; every value keeps its origin.
 
-Imports: contracts, errors, foreign_file.
+Imports: contracts, errors, files.
 """

@@ -16,7 +16,7 @@ from megatron_run.config.request import ENVIRONMENT_PREFIX, Found, Request
 from megatron_run.config.yaml import MAX_BYTES, Node, parse, too_large
 from megatron_run.contracts.plugin import RUN_KINDS, check_run_kind
 from megatron_run.errors import Findings, InputError, did_you_mean, near_path
-from megatron_run.foreign_file import open_file
+from megatron_run.files.foreign_file import open_file
 
 #: The default of each kind. Data has none: training on data that nobody named would be a silent mistake.
 DEFAULT_PLUGINS: Mapping[str, tuple[str, ...]] = {

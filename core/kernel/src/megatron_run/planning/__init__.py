@@ -1,6 +1,6 @@
 """Plans a run, before any process group exists: from what a user typed to a checked :class:`ResolvedRun`.
 
-Imports: config, contracts, errors, pipeline, registry, safe_folder.
+Imports: config, contracts, errors, files, pipeline, registry.
 """
 
 from megatron_run.planning.describe import describe

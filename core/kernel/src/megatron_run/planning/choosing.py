@@ -17,12 +17,12 @@ from megatron_run.config.values import typed
 from megatron_run.contracts.plugin import RUN_KINDS, check_run_kind
 from megatron_run.contracts.schema import PluginSection, PluginsSection
 from megatron_run.errors import EngineMissingError, Findings, InputError, PluginError, advice
+from megatron_run.files.safe_folder import SafeFolder, parse_json
 from megatron_run.registry.choose import choose, is_file
 from megatron_run.registry.discover import Catalog, Entry, SourceDigests
 from megatron_run.registry.known import known_plugin
 from megatron_run.registry.load import FileNotRunError, from_object, load
 from megatron_run.registry.loaded_plugin import Plugin, UncheckedOptions, unloaded
-from megatron_run.safe_folder import SafeFolder, parse_json
 
 #: Kinds to which a plugin handed in from Python is added instead of replacing what was chosen.
 _ADDED = ("observer", "parallel-layer")

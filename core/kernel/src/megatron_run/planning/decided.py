@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_run.config.merge import ConfigSource, merge
 from megatron_run.config.origin import Key, Origin, dotted, section_of
-from megatron_run.safe_folder import SafeFolder
+from megatron_run.files.safe_folder import SafeFolder
 
 if TYPE_CHECKING:
     from megatron_run.config.request import Request

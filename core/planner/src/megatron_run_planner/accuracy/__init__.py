@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megatron_run.errors import InputError, did_you_mean
-from megatron_run.foreign_file import read_file
+from megatron_run.files.foreign_file import read_file
 from megatron_run_planner.devices import Device
 from megatron_run_planner.schedules import Schedules
 from megatron_run_planner.step_time import step_time

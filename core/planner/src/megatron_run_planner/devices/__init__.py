@@ -12,7 +12,7 @@ from pydantic import Field, PositiveFloat, PositiveInt, ValidationError
 from megatron_run.config.yaml import bare, parse
 from megatron_run.contracts.schema import Section
 from megatron_run.errors import InputError, did_you_mean
-from megatron_run.foreign_file import read_file
+from megatron_run.files.foreign_file import read_file
 
 _SHIPPED = Path(__file__).parent
 

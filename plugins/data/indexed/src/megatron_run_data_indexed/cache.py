@@ -7,18 +7,18 @@ whole folder or none.
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
-from tempfile import mkdtemp
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from megatron_run.errors import DataError
-from megatron_run.foreign_file import check_file
+from megatron_run.files.foreign_file import check_file
+from megatron_run.files.publishing import publishing_folder
 from megatron_run_engine.data.user_cache import locked, user_cache
 
 if TYPE_CHECKING:
@@ -99,19 +99,7 @@ def _mapped(entry: Path, names: Sequence[str], fits: Callable[[Arrays], bool]) -
 
 
 def _write(entry: Path, arrays: Arrays) -> None:
-    """Write ``arrays`` beside ``entry``, and give them its name when they are on disk."""
-    part = Path(mkdtemp(prefix=f"{entry.name}.", suffix=".tmp", dir=entry.parent))
-    try:
+    """Write ``arrays`` as the new folder ``entry``."""
+    with suppress(FileExistsError), publishing_folder(entry) as part:  # without locks another rank may be first
         for name, array in arrays.items():
-            with (part / f"{name}.npy").open("wb") as file:
-                np.save(file, array)
-                file.flush()
-                os.fsync(file.fileno())
-        part.chmod(0o755)  # mkdtemp lets nobody else read, and others may share the cache
-        try:
-            part.rename(entry)
-        except OSError:
-            if not entry.is_dir():  # else, without locks, another rank was first
-                raise
-    finally:
-        shutil.rmtree(part, ignore_errors=True)
+            np.save(part / f"{name}.npy", array)

@@ -13,7 +13,7 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from megatron_run.errors import DataError
-from megatron_run.safe_folder import parse_json
+from megatron_run.files.safe_folder import parse_json
 from megatron_run_engine.data.user_files import json_line, read_text, text_lines
 
 Task = Literal["mnli", "qqp", "squad1", "squad2", "race"]

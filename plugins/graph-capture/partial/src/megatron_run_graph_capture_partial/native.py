@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import shlex
-import shutil
 import subprocess
 import sys
 import sysconfig
@@ -18,12 +17,12 @@ from functools import cache
 from hashlib import sha256
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from threading import Event, Thread
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from megatron_run.files.publishing import publishing_folder
 from megatron_run_engine.data.user_cache import locked, user_cache
 from megatron_run_graph_capture_partial.tape import Executor, Operation, call_of, in_python
 
@@ -87,14 +86,8 @@ def _compile(home: Path) -> None:
     with locked(home.with_suffix(".lock")):
         if home.is_dir():
             return
-        for left in home.parent.glob(f"{home.name}.*.tmp"):  # by a process that was killed
-            shutil.rmtree(left, ignore_errors=True)
-        with TemporaryDirectory(prefix=f"{home.name}.", suffix=".tmp", dir=home.parent) as private:
-            folder = Path(private) / "build"
-            folder.mkdir()
+        with suppress(FileExistsError), publishing_folder(home) as folder:  # without locks another may be first
             _call_compiler(folder / "megatron_run_tape.so")
-            with suppress(OSError):  # where files cannot be locked, another process was first
-                folder.rename(home)
 
 
 def _call_compiler(library: Path) -> None:

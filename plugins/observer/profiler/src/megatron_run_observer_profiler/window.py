@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity
 
-from megatron_run.safe_folder import SafeFolder
+from megatron_run.files.safe_folder import SafeFolder
 
 #: Rows of the table: what a person reads before opening the trace.
 ROWS = 40

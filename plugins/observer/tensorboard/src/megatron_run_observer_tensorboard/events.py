@@ -14,7 +14,7 @@ from tensorboard.compat.proto import event_pb2, summary_pb2, tensor_pb2, types_p
 from tensorboard.plugins.text import metadata as text_metadata
 from tensorboard.summary.writer.record_writer import RecordWriter
 
-from megatron_run.safe_folder import SafeFolder
+from megatron_run.files.safe_folder import SafeFolder
 
 if TYPE_CHECKING:
     from PIL.Image import Image

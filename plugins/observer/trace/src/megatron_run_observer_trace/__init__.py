@@ -10,9 +10,9 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from megatron_run.contracts import Observer, PluginInfo, RunSummary, StepTrace
 from megatron_run.contracts.observer import read_steps, steps_of, steps_text
 from megatron_run.errors import InputError
+from megatron_run.files.safe_folder import SafeFolder
 from megatron_run.hookspecs import hookimpl
 from megatron_run.pipeline.trace_events import trace_document, trace_events
-from megatron_run.safe_folder import SafeFolder
 
 if TYPE_CHECKING:
     from collections.abc import Collection

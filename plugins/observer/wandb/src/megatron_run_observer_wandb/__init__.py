@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from megatron_run.contracts import EvalMetrics, Observer, PluginInfo, RunSummary, StepMetrics
+from megatron_run.files.safe_folder import SafeFolder
 from megatron_run.hookspecs import hookimpl
-from megatron_run.safe_folder import SafeFolder
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

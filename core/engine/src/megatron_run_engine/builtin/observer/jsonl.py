@@ -10,8 +10,8 @@ from math import isfinite
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from megatron_run.contracts import EvalMetrics, Observer, PluginInfo, RunSummary, StepMetrics
+from megatron_run.files.safe_folder import SafeFolder
 from megatron_run.hookspecs import hookimpl
-from megatron_run.safe_folder import SafeFolder
 
 if TYPE_CHECKING:
     from pathlib import Path

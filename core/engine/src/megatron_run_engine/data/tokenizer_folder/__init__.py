@@ -13,7 +13,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from megatron_run.errors import DataError
-from megatron_run.foreign_file import read_file
+from megatron_run.files.foreign_file import read_file
 from megatron_run_engine.data.tokenizer_folder.by_transformers import read_by_transformers
 from megatron_run_engine.data.tokenizer_folder.exactly import NotExact, read_exactly
 from megatron_run_engine.data.tokenizer_folder.folder_files import LARGEST, key, read_files

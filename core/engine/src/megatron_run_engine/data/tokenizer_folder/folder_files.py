@@ -8,7 +8,7 @@ from hashlib import sha256
 from pathlib import Path
 
 from megatron_run.errors import DataError
-from megatron_run.foreign_file import check_file, followed, read_file
+from megatron_run.files.foreign_file import check_file, followed, read_file
 from megatron_run_engine.data.tokenizer_folder.record import DECIDING, TEMPLATES
 
 #: The most bytes of a file.

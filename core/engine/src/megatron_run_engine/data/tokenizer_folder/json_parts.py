@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_run.foreign_file import followed, read_file
-from megatron_run.safe_folder import parse_json
+from megatron_run.files.foreign_file import followed, read_file
+from megatron_run.files.safe_folder import parse_json
 from megatron_run_engine.data.tokenizer_folder.folder_files import LARGEST
 from megatron_run_engine.data.tokenizer_folder.record import MODEL_CONFIG, TOKENIZER, TOKENIZER_CONFIG
 

@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megatron_run.contracts.activity import Activity, Collective, Exchange, PhaseName
-from megatron_run.safe_folder import parse_json
+from megatron_run.files.publishing import publishing
+from megatron_run.files.safe_folder import parse_json
 
 #: Changes, process id, step, steps done, ahead, peer, the slot of the collective that it is in, that collective's
 #: number, phase, detail: see :class:`Page`. A peer or a slot of -1 is none.
@@ -125,12 +126,10 @@ class PageWriter:
         self._slots: dict[str, tuple[int, int]] = {}  # scope -> its slot, and the last number in it
         self._phase = self._text = b""
         self._detail: object = None
-        temporary = path.with_name(f".{path.name}")
-        with temporary.open("wb+") as file:
+        with publishing(path, durable=False) as (file,):
             file.write(bytes(_SIZE))  # not a hole: a full disk must raise here, not kill the process by SIGBUS later
             file.flush()
             self._page = mmap.mmap(file.fileno(), _SIZE)
-        temporary.replace(path)
         activity.recorder = self
         activity.enter(*activity.now)
 

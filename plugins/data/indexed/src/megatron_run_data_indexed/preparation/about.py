@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_run.errors import DataError
-from megatron_run.foreign_file import read_file
-from megatron_run.safe_folder import parse_json
+from megatron_run.files.foreign_file import read_file
+from megatron_run.files.safe_folder import parse_json
 from megatron_run_engine.data.tokenizer import open_tokenizer
 from megatron_run_engine.data.tokenizer_base import Tokenizer
 from megatron_run_engine.data.user_files import unreadable

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -11,7 +12,7 @@ from pathlib import Path
 from typing import IO, NamedTuple
 
 from megatron_run.errors import DataError, InputError
-from megatron_run.publishing import publishing
+from megatron_run.files.publishing import publishing
 from megatron_run_data_indexed.preparation.document_rules import Examiner, Rules, judge, ngrams_of
 from megatron_run_data_indexed.preparation.inputs import Input, blocks
 from megatron_run_data_indexed.preparation.records import Reading, read_records, texts
@@ -82,7 +83,8 @@ def clean(job: Cleaning, *, overwrite: bool = False, progress: Callable[[Report]
     first malformed record if these are refused; :class:`InputError` for a file that exists, and a missing library.
     """
     for path in (job.out, job.removed):
-        if any(source.path.resolve() == path.resolve() for source in (*job.inputs, *job.tests)):
+        place = os.path.realpath(path)  # of a link to itself too
+        if any(os.path.realpath(source.path) == place for source in (*job.inputs, *job.tests)):
             raise InputError(f"{path} is an input too", fix="name another --out")
         if path.exists() and not overwrite:
             raise InputError(f"{path} exists", fix="name another --out, or add --overwrite")

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from megatron_run.errors import DataError, InputError
-from megatron_run.publishing import publishing
+from megatron_run.files.publishing import publishing
 from megatron_run_data_indexed.preparation.inputs import blocks, find_inputs
 from megatron_run_data_indexed.preparation.inspect import document, end_of, text_of
 from megatron_run_data_indexed.preparation.parquet_file import column_values, missing

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_run.errors import DataError, did_you_mean
-from megatron_run.foreign_file import check_file
+from megatron_run.files.foreign_file import check_file
 from megatron_run_engine.data.user_files import LARGEST, unreadable
 
 if TYPE_CHECKING:

@@ -16,8 +16,8 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from megatron_run.foreign_file import open_file
-from megatron_run.publishing import publishing
+from megatron_run.files.foreign_file import open_file
+from megatron_run.files.publishing import publishing
 
 _MAGIC = b"MRPART01"
 _END = struct.Struct("<QQ8s")
@@ -45,7 +45,7 @@ def write_part(path: Path, plan: int, tokens: NDArray[Any], lengths: NDArray[np.
     record = json.dumps(asdict(account)).encode()
     body = (tokens.data, lengths.astype("<i4").data, record, struct.pack("<Q", len(record)))
     told = xxhash.xxh3_64(seed=plan)
-    with publishing(path) as (file,):
+    with publishing(path, durable=False) as (file,):
         for piece in body:
             if len(piece):  # numpy gives an empty array no buffer that xxhash takes
                 told.update(piece)

@@ -9,10 +9,9 @@ from __future__ import annotations
 import errno
 import fcntl
 import json
-import shutil
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -22,7 +21,7 @@ import numpy as np
 import xxhash
 
 from megatron_run.errors import DataError, InputError
-from megatron_run.publishing import publishing
+from megatron_run.files.publishing import publishing
 from megatron_run_data_indexed.preparation.about import about_path, read_json
 from megatron_run_data_indexed.preparation.inputs import Block, Input, blocks
 from megatron_run_data_indexed.preparation.parts import Account, read_part, write_part
@@ -313,9 +312,7 @@ def _held(job: Preparation, tokenizer: Tokenizer, end: int | None, *, overwrite:
                 fix="repeat the command that began it, or begin anew with --overwrite",
             )
         if old != plan:
-            for left in job.folder.glob("*.part"):
-                left.unlink()
-        if old != plan:
+            _remove_parts(job.folder)
             with publishing(file) as (made,):
                 made.write(json.dumps(plan).encode())
         yield xxhash.xxh3_64_intdigest(json.dumps(plan).encode())
@@ -323,12 +320,23 @@ def _held(job: Preparation, tokenizer: Tokenizer, end: int | None, *, overwrite:
 
 @contextmanager
 def _removed_unless_begun(folder: Path) -> Iterator[None]:
-    """Remove ``folder`` at the end where it has no plan: the dataset is whole, or nothing was begun."""
+    """Remove ``folder`` at the end where it has no plan: the dataset is whole, or nothing was begun.
+
+    What is not ours stays, and so does the folder then.
+    """
     try:
         yield
     finally:
         if not (folder / _PLAN).exists():
-            shutil.rmtree(folder, ignore_errors=True)  # a worker that outlived a killed program may still write
+            with suppress(OSError):  # a worker that outlived a killed program may still write
+                _remove_parts(folder)
+                (folder / "lock").unlink()
+                folder.rmdir()
+
+
+def _remove_parts(folder: Path) -> None:
+    for left in folder.glob("*.part"):
+        left.unlink()
 
 
 def _write_about(job: Preparation, tokenizer: Tokenizer, end: int | None, totals: Totals) -> None:

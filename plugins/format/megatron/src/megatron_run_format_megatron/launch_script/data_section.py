@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from megatron_run.foreign_file import read_file
-from megatron_run.safe_folder import parse_json
+from megatron_run.files.foreign_file import read_file
+from megatron_run.files.safe_folder import parse_json
 from megatron_run_format_megatron.launch_script.settings import Arguments, Setting, default_of
 
 _GPT2 = "GPT2BPETokenizer"

@@ -14,7 +14,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO
 
-from megatron_run.foreign_file import LONGEST, read_open, require_regular
+from megatron_run.files.foreign_file import LONGEST, read_open, require_regular
+from megatron_run.files.temporary_names import lock_new, remove_left, temporary_name
 
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 
@@ -66,13 +67,15 @@ class SafeFolder:
         """Write the file ``name`` atomically, so that no reader sees half of it."""
         with self._parent(name) as (folder, last):
             self._refuse_link(folder, last, name)
-            temporary = f".{last}.{os.getpid()}"
-            with suppress(FileNotFoundError):
-                os.unlink(temporary, dir_fd=folder)  # of a killed process of this number
+            remove_left(last, folder)
+            temporary = temporary_name(last)
             try:
                 with self.create(str(PurePosixPath(name).with_name(temporary))) as file:
+                    if not lock_new(file.fileno()):
+                        return self.replace(name, content)
                     file.write(content)
-                os.replace(temporary, last, src_dir_fd=folder, dst_dir_fd=folder)
+                    file.flush()
+                    os.replace(temporary, last, src_dir_fd=folder, dst_dir_fd=folder)
             finally:
                 with suppress(FileNotFoundError):
                     os.unlink(temporary, dir_fd=folder)

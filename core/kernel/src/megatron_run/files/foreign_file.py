@@ -27,8 +27,9 @@ def require_regular(handle: int, path: Path) -> int:
 
 def open_file(path: Path) -> BinaryIO:
     """Open the regular file ``path``, or that to which it is a link, for reading. Raises OSError."""
-    flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC  # O_NONBLOCK: not to wait for the other end of a FIFO
-    return os.fdopen(require_regular(os.open(path, flags), path), "rb")
+    # O_NONBLOCK: not to wait for the other end of a FIFO
+    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    return os.fdopen(require_regular(handle, path), "rb")
 
 
 def read_open(file: BinaryIO, path: Path, limit: int = LONGEST) -> bytes:

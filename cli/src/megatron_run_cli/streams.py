@@ -1,0 +1,71 @@
+"""The surroundings of a command: streams that may be closed, a disk that may be full, a folder that may be gone."""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from megatron_run.errors import DataError, InputError, RunError
+
+#: Errors of disks on which nothing more can be written.
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
+
+
+class _Heedless(io.FileIO):
+    """A file descriptor to which everything can be written: what it refuses is lost."""
+
+    def write(self, data: Any, /) -> int:
+        """Write ``data``, or nothing; its length in bytes."""
+        with suppress(OSError):
+            return super().write(data)
+        return len(data)
+
+
+def open_streams() -> None:
+    """Open nothing in the place of each stream that is closed, and let messages fail without ending the process.
+
+    Otherwise a command's first file would become its standard output.
+    """
+    for number in range(3):  # in this order: the lowest free number is taken
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)
+    sys.stdin = sys.stdin or open(0, encoding="utf-8", closefd=False)  # noqa: SIM115  # for as long as the process lives
+    sys.stdout = sys.stdout or open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
+    raw = io.BufferedWriter(_Heedless(2, "w", closefd=False))
+    encoding = getattr(sys.stderr, "encoding", "utf-8")
+    sys.stderr = io.TextIOWrapper(raw, encoding, errors="backslashreplace", line_buffering=True)
+
+
+def flush_output() -> OSError | None:
+    """Write what is left of standard output: why it cannot be, after which nothing is left that could fail again."""
+    try:
+        sys.stdout.flush()
+    except ValueError:  # a plugin has closed it
+        return None
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC), sys.stdout.fileno())
+        return error
+    return None
+
+
+def full_disk(error: BaseException) -> RunError | None:
+    """What the user is told where ``error`` is that of a full disk, else None."""
+    if not isinstance(error, OSError) or error.errno not in _NO_ROOM:
+        return None
+    what = f"{error.filename or 'the output'} cannot be written"
+    return DataError(what, why=os.strerror(error.errno), fix="make room there, and run the same command again")
+
+
+def check_folder() -> None:
+    """Raise :class:`InputError` where the current folder was removed: some library of torch's would end the process."""
+    try:
+        Path.cwd()
+    except FileNotFoundError as error:
+        raise InputError("the current folder was removed", fix="cd to one that exists") from error

@@ -1,0 +1,194 @@
+"""Files and folders that a command makes for its user: all of them appear whole, or none does, however it ends."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import stat
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import BinaryIO
+
+from megatron_run.files.temporary_names import lock_new, remove_left, temporary_name
+
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY
+
+
+class Publication:
+    """Temporary files beside ``paths``, in :attr:`files`, which :meth:`publish` gives their names.
+
+    Until then whoever reads sees what was there before. What a killed writer of the same ``paths`` has left is removed;
+    the lock of a temporary file says that its writer is alive. A path may lead over links, as in a shell, and a file
+    that is there keeps its mode. Without ``durable`` a power failure may leave less than all: for what can be made
+    again. Raises OSError, at once for a path that is a folder or a device.
+    """
+
+    def __init__(self, *paths: Path, durable: bool = True) -> None:
+        self._durable = durable
+        self._paths = tuple(Path(os.path.realpath(path)) for path in paths)
+        for path in self._paths:
+            if path.exists() and not path.is_file():  # a file in the place of /dev/null would be a catastrophe
+                raise OSError(errno.EINVAL, "it is there, and not a file", str(path))
+        with ExitStack() as stack:
+            #: A file for each path, to be written.
+            self.files: tuple[BinaryIO, ...] = tuple(stack.enter_context(_hidden(path)) for path in self._paths)
+            self._stack = stack.pop_all()
+
+    def publish(self) -> None:
+        """Put the files on the disk, and then give them their names.
+
+        Of several, the old file of the last name goes first and the new one comes last: where it is, all belong
+        together. On an error names that were given are taken back, and the last file is the old one again.
+        """
+        try:
+            for file in self.files:
+                file.flush()
+                if self._durable:
+                    os.fsync(file.fileno())
+            self._name()
+        finally:
+            self.discard()
+        for folder in {path.parent for path in self._paths} if self._durable else ():
+            _sync(folder)
+
+    def _name(self) -> None:
+        last = self._paths[-1]
+        old = last.with_name(temporary_name(last.name))
+        made: list[Path] = []
+        try:
+            if len(self._paths) > 1 and last.exists():
+                last.rename(old)
+            for file, path in zip(self.files, self._paths, strict=True):
+                new = not path.exists()
+                Path(file.name).replace(path)
+                if new:
+                    made.append(path)
+        except BaseException:  # a signal too
+            for path in made:
+                path.unlink(missing_ok=True)
+            if old.exists():
+                old.replace(last)
+            raise
+        old.unlink(missing_ok=True)
+
+    def discard(self) -> None:
+        """Remove what was not published. A second call does nothing."""
+        self._stack.close()
+
+
+@contextmanager
+def publishing(*paths: Path, durable: bool = True) -> Iterator[tuple[BinaryIO, ...]]:
+    """Open a :class:`Publication` of ``paths``: published when the block has ended, and discarded after an error."""
+    publication = Publication(*paths, durable=durable)
+    try:
+        yield publication.files
+        publication.publish()
+    except OSError as error:  # a write to a descriptor does not know the path
+        error.filename = error.filename or str(paths[0])
+        raise
+    finally:
+        publication.discard()
+
+
+@contextmanager
+def publishing_folder(folder: Path) -> Iterator[Path]:
+    """A new folder beside ``folder``, to be filled: it gets that name when the block has ended.
+
+    After an error it goes. Missing parents are made. What a killed writer of the same ``folder`` has left is removed.
+    Raises OSError, and FileExistsError where anything has the name.
+    """
+    _refuse_taken(folder)
+    with _parents(folder), _hidden_folder(folder) as hidden:
+        yield hidden
+        for path in hidden.rglob("*"):
+            if path.is_file() and not path.is_symlink():
+                _flush(path)
+        for path in (hidden, *(path for path in hidden.rglob("*") if path.is_dir())):
+            _sync(path)
+        _refuse_taken(folder)
+        hidden.rename(folder)
+    _sync(folder.parent)
+
+
+def _refuse_taken(folder: Path) -> None:
+    if os.path.lexists(folder):
+        raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(folder))
+
+
+@contextmanager
+def _parents(folder: Path) -> Iterator[None]:
+    """Make the missing parents of ``folder``, and remove them again when the block fails."""
+    made: list[Path] = []
+    try:
+        for path in reversed([path for path in folder.parents if not path.exists()]):
+            path.mkdir()
+            made.append(path)
+        yield
+    except BaseException:
+        for path in reversed(made):
+            with suppress(OSError):  # another program has put something into it
+                path.rmdir()
+        raise
+
+
+@contextmanager
+def _hidden(path: Path) -> Iterator[BinaryIO]:
+    """A temporary file beside ``path``, removed at the end if it still has its own name."""
+    _remove_left(path)
+    with _created(path) as file:
+        try:
+            yield file
+        finally:
+            Path(file.name).unlink(missing_ok=True)
+
+
+def _created(path: Path) -> BinaryIO:
+    """A new temporary file beside ``path``, locked."""
+    while True:
+        file = path.with_name(temporary_name(path.name)).open("xb+")
+        if lock_new(file.fileno()):
+            with suppress(OSError):  # there is no file yet
+                os.fchmod(file.fileno(), stat.S_IMODE(path.stat().st_mode))
+            return file
+        file.close()
+
+
+@contextmanager
+def _hidden_folder(path: Path) -> Iterator[Path]:
+    """A temporary folder beside ``path``, locked, and removed at the end if it still has its own name."""
+    _remove_left(path)
+    while True:
+        hidden = path.with_name(temporary_name(path.name))
+        hidden.mkdir()
+        handle = os.open(hidden, _FOLDER)
+        try:
+            if lock_new(handle):
+                yield hidden
+                return
+        finally:
+            os.close(handle)
+            shutil.rmtree(hidden, ignore_errors=True)
+
+
+def _remove_left(path: Path) -> None:
+    handle = os.open(path.parent, _FOLDER)
+    try:
+        remove_left(path.name, handle)
+    finally:
+        os.close(handle)
+
+
+def _flush(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _sync(folder: Path) -> None:
+    """Let the names in ``folder`` survive a power failure, where the file system can."""
+    with suppress(OSError):
+        _flush(folder)

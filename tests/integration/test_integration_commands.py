@@ -1,0 +1,36 @@
+"""Every command is in the campaign against commands, and a part of that finds nothing wrong."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.campaigns.commands import COMMANDS, leaves, make_inputs
+from tests.campaigns.written import Trials
+
+pytestmark = pytest.mark.timeout(120)
+#: Quick ones, of each kind of output: a new folder, files that belong together, and pictures that do not.
+SOME = ("plugins new", "data clean", "import", "schedule show")
+
+
+def test_every_command_is_in_the_campaign() -> None:
+    """A new one says in ``tests.campaigns.commands`` what it writes; from then on it is killed there."""
+    assert sorted(leaves()) == sorted(COMMANDS)
+
+
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("commands") / "inputs"
+    make_inputs(folder)
+    return folder
+
+
+@pytest.mark.multiproc
+@pytest.mark.parametrize("command", SOME)
+def test_a_command_that_is_disturbed_leaves_all_or_nothing(command: str, inputs: Path, tmp_path: Path) -> None:
+    trials = Trials(command, inputs, tmp_path)
+    assert trials.changes > 5, "else nothing is seen"
+    for how in ("SIGKILL", "full", "SIGTERM"):
+        for at in (2, trials.changes // 2, trials.changes - 1):
+            assert trials.trial(how, at) == []
