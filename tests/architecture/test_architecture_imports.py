@@ -70,9 +70,8 @@ def test_a_package_says_what_it_imports(name: str) -> None:
     if file.name != "__init__.py":
         pytest.skip("a module: its imports stand below its docstring")
     said = (ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or "").rpartition("Imports: ")[2]
-    assert said.rstrip(".").replace("\n", " ").split(", ") == sorted(
-        each.rpartition(".")[2] for each in HOUSE.entries[name]
-    )
+    found = sorted(each.rpartition(".")[2] for each in HOUSE.entries[name])
+    assert said.rstrip(".").replace("\n", " ").split(", ") == (found or ["nothing"])
 
 
 @pytest.mark.parametrize(
