@@ -31,6 +31,20 @@ _COMMANDS: Mapping[tuple[str, ...], tuple[str, ...]] = {
     ("plan", "goodput"): ("preset:tiny", "--gpus", "8", "--device", "a100"),
     ("plan", "schedule"): ("preset:tiny", "--gpus", "4", "--device", "a100", "--effort", "0.01"),
 }
+#: Words of a dry run whose numbers are huge together: the bound of one of them keeps the others from being read.
+_TOGETHER = (
+    ("--nproc={}", "--set=train.global_batch_size={}", "--set=train.micro_batch_size=1"),
+    tuple(
+        f"--set=train.{key}={value}"
+        for key, value in {
+            "global_batch_size": "{}",
+            "micro_batch_size": 1,
+            "ramp_up.start": 1,
+            "ramp_up.increment": 1,
+            "ramp_up.samples": "{}",
+        }.items()
+    ),
+)
 
 
 def _words(key: KeyInfo, value: str) -> tuple[str, ...]:
@@ -50,6 +64,8 @@ def options() -> Iterator[tuple[str, ...]]:
         for option in found.params:
             if isinstance(option, click.Option) and not option.is_flag and not isinstance(option.type, click.Path):
                 yield from ((*command, *words, option.opts[-1], value) for value in HUGE)
+    for words in _TOGETHER:
+        yield from (("preset:tiny", "--dry-run", *(word.replace("{}", value) for word in words)) for value in HUGE)
 
 
 def keys() -> list[KeyInfo]:

@@ -46,7 +46,24 @@ def test_the_same_command_may_succeed_after_what_came_from_outside() -> None:
         (RuntimeError("can't start new thread"), 2, "allow more: ulimit -u 4096"),
         (RuntimeError("Resource temporarily unavailable"), 2, "allow more: ulimit -u 4096"),  # torch's threads
         (OSError(errno.ENOMEM, "Cannot allocate memory"), 7, "the host ran out of memory"),
-        (MemoryError(), 7, "the host ran out of memory"),
+        (MemoryError(), 7, "the host ran out of memory; free"),
+        (
+            MemoryError("Unable to allocate 8 TiB for an array"),
+            7,
+            "the host ran out of memory: Unable to allocate 8 TiB",
+        ),
+        (
+            RuntimeError(
+                "[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 80 bytes.\nC++"
+            ),
+            7,
+            r"the host ran out of memory: .* tried to allocate 80 bytes\.; free",
+        ),
+        (
+            RuntimeError("NCCL error\nLast error:\nCall to ibv_create_cq failed with error Cannot allocate memory"),
+            2,
+            "the network may lock too little memory: Call to ibv_create_cq .*; allow more: ulimit -l unlimited",
+        ),
         (
             OSError(errno.ENAMETOOLONG, "File name too long", "a" * 300),
             2,
@@ -61,7 +78,14 @@ def test_what_the_machine_refuses_is_a_line_that_says_what_to_allow(error: Excep
     assert re.match(f".*{line}", str(known))
 
 
-@pytest.mark.parametrize("error", [OSError(errno.ENOENT, "No such file"), RuntimeError("mine"), ValueError("mine")])
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(errno.ENOENT, "No such file"),
+        RuntimeError("a plugin's own: Cannot allocate memory"),
+        ValueError("DefaultCPUAllocator"),
+    ],
+)
 def test_any_other_error_is_no_limit(error: Exception) -> None:
     assert system_limit(error) is None
 

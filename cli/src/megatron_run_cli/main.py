@@ -122,7 +122,7 @@ EXAMPLES = {
 
 
 def _refusal(error: click.ClickException) -> str:
-    """What click refuses, in our words; where something is missing, with a command that has it."""
+    """The words for what click refuses; where something is missing, with a command that has it."""
     message = _VALID.sub(lambda found: _NUMBERS[found[1]], error.format_message())
     if not isinstance(error, click.MissingParameter) or error.ctx is None:
         return message

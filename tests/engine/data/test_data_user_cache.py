@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import tempfile
-from multiprocessing.synchronize import Barrier
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
@@ -37,21 +37,31 @@ def test_a_cache_in_which_others_write_holds_nothing_that_is_executed(
         keep_compiled({})
 
 
-def keep_often(kept: Path, rank: int, together: Barrier) -> None:
-    for _ in range(200):
-        together.wait(60)
+def keep_often(kept: Path, rank: int, turn: Connection) -> None:
+    """Keep the file once for each time that the other end of ``turn`` sends something."""
+    while turn.recv():
         keep(kept, 1000 * str(rank).encode())
+        turn.send(True)
 
 
 def test_processes_that_keep_a_file_at_once_all_succeed(tmp_path: Path) -> None:
     """Every rank does so. A writer without the lock takes the others' half-written files for a killed one's."""
     context, kept = multiprocessing.get_context("fork"), tmp_path / "kept"
-    together = context.Barrier(4)
-    ranks = [context.Process(target=keep_often, args=(kept, rank, together)) for rank in range(4)]
+    pipes = [context.Pipe() for _ in range(4)]
+    ranks = [context.Process(target=keep_often, args=(kept, rank, pipes[rank][1])) for rank in range(4)]
     for rank in ranks:
         rank.start()
+    for _ in range(20):
+        for ours, _ in pipes:
+            ours.send(True)
+        assert all(ours.poll(60) and ours.recv() for ours, _ in pipes)
+    for ours, _ in pipes:
+        ours.send(False)
     for rank in ranks:
         rank.join(60)
+    for pipe in pipes:
+        for end in pipe:
+            end.close()
     assert [rank.exitcode for rank in ranks] == [0] * 4
     assert kept.read_text() in [1000 * str(rank) for rank in range(4)]
 

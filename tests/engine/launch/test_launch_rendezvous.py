@@ -26,8 +26,12 @@ from megatron_run_engine.runtime.world import World
 from tests.support.commands import free_port
 
 T = TypeVar("T")
-#: torch's first server opens two descriptors that stay as long as the process.
-TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+
+@pytest.fixture(scope="session", autouse=True)  # before what a module leaves behind is counted
+def _first_server() -> None:
+    """torch's first server opens two descriptors that stay as long as the process."""
+    TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 
 def meet(

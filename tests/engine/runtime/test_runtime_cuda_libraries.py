@@ -12,10 +12,17 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from megatron_run_engine.runtime.cuda_libraries import VARIABLES, led_to_loaded, loaded_files
+from megatron_run_engine.runtime.cuda_libraries import (
+    VARIABLES,
+    environment_kept,
+    led_to_loaded,
+    loaded_files,
+    variables_kept,
+)
 from megatron_run_engine.runtime.transformer_engine import import_led
 from tests.support.cuda_copies import Copies, make_engine, make_torch
 
@@ -184,3 +191,39 @@ def test_a_framework_that_is_not_wanted_is_not_missed(
     (library,) = import_led("warns")
     assert library.framework == (told or "pytorch")
     assert os.environ.get("NVTE_FRAMEWORK") == told
+
+
+class Watched(dict[str, str]):
+    """An environment that lists the names of what is written or removed."""
+
+    def __init__(self, **values: str) -> None:
+        super().__init__(values)
+        self.touched: list[str] = []
+
+    def __setitem__(self, name: str, value: str) -> None:
+        self.touched.append(name)
+        super().__setitem__(name, value)
+
+    def __delitem__(self, name: str) -> None:
+        self.touched.append(name)
+        super().__delitem__(name)
+
+    def pop(self, name: str, *default: Any) -> Any:
+        self.touched.append(name)
+        return super().pop(name, *default)
+
+
+@pytest.mark.parametrize(("names", "restored"), [(None, "abc"), ((), ""), (("a", "d"), "a")])
+def test_of_the_environment_only_what_changed_is_put_back(
+    names: tuple[str, ...] | None, restored: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Threads of NCCL and gloo read it meanwhile."""
+    environment = Watched(a="1", b="2", d="4", e="5")
+    monkeypatch.setattr(os, "environ", environment)
+    with environment_kept() if names is None else variables_kept(*names):
+        environment["a"] = "7"
+        del environment["b"]
+        environment["c"] = "3"
+        environment.touched.clear()
+    assert sorted(environment.touched) == list(restored)
+    assert environment.get("b") == ("2" if names is None else None)

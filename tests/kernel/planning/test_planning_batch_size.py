@@ -129,3 +129,9 @@ def test_the_increment_that_is_advised_both_divides_and_reaches_the_full_batch(i
     assert len(caught.value.problems) == 1
     for size in advised.split(" or "):
         BatchSizes(train(batch=128, micro=8, ramp=(32, int(size), 1000)), 4)
+
+
+def test_a_ramp_of_more_sizes_than_anybody_plans_is_refused_before_it_is_walked() -> None:
+    with pytest.raises(InputError, match=r"has 99999999 sizes of the batch: .*; raise train\.ramp_up\.increment"):
+        BatchRamp(10**8, 1, 1, 10**18)
+    assert BatchRamp(10**5, 1, 1, 10**6).increments == 10**5 - 1

@@ -215,7 +215,7 @@ PRESETS = ", ".join(presets())
         ("preset:tinny", "there is no preset 'tinny'; did you mean 'tiny'?"),
         ("preset:x", f"there is no preset 'x'; the presets are {PRESETS}"),
         ("no/such.yaml", "the configuration no/such.yaml cannot be read: No such file or directory"),
-        ("/", "the configuration / cannot be read: Is a directory"),
+        ("/", "the configuration / cannot be read: it is not a file"),
     ],
 )
 def test_a_configuration_that_is_not_there(config: str, line: str) -> None:
@@ -226,7 +226,7 @@ def test_a_configuration_nearby_is_named_and_that_of_a_run(tmp_path: Path) -> No
     (tmp_path / "mine.yaml").touch()
     assert mistake(str(tmp_path / "mina.yaml"))[0].endswith("No such file or directory; did you mean 'mine.yaml'?")
     (tmp_path / "config.yaml").touch()
-    assert mistake(f"{tmp_path}/")[0].endswith(f"Is a directory; name {tmp_path / 'config.yaml'}")
+    assert mistake(f"{tmp_path}/")[0].endswith(f"it is not a file; name {tmp_path / 'config.yaml'}")
 
 
 def test_a_file_that_is_not_text_is_refused_with_its_place(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import pytest
 from megatron_run.config.request import Request
 from megatron_run.contracts import Observer, PluginInfo, Schedule
 from megatron_run.contracts.schedule import Action, ScheduleSpec
+from megatron_run.errors import RunError
 from megatron_run.planning import resolve
 from megatron_run.planning.describe import describe, run_record
 from megatron_run.planning.run import comparison_table, to_yaml
@@ -218,6 +219,17 @@ def test_ranks_that_hold_the_same_are_one_row_of_the_description() -> None:
         "ranks 0-127 stage 0 tensor 0-1 data 0-63 layers 0-1",
         "ranks 128-255 stage 1 tensor 0-1 data 0-63 layers 2-3",
     ]
+
+
+def test_the_ranks_of_a_row_are_counted_up_to_the_most_that_a_run_may_have() -> None:
+    most = 10**6
+    sets = [f"train.global_batch_size={8 * most}", "model.experts=4", "parallel.expert=2"]
+    assert topology_rows([], sets, most) == [
+        f"ranks 0, 2, ..., {most - 2} stage 0 data 0, 2, ..., {most - 2} experts 0-1 of 4 layers 0-3",
+        f"ranks 1, 3, ..., {most - 1} stage 0 data 1, 3, ..., {most - 1} experts 2-3 of 4 layers 0-3",
+    ]
+    with pytest.raises(RunError, match=r"a run has at most 1000000 ranks: .* ask for 4000000"):
+        resolved(sets=["train.global_batch_size=8000000"], nproc=4 * most)
 
 
 def test_experts_tell_ranks_of_a_stage_apart() -> None:

@@ -146,6 +146,11 @@ class Problems(RunError):
         return "\n".join([*map(str, self.problems[:_SHOWN]), *([f"and {more} more mistakes"] if more > 0 else [])])
 
 
+#: In torch's error where the host has no memory, and in NCCL's where InfiniBand's library gets none: other errors have
+#: the system's words for it too.
+_ALLOCATOR, _VERBS = "DefaultCPUAllocator", "ibv_"
+
+
 def system_limit(error: BaseException) -> RunError | None:
     """What the user is told where ``error`` is a limit of the machine or of the shell, else None."""
     number = error.errno if isinstance(error, OSError) else None
@@ -154,8 +159,13 @@ def system_limit(error: BaseException) -> RunError | None:
         return _too_few("files are open", resource.RLIMIT_NOFILE, "ulimit -n")
     if number == errno.EAGAIN or os.strerror(errno.EAGAIN) in text or "can't start new thread" in text:
         return _too_few("processes or threads run", resource.RLIMIT_NPROC, "ulimit -u")
-    if isinstance(error, MemoryError) or number == errno.ENOMEM or os.strerror(errno.ENOMEM) in text:
-        return OutOfMemoryError("the host ran out of memory", fix="free some, or allow more with ulimit -v")
+    refused = isinstance(error, MemoryError) or _ALLOCATOR in text
+    if refused or number == errno.ENOMEM:
+        why = next(iter(str(error).splitlines()), "") if refused else ""  # how much was asked for
+        return OutOfMemoryError("the host ran out of memory", why=why, fix="free some, or allow more with ulimit -v")
+    if _VERBS in text and os.strerror(errno.ENOMEM) in text:
+        why = next(line for line in text.splitlines() if _VERBS in line)
+        return InputError("the network may lock too little memory", why=why, fix="allow more: ulimit -l unlimited")
     if number == errno.ENAMETOOLONG:
         return InputError(f"a name is too long for a file: {str(getattr(error, 'filename', ''))[:LONGEST_WORD]}...")
     return None

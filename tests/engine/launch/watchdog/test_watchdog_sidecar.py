@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -13,9 +14,13 @@ from pathlib import Path
 
 import pytest
 
+from megatron_run.contracts.activity import Activity
+from megatron_run.errors import ExitCode, RankLostError
 from megatron_run_engine.launch.watchdog.connection import Connection, Stranger
 from megatron_run_engine.launch.watchdog.sidecar import reach_hub
-from megatron_run_engine.launch.watchdog.sidecar_client import own_address
+from megatron_run_engine.launch.watchdog.sidecar_client import SidecarClient, own_address
+from megatron_run_engine.run_folder import RunFolder
+from megatron_run_engine.runtime.world import World
 from tests.support.processes import alive, process_ids, wait_until
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(60)]
@@ -141,3 +146,33 @@ def test_a_sidecar_that_is_always_sent_away_names_that_and_not_a_wrong_proof() -
         server.shutdown(socket.SHUT_RDWR)
         thread.join()
     assert "is not the hub" not in str(error.value)
+
+
+def test_a_hub_that_cannot_listen_is_a_lost_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megatron_run_engine.launch.watchdog.sidecar_client._loopback", lambda: "192.0.2.1")
+    client = client_of_one(tmp_path)
+    with pytest.raises(RankLostError, match=r"nobody can watch the ranks: the hub cannot listen at 192\.0\.2\.1; see"):
+        client.start_hub()
+    client.close(ExitCode.RANK_LOST)
+    client.join()
+
+
+def test_a_sidecar_that_does_not_go_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megatron_run_engine.launch.watchdog.sidecar_client._GONE_WITHIN", 0.1)
+    client = client_of_one(tmp_path)
+    client.start_hub()
+    client.start(Activity())
+    assert client._process is not None
+    client._process.send_signal(signal.SIGSTOP)
+    client.close(ExitCode.DONE)
+    client.join()
+    assert client._process.returncode == -signal.SIGKILL
+    client.forget_secret()
+
+
+def client_of_one(folder: Path) -> SidecarClient:
+    """The sidecar of a run of one rank; it is not started."""
+    run = RunFolder(folder, 1)
+    run.start()
+    run.files.make("logs/attempt-001")
+    return SidecarClient(World(launcher="torchrun"), run, 30.0, 2)

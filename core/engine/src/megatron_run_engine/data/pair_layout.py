@@ -1,4 +1,4 @@
-"""What a tokenizer puts around and between two texts, such as BERT's ``[CLS] A [SEP] B [SEP]``."""
+"""The tokens that a tokenizer puts around and between two texts, such as BERT's ``[CLS] A [SEP] B [SEP]``."""
 
 from __future__ import annotations
 

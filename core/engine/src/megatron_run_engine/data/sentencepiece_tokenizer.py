@@ -12,7 +12,8 @@ import numpy as np
 from megatron_run.errors import DataError
 from megatron_run_engine.data.tokenizer_base import Tokenizer, library_identity, utf8_text
 from megatron_run_engine.data.tokenizer_files import no_sentencepiece
-from megatron_run_engine.data.tokenizer_folder.folder_files import read_tokenizer_file
+from megatron_run_engine.data.tokenizer_folder.folder_files import read_tokenizer_file, template_beside
+from megatron_run_engine.data.tokenizer_folder.record import CHAT_TEMPLATE
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -22,7 +23,8 @@ class SentencePieceTokenizer(Tokenizer):
     """A model of the `sentencepiece` library, which gives the ids: its conversion to `tokenizers` is not always exact.
 
     Text never stands for a control symbol, so ``</s>`` in it is five characters. ``end_of_document`` is the model's end
-    of sentence, or an additional id. Raises :class:`DataError` if the library or the file is missing, or it is broken.
+    of sentence, or an additional id; the chat template lies beside the file. Raises :class:`DataError` if the library
+    or the file is missing, or it is broken.
     """
 
     unit = "token"
@@ -33,6 +35,7 @@ class SentencePieceTokenizer(Tokenizer):
         pieces = self._model.get_piece_size()
         self.end_of_document = self._model.eos_id() if self._model.eos_id() >= 0 else pieces
         self.vocab_size = max(pieces, self.end_of_document + 1)
+        self._path = path
 
     @cached_property
     def identity(self) -> str:
@@ -43,6 +46,11 @@ class SentencePieceTokenizer(Tokenizer):
     def vocabulary(self) -> Mapping[str, int]:
         """Of the model's pieces."""
         return {self._model.id_to_piece(piece): piece for piece in range(self._model.get_piece_size())}
+
+    def template(self, *, tools: bool = False) -> str | None:
+        """The one beside the model's file. Raises :class:`DataError`."""
+        found = template_beside(self._path)
+        return None if found is None else utf8_text(found, self._path.with_name(CHAT_TEMPLATE))
 
     def encode(self, content: bytes, source: object) -> NDArray[np.integer[Any]]:
         """Return the ids of a UTF-8 document, without a begin or an end of sentence."""

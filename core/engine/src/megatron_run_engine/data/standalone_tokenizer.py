@@ -16,8 +16,8 @@ from megatron_run_engine.data.tokenizer import (
 )
 from megatron_run_engine.data.tokenizer_files import SENTENCEPIECE, find_file, find_tokenizer, read_tokenizer
 from megatron_run_engine.data.tokenizer_folder import FolderTokenizer
-from megatron_run_engine.data.tokenizer_folder.folder_files import read_tokenizer_file
-from megatron_run_engine.data.tokenizer_folder.record import TOKENIZER, TOKENIZER_CONFIG
+from megatron_run_engine.data.tokenizer_folder.folder_files import read_tokenizer_file, template_beside
+from megatron_run_engine.data.tokenizer_folder.record import CHAT_TEMPLATE, TOKENIZER, TOKENIZER_CONFIG
 from megatron_run_engine.data.user_cache import keep, user_cache
 
 #: The names under which a tokenizer is kept, by its form.
@@ -71,7 +71,9 @@ def standalone_files(name: str | Path, template: str | None = None) -> dict[str,
     if folder is not None:
         return folder.rendering(template).files()
     if path.suffix == SENTENCEPIECE:
-        return {SENTENCEPIECE_MODEL: read_tokenizer_file(path)}
+        rendering = template_beside(path) if template is None else template.encode()
+        files = {SENTENCEPIECE_MODEL: read_tokenizer_file(path)}
+        return files if rendering is None else {**files, CHAT_TEMPLATE: rendering}
     derived = path.name.endswith((".txt", "vocab.json"))
     content = read_tokenizer(path).to_str().encode() if derived else read_tokenizer_file(path)
     return {TOKENIZER: content} if template is None else _as_folder(name, content).rendering(template).files()
@@ -101,7 +103,7 @@ def _as_folder(name: str | Path, content: bytes, end: int | None = None) -> Fold
 def json_file(name: str) -> Path | None:
     """Return the JSON file of the tokenizer ``name``: in the user's cache where it, or what is beside it, differs.
 
-    The other :func:`standalone_files` lie beside it. A SentencePiece model has none and is returned itself. None for
+    The other :func:`standalone_files` lie beside it. A SentencePiece model is returned itself. None for
     bytes, and without a cache.
     """
     files = standalone_files(name)

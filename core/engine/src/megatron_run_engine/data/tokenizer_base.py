@@ -79,7 +79,7 @@ class Tokenizer(ABC):
         return None
 
     def pair_layout(self) -> PairLayout | None:
-        """What the tokenizer puts around and between two texts; None where its files do not say it.
+        """The tokens that the tokenizer puts around and between two texts; None where its files do not say it.
 
         Raises :class:`DataError` for what is no row of one text after the other.
         """

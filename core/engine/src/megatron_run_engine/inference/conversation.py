@@ -45,7 +45,7 @@ class Conversation:
         return answer
 
     def limit_of(self, answer: Completion) -> str | None:
-        """What has cut ``answer`` short; None where the model has ended it."""
+        """The limit that has cut ``answer`` short; None where the model has ended it."""
         if answer.finish == "stop":
             return None
         size = len(answer.tokens)

@@ -14,7 +14,7 @@ from megatron_run.registry.choose_format import format_to_read
 from megatron_run_engine.checkpoint.adapted import MergedReader, open_step
 from megatron_run_engine.checkpoint.kept_files import SOURCE, tokenizer_of
 from megatron_run_engine.checkpoint.step_folder import find_step
-from megatron_run_engine.data.tokenizer_folder.record import AUTO
+from megatron_run_engine.data.tokenizer_folder.record import AUTO, CHAT_TEMPLATE
 from megatron_run_engine.formats.end_tokens import end_tokens, sampling_defaults
 from megatron_run_engine.run_folder.changes import nested
 from megatron_run_engine.run_folder.folder import last_config
@@ -94,8 +94,9 @@ def find_source(path: Path | None, step: int | None = None, *, verified: bool = 
         try:
             tokenizer = tokenizer_of(home, manifest.about, str(found["data"]["tokenizer"]))
             found["data"] = {**found["data"], "tokenizer": tokenizer}
-            if "template" in found["data"] and Path(tokenizer).parent == home:
-                found["data"]["template"] = AUTO  # it is kept with the tokenizer, whatever its file is by now
+            kept = record is not None and CHAT_TEMPLATE in record.files and Path(tokenizer).parent == home
+            if "template" in found["data"] and kept:
+                found["data"]["template"] = AUTO  # whatever its own file is by now
             end = None if record is None else record.end
             if (
                 end is not None and "end_of_document" in found["data"]

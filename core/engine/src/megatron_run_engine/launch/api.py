@@ -27,7 +27,7 @@ from megatron_run_engine.launch.failures import (
 )
 from megatron_run_engine.launch.rank_output import flush_output, terminal_environment, terminal_writer, untold
 from megatron_run_engine.launch.results import RunResult
-from megatron_run_engine.runtime.cuda_libraries import variables_kept
+from megatron_run_engine.runtime.cuda_libraries import environment_kept
 from megatron_run_engine.runtime.world import World
 from megatron_run_engine.training.environments import LaunchMode, find_world
 from megatron_run_engine.training.process import (
@@ -88,7 +88,7 @@ def launch(request: Request, options: LaunchOptions, mode: LaunchMode = "auto") 
         from megatron_run.planning import resolve
 
         return _start_local(_checked(resolve(request)), request, options)
-    with variables_kept():
+    with environment_kept():
         return _launch_joined(request, world, options)
 
 

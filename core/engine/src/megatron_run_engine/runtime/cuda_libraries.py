@@ -56,15 +56,31 @@ def led_to_loaded() -> Iterator[None]:
 
 @contextmanager
 def variables_kept(*names: str) -> Iterator[None]:
-    """Variables of the environment are afterwards as they were before: ``names``, or all without any."""
+    """The variables ``names`` of the environment are afterwards as they were before."""
     before = dict(os.environ)
     try:
         yield
     finally:
-        for name in names or os.environ.keys() | before.keys():
+        _restore({name: before.get(name) for name in names})
+
+
+@contextmanager
+def environment_kept() -> Iterator[None]:
+    """All variables of the environment are afterwards as they were before."""
+    before = dict(os.environ)
+    try:
+        yield
+    finally:
+        _restore({**dict.fromkeys(os.environ), **before})
+
+
+def _restore(before: Mapping[str, str | None]) -> None:
+    """Touch only what differs: threads of C libraries may read the environment at any time."""
+    for name, value in before.items():
+        if value is None:
             os.environ.pop(name, None)
-            if name in before:
-                os.environ[name] = before[name]
+        elif os.environ.get(name) != value:
+            os.environ[name] = value
 
 
 def _homes(files: Mapping[str, Path], folder: Path) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""What a rank sets in its process: its device, its CPU threads, kernels and precision, and how all is given back.
+"""The settings of a rank in its process: its device, its CPU threads, kernels and precision, and how all is given back.
 
 torch is imported inside the functions that need it.
 """

@@ -21,6 +21,8 @@ from megatron_run_engine.training.environments import find_world
 KEEP_FREED = "glibc.malloc.hugetlb=1:glibc.malloc.mmap_max=0:glibc.malloc.trim_threshold=34359738368"
 #: How often a waiting thread of GNU's OpenMP looks before it sleeps: some microseconds, where it would be milliseconds.
 SPIN_BRIEFLY = "1000"
+#: The number of looks that a launcher has chosen, beside it: a crowded rank takes it back, but not a user's.
+CHOSEN = "_MEGATRON_RUN_SPINCOUNT"
 #: Whoever sets one of these has tuned the allocator: glibc's own settings, and another allocator in its place.
 _ALLOCATORS = ("MALLOC_", "LD_PRELOAD")
 
@@ -90,11 +92,11 @@ def prepare_process(environment: MutableMapping[str, str]) -> None:
 def _set_waiting(environment: MutableMapping[str, str], *, crowded: bool) -> None:
     """How long threads of OpenMP spin that wait; ``crowded``: more threads than cores."""
     if crowded:
-        if environment.get("GOMP_SPINCOUNT") == SPIN_BRIEFLY:  # of the launcher's own, and stronger than a policy
-            del environment["GOMP_SPINCOUNT"]
+        if environment.get("GOMP_SPINCOUNT") == environment.pop(CHOSEN, None):
+            environment.pop("GOMP_SPINCOUNT", None)  # stronger than a policy
         environment.setdefault("OMP_WAIT_POLICY", "passive")
-    elif "OMP_WAIT_POLICY" not in environment:
-        environment.setdefault("GOMP_SPINCOUNT", SPIN_BRIEFLY)
+    elif not environment.keys() & {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"}:
+        environment.update({"GOMP_SPINCOUNT": SPIN_BRIEFLY, CHOSEN: SPIN_BRIEFLY})
 
 
 def _prepare_torch(environment: MutableMapping[str, str]) -> None:

@@ -31,23 +31,23 @@ def check_same_data(plugin: Plugin, records: Mapping[str, DataRecord], context: 
     Raises :class:`DataError` on every rank if the data of ``plugin`` differ. While they are the same, this is one small
     all-reduce.
     """
-    mine = [
+    values = [
         value
         for each in records.values()
         for value in (each.samples, int(each.sha256[:_DIGITS], 16), int((each.files or "0")[:_DIGITS], 16))
     ]
-    extremes = torch.tensor([*mine, *(-value for value in mine)], device=context.device)
+    extremes = torch.tensor([*values, *(-value for value in values)], device=context.device)
     highest, lowest = context.groups.max_(extremes, "world").chunk(2)
     if torch.equal(highest, -lowest):
         return
     topology = context.topology
     ranks = WorldRanks(context.groups, topology.rank, topology.sizes.world, context.device)
-    told = ranks.gather(
+    records_of_ranks = ranks.gather(
         json.dumps({split: [each.samples, f"{each.sha256} {each.files}"] for split, each in records.items()})
     )
     raise DataError(
         "the ranks do not read the same data",
-        why=ranks.broadcast("" if topology.rank else _difference([json.loads(text) for text in told])),
+        why=ranks.broadcast("" if topology.rank else _difference([json.loads(text) for text in records_of_ranks])),
         origin=plugin.origin,
         fix="give every host the same files; samples must depend on neither the rank nor hash() of a text; "
         f"its suite says more: megatron-run plugins check data={plugin.word}",

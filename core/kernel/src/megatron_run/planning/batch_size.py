@@ -26,6 +26,10 @@ class BatchPeriod:
     samples: int
 
 
+#: The most sizes of the batch on its way up: each of them is planned, and a ramp of more is a typing mistake.
+MAX_INCREMENTS = 100_000
+
+
 def _ramp_faults(full: int, start: int, increment: int, unit: int = 1) -> Iterator[InputError]:
     """Why no ramp leads from ``start`` to ``full``; the advice keeps to multiples of ``unit``."""
     gap = full - start
@@ -39,6 +43,12 @@ def _ramp_faults(full: int, start: int, increment: int, unit: int = 1) -> Iterat
             why=f"{full} - {start} = {gap}, which is not a multiple of {increment}",
             fix=f"set train.ramp_up.increment to {nearest_divisors(gap, increment, unit)}",
         )
+    elif gap // increment > MAX_INCREMENTS:
+        yield InputError(
+            f"train.ramp_up has {gap // increment} sizes of the batch",
+            why=f"each is planned, and at most {MAX_INCREMENTS} are",
+            fix="raise train.ramp_up.increment",
+        )
 
 
 @dataclass(frozen=True)
@@ -48,7 +58,7 @@ class BatchRamp:
     It starts at ``start`` and grows by ``increment`` after every ``samples / n`` samples, where ``n = (full - start) /
     increment``, so that it is ``full`` from ``samples`` on (``--rampup-batch-size`` of Megatron-LM). The quotient is
     taken in whole numbers, so no rounding moves a boundary. Raises :class:`InputError` when ``increment`` does not lead
-    from ``start`` to ``full``.
+    from ``start`` to ``full``, or in more than ``MAX_INCREMENTS`` steps.
     """
 
     full: int

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from megatron_run.contracts.topology import Topology
@@ -44,7 +44,7 @@ def run_record(run: ResolvedRun) -> dict[str, Any]:
             "chunks": run.config.parallel.chunks,
             "data": run.sizes.data,
             "expert": run.sizes.expert,
-            "ranks": [_rank_record(run, rank) for rank in range(run.sizes.world)],
+            "ranks": [*_rank_records(run)],
         },
         "plans": [_plan_record(run.plans[count]) for count in sorted(run.plans)],
         "config": sections(run),
@@ -72,47 +72,63 @@ def _topology(run: ResolvedRun) -> list[str]:
     head = f"world {sizes.world} = tensor {sizes.tensor} x pipeline {sizes.pipeline} x data {sizes.data}"
     pieces = f"; {chunks} chunks per stage" if chunks > 1 else ""
     pieces += f"; data ranks split a layer's experts {sizes.expert} ways" if sizes.expert > 1 else ""
-    alike: dict[object, list[dict[str, Any]]] = {}
-    for record in (_rank_record(run, rank) for rank in range(sizes.world)):
-        alike.setdefault((record["stage"], record["expert"]), []).append(record)
-    rows = [
-        (_numbered("rank", records), f"stage {first['stage']}", *_axes(run, records), f"layers {first['layers_text']}")
-        for records in alike.values()
-        for first in records[:1]
-    ]
+    rows = [tuple(_held_alike(run, stage, expert)) for stage in range(sizes.pipeline) for expert in range(sizes.expert)]
     return [f"topology: {head}{pieces}", *(f"  {row}" for row in _aligned(rows))]
 
 
-def _numbered(axis: str, records: Sequence[Mapping[str, Any]]) -> str:
-    """The numbers of ``records`` along ``axis``: ``"data 3"``, ``"ranks 0-7"``, ``"ranks 0-1, 4-5, ..., 60-61"``."""
-    name = f"{axis}s" if axis == "rank" and len(records) > 1 else axis
-    runs = spans(sorted({record[axis] for record in records})).split(", ")
-    return f"{name} {', '.join(runs if len(runs) <= _RUNS else [*runs[:2], '...', runs[-1]])}"
+def _held_alike(run: ResolvedRun, stage: int, expert: int) -> Iterator[str]:
+    """The cells for the ranks of ``stage`` that hold the same experts: numbers along axes of more than one rank."""
+    sizes = run.sizes
+    first = Topology(sizes, 0).rank_at(tensor=0, data=expert, stage=stage)
+    count = sizes.data // sizes.expert
+    ranks = "ranks" if sizes.tensor * count > 1 else "rank"
+    yield f"{ranks} {_numbers(first, sizes.tensor, sizes.tensor * sizes.expert, count)}"
+    yield f"stage {stage}"
+    if sizes.tensor > 1:
+        yield f"tensor {_numbers(0, sizes.tensor, sizes.tensor, 1)}"
+    if sizes.data > 1:
+        yield f"data {_numbers(expert, 1, sizes.expert, count)}"
+    if sizes.expert > 1:
+        held, experts = _experts(run, expert), experts_of(run.one("model"))
+        yield f"experts {spans(held)} of {experts}" if held else f"expert group {expert}"
+    yield f"layers {' | '.join(map(spans, _layers(run, stage)))}"
 
 
-def _axes(run: ResolvedRun, records: Sequence[dict[str, Any]]) -> Iterator[str]:
-    """The coordinates along axes of more than one rank, and the experts that the ranks hold."""
-    for axis in ("tensor", "data"):
-        if getattr(run.sizes, axis) > 1:
-            yield _numbered(axis, records)
-    if run.sizes.expert > 1:
-        held, experts = records[0]["experts"], experts_of(run.one("model"))
-        yield f"experts {spans(held)} of {experts}" if held else f"expert group {records[0]['expert']}"
+def _numbers(first: int, length: int, stride: int, count: int) -> str:
+    """``count`` runs of ``length`` numbers, ``stride`` apart: ``"3"``, ``"0-7"``, ``"0-1, 4-5, ..., 60-61"``."""
+    if length == stride:
+        length, count = length * count, 1
+    starts = range(first, first + stride * count, stride)
+    runs = [spans(range(start, start + length)) for start in (starts if count <= _RUNS else (*starts[:2], starts[-1]))]
+    return ", ".join(runs if count <= _RUNS else (*runs[:2], "...", runs[-1]))
 
 
-def _rank_record(run: ResolvedRun, rank: int) -> dict[str, Any]:
-    place = Topology(run.sizes, rank)
-    mine = sorted((each for each in run.layout if each.stage == place.stage), key=lambda each: each.chunk)
-    return {
-        "rank": rank,
-        "stage": place.stage,
-        "tensor": place.tensor_rank,
-        "data": place.data_rank,
-        "expert": place.expert_rank,
-        "experts": [*held_experts(experts_of(run.one("model")) or 0, run.sizes.expert, place.expert_rank)],
-        "layers": [list(each.layers) for each in mine],
-        "layers_text": " | ".join(spans(each.layers) for each in mine),
-    }
+def _rank_records(run: ResolvedRun) -> Iterator[dict[str, Any]]:
+    """The place of each rank, and what it holds."""
+    layers = [[list(each) for each in _layers(run, stage)] for stage in range(run.sizes.pipeline)]
+    texts = [" | ".join(map(spans, each)) for each in layers]
+    experts = [[*_experts(run, expert)] for expert in range(run.sizes.expert)]
+    for place in (Topology(run.sizes, rank) for rank in range(run.sizes.world)):
+        yield {
+            "rank": place.rank,
+            "stage": place.stage,
+            "tensor": place.tensor_rank,
+            "data": place.data_rank,
+            "expert": place.expert_rank,
+            "experts": experts[place.expert_rank],
+            "layers": layers[place.stage],
+            "layers_text": texts[place.stage],
+        }
+
+
+def _layers(run: ResolvedRun, stage: int) -> list[Sequence[int]]:
+    """The layers of each chunk of ``stage``."""
+    places = sorted((each for each in run.layout if each.stage == stage), key=lambda each: each.chunk)
+    return [each.layers for each in places]
+
+
+def _experts(run: ResolvedRun, expert: int) -> range:
+    return held_experts(experts_of(run.one("model")) or 0, run.sizes.expert, expert)
 
 
 def spans(numbers: Sequence[int]) -> str:

@@ -14,11 +14,14 @@ from megatron_run.contracts.topology import Sizes
 from megatron_run.errors import InputError, RunError, nearest, nearest_multiples
 from megatron_run.registry.loaded_plugin import Plugin
 
+#: The most ranks of a run: their groups are lists, and a world of more is a typing mistake.
+MAX_RANKS = 1_000_000
+
 
 def infer_sizes(parallel: ParallelSection, nproc: int | None) -> Sizes:
     """The size of every axis; the data axis is the rest of a world of ``nproc`` ranks, or what experts need.
 
-    Raises :class:`InputError` with the nearest worlds that divide.
+    Raises :class:`InputError` with the nearest worlds that divide, and for more than ``MAX_RANKS``.
     """
     tensor, pipeline, data = parallel.tensor, parallel.pipeline, parallel.data
     unit = tensor * pipeline
@@ -40,6 +43,11 @@ def infer_sizes(parallel: ParallelSection, nproc: int | None) -> Sizes:
                 fix=f"start {nearest} ranks (--nproc {nearest.partition(' ')[0]})",
             )
     world = nproc or unit * (data or parallel.expert)
+    if world > MAX_RANKS:
+        why = (
+            f"parallel.tensor={tensor}, parallel.pipeline={pipeline}, parallel.data={data} and --nproc ask for {world}"
+        )
+        raise InputError(f"a run has at most {MAX_RANKS} ranks", why=why, fix="ask for fewer")
     return Sizes(tensor=tensor, pipeline=pipeline, data=world // unit, expert=parallel.expert)
 
 

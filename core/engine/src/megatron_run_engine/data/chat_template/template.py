@@ -200,7 +200,7 @@ class Templates:
 
     @property
     def unopened(self) -> list[str]:
-        """What prompts for an answer end with and answers lack, so far (:class:`ChatTemplate`)."""
+        """The ends of prompts for an answer that answers lack, so far (:class:`ChatTemplate`)."""
         return list(dict.fromkeys(each.unopened for each in self._of.values() if each.unopened))
 
     def of(self, *, tools: bool) -> ChatTemplate:

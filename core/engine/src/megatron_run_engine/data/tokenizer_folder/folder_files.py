@@ -9,23 +9,33 @@ from pathlib import Path
 
 from megatron_run.errors import DataError
 from megatron_run.files.foreign_file import check_file, followed, read_file
-from megatron_run_engine.data.tokenizer_folder.record import DECIDING, TEMPLATES
+from megatron_run_engine.data.tokenizer_folder.record import CHAT_TEMPLATE, DECIDING, TEMPLATES
 
 #: The most bytes of a file.
 LARGEST = 1 << 28
 #: The names of files in which the classes of transformers keep vocabularies, as shell patterns. A folder's
 #: configuration may name ``tokenizer.VERSION.json``, and any ``*.model`` may be its SentencePiece model.
 VOCABULARIES = (
-    *("tokenizer.json", "tokenizer.*.json", "tekken*.json", "vocab.json", "vocab-*.json", "*_vocab.json"),
-    *("vocab.txt", "merges.txt", "*.model", "tokenizer.model.*", "*.spm", "*.tiktoken", "bpe.codes", "dict.txt"),
-    *(
-        "emoji.json",
-        "byte_maps.json",
-        "normalizer.json",
-        "prophetnet.tokenizer",
-        "word_shape.json",
-        "word_pronunciation.json",
-    ),
+    "tokenizer.json",
+    "tokenizer.*.json",
+    "tekken*.json",
+    "vocab.json",
+    "vocab-*.json",
+    "*_vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "*.model",
+    "tokenizer.model.*",
+    "*.spm",
+    "*.tiktoken",
+    "bpe.codes",
+    "dict.txt",
+    "emoji.json",
+    "byte_maps.json",
+    "normalizer.json",
+    "prophetnet.tokenizer",
+    "word_shape.json",
+    "word_pronunciation.json",
 )
 
 
@@ -52,6 +62,17 @@ def read_tokenizer_file(path: Path) -> bytes:
     """The content of a tokenizer's own file. Raises :class:`DataError`."""
     try:
         return read_file(path, LARGEST)
+    except OSError as cause:
+        raise not_read(path, cause) from cause
+
+
+def template_beside(file: Path) -> bytes | None:
+    """The chat template in the folder of a tokenizer's ``file``, None without one. Raises :class:`DataError`."""
+    path = file.with_name(CHAT_TEMPLATE)
+    if not path.is_file():
+        return None
+    try:
+        return read_file(followed(file.parent, CHAT_TEMPLATE), LARGEST)
     except OSError as cause:
         raise not_read(path, cause) from cause
 

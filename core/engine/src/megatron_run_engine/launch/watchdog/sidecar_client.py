@@ -60,13 +60,13 @@ class SidecarClient:
         here = self._world.local_size == self._world.size
         host = self._world.init_method.removeprefix("tcp://").rpartition(":")[0]
         address = _loopback() if here else own_address(host)
-        told = self._launch(secret=secret, listen=address).readline()
-        if not told:
+        answer = self._launch(secret=secret, listen=address).readline()
+        if not answer:
             raise RankLostError(
                 f"nobody can watch the ranks: the hub cannot listen at {address or 'any interface'}",
                 fix="see that the loopback interface, or that of MASTER_ADDR, is up",
             )
-        orders = {"hub": f"{address or host}:{json.loads(told)['hub']}", "secret": secret}
+        orders = {"hub": f"{address or host}:{json.loads(answer)['hub']}", "secret": secret}
         with files.create(self._secret_file, mode=0o600) as file:
             file.write(json.dumps(orders).encode())
 
