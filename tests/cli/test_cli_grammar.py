@@ -134,7 +134,7 @@ def test_a_group_alone_lists_its_commands(group: str, capsys: Output) -> None:
 
 
 def test_several_mistakes_are_one_line_each(capsys: Output) -> None:
-    assert main(["preset:tiny", "--set", "train.lrr=1", "--set", "model.num_heads=x"]) == 2
+    assert main(["preset:tiny", "--set", "train.lrr=1", "--set", "train.steps=x"]) == 2
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 2
     assert all(line.startswith("megatron-run: ") for line in lines)

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from megatron_run.builtin.schedule.sequential import Sequential
+from megatron_run.files.temporary_names import temporary_name
 from megatron_run_graph_capture_partial import find_executor, native
 from megatron_run_graph_capture_partial.tape import in_python, out_form
 from tests.plugins.graph_bench import Pipeline
@@ -89,7 +90,7 @@ def test_a_compilation_that_does_not_end_leaves_nothing_to_wait_for(
     with pytest.raises(type(error)):
         native.build(LOG, no_heartbeat)
     assert not [path for path in kept.iterdir() if path.is_dir()]
-    killed = native._home().with_name(f".{native._home().name}.0123456789abcdef.tmp")
+    killed = native._home().with_name(temporary_name(native._home().name))
     killed.mkdir()
     monkeypatch.setattr(native, "_call_compiler", Compiler())
     native.build(LOG, no_heartbeat)
