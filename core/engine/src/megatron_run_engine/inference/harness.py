@@ -19,6 +19,7 @@ from lm_eval.utils import get_rolling_token_windows
 
 from megatron_run.errors import DataError, InputError, did_you_mean, near_path
 from megatron_run_engine.data.chat_template.messages import NoConversation
+from megatron_run_engine.data.chat_template.of_source import no_template, special_texts
 from megatron_run_engine.data.chat_template.template import ChatTemplate
 from megatron_run_engine.inference.text_stream import TextStream
 from megatron_run_engine.runtime.generation import Generation, Sampling, Score, TextTokens, Window, score
@@ -88,13 +89,8 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # the harness has no anno
         data = self._model.data
         source = None if data is None else data.chat_template()
         if data is None or source is None:
-            raise DataError(
-                f"{self._model.source.path} has no chat template",
-                why="its tokenizer came without one",
-                fix="let it continue plain text, without --chat",
-            )
-        special = {f"{kind}_token": text for kind, (text, _) in data.special_tokens.items()}
-        return _Chat(source, ChatTemplate(source, self._model.source.path, special))
+            raise no_template(self._model.source.path, "let it continue plain text, without --chat")
+        return _Chat(source, ChatTemplate(source, self._model.source.path, special_texts(data)))
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
         """The tokens of ``string`` as the harness's ``hf`` has them: with those that the tokenizer puts around a text.

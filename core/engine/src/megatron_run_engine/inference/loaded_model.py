@@ -14,6 +14,7 @@ import torch
 
 from megatron_run.config.request import Request
 from megatron_run.errors import DataError, InputError
+from megatron_run_engine.data.chat_template.of_source import is_silent
 from megatron_run_engine.data.chat_template.prompt import ChatPrompts
 from megatron_run_engine.inference.network import build_network, plan
 from megatron_run_engine.inference.source import find_source
@@ -142,15 +143,9 @@ class LoadedModel:
 
     def silent_stops(self, stops: Sequence[str]) -> list[tuple[int, ...]]:
         """The tokens of those ``stops`` that hold one without text, such as ``<|im_end|>``, which no text shows."""
-        if not stops:
-            return []
-        around = self.encode("a")
-        alone = self.decode([*around, *around])
-
-        def silent(token: int) -> bool:  # between letters: at the start of a text a space may have no text either
-            return self.decode([*around, token, *around]) == alone
-
-        return [tuple(tokens) for stop in stops if any(map(silent, tokens := self.encode(stop)))]
+        data = self.data
+        found = [self.encode(stop) for stop in stops]
+        return [] if data is None else [tuple(stop) for stop in found if any(is_silent(data, each) for each in stop)]
 
     def decode(self, tokens: Sequence[int]) -> str | None:
         """The text of ``tokens``, None without a tokenizer."""

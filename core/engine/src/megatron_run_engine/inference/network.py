@@ -75,11 +75,13 @@ class _NoText(DataSource):
 class _RoundingExecutor(Executor):
     """Rounds products of fp32 values as ``train.matmul_precision`` says, in a program that may have chosen its own."""
 
-    precision: str
+    def __init__(self, precision: str, *parts: Any) -> None:
+        super().__init__(*parts)
+        self._precision = precision
 
     def run(self, program: Sequence[Any], inputs: StepInputs, clock: Callable[[], float] | None = None) -> StepRecord:
         """Run ``program`` to its end."""
-        with rounded_products(self.precision):
+        with rounded_products(self._precision):
             return super().run(program, inputs, clock)
 
 
@@ -157,8 +159,8 @@ def build_network(
         model=f"plugin {run.one('model')} of {run.one('model').source}",
         activity=activity,
     )
-    executor = _RoundingExecutor(chunks, context.gradients, messenger, world.rank, activity)
-    executor.precision = run.config.train.matmul_precision
+    precision = run.config.train.matmul_precision
+    executor = _RoundingExecutor(precision, chunks, context.gradients, messenger, world.rank, activity)
     forwards = Programs(run, topology.stage, world.backend).forward_only
     reads = read_fields(run, model, positions)
     return Network(context, model, chunks, executor, forwards, reads, run.layout[-1].stage), data

@@ -1,4 +1,4 @@
-"""What a model is given to answer a conversation, and where its answer ends."""
+"""The tokens that a model is given to answer a conversation, and those at which its answer ends."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megatron_run.errors import DataError, InputError
 from megatron_run_engine.data.chat_template.messages import NoConversation, checked_messages, checked_tools
+from megatron_run_engine.data.chat_template.of_source import is_silent, no_template, special_texts
 from megatron_run_engine.data.chat_template.template import PLAIN, ChatTemplate
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ class ChatPrompts:
 
     def __init__(self, data: DataSource, place: object) -> None:
         self._data, self._place = data, place
-        self._special = {f"{kind}_token": text for kind, (text, _) in data.special_tokens.items()}
+        self._special = special_texts(data)
         self._last: tuple[tuple[str, str | None], ChatTemplate] | None = None  # it has a process
 
     def of(
@@ -52,11 +53,8 @@ class ChatPrompts:
         """
         source = self._data.chat_template(tools=tools is not None) if template is None else template
         if source is None:
-            raise DataError(
-                f"{self._place} has no chat template",
-                why="its tokenizer came without one",
-                fix="give one, --template FILE, in Python template=TEXT; or let it continue plain text, without --chat",
-            )
+            fix = "give one, --template FILE, in Python template=TEXT; or let it continue plain text, without --chat"
+            raise no_template(self._place, fix)
         try:
             read = checked_messages([dict(message) for message in messages])
             schemas = checked_tools(None if tools is None else list(tools))
@@ -75,18 +73,13 @@ class ChatPrompts:
 
     def _ends(self, between: str, *, plain: bool) -> tuple[frozenset[int], tuple[str, ...]]:
         """Tokens and texts that end an answer: what stands ``between`` it and the next turn begins with them."""
-        silent = next((token for token in self._ids(between) if self._is_silent(token)), None)
-        found = {silent, self._data.end_of_text if plain else None} - {None}
-        line = None if silent is not None else _FIRST_LINE.match(between)
-        return frozenset(each for each in found if each is not None), () if line is None else (line[0],)
+        silent = [token for token in self._ids(between) if is_silent(self._data, token)][:1]
+        end = self._data.end_of_text if plain else None
+        line = None if silent else _FIRST_LINE.match(between)
+        return frozenset(silent if end is None else (*silent, end)), () if line is None else (line[0],)
 
     def _ids(self, text: str) -> list[int]:
         found = self._data.encode(text)
         if found is None:
             raise DataError(f"{self._place} has no tokenizer", why="the model was trained on tokens that are no text")
         return list(found)
-
-    def _is_silent(self, token: int) -> bool:
-        """Whether ``token`` has no text, wherever it stands: a space alone may have none at the start of a text."""
-        letter = self._ids("a")
-        return self._data.decode([*letter, token, *letter]) == self._data.decode([*letter, *letter])
