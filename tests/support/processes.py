@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -28,6 +30,18 @@ def alive(process: int) -> bool:
 def process_ids(folder: Path) -> list[int]:
     """The process ids that stand-in ranks have left in ``folder``."""
     return [int(text) for file in folder.glob("*.pid") if (text := file.read_text())]
+
+
+def kill_when_begun(program: str, pids: Path, count: int) -> None:
+    """Run ``program`` until ``count`` processes have left their ids in ``pids``, and kill it: none lives on for 5 s."""
+    process = subprocess.Popen([sys.executable, "-c", program])
+    try:
+        wait_until(lambda: len(process_ids(pids)) == count)
+        assert all(alive(each) for each in process_ids(pids))
+    finally:
+        process.kill()
+        process.wait()
+    wait_until(lambda: not any(alive(each) for each in process_ids(pids)), seconds=5)
 
 
 @contextmanager

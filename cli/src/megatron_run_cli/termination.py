@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from types import FrameType
-from typing import NoReturn, Self
+from typing import Any, NoReturn
 
 from megatron_run.errors import ExitCode
+from megatron_run.signal_bell import SignalBell
 
 _ENDING = (signal.SIGTERM, signal.SIGHUP)
 
@@ -51,11 +51,8 @@ def ending_in_order() -> Iterator[None]:
                 signal.signal(number, signal.SIG_DFL)
 
 
-class _Deadline:
-    """Ends the process when a signal came and the main thread, which waits in C, runs no handler: ``met`` is not set.
-
-    Python runs handlers between two instructions of the main thread. ``signal.set_wakeup_fd`` tells at once.
-    """
+class _Deadline(SignalBell):
+    """Ends the process if a signal came and the main thread, which waits in C, runs no handler and sets no ``met``."""
 
     #: Seconds that the main thread has, and that it has after a second signal.
     GRACE, AT_ONCE = 3.0, 0.2
@@ -64,26 +61,16 @@ class _Deadline:
         self._numbers = numbers
         self.met = threading.Event()
 
-    def __enter__(self) -> Self:
-        self._ear, self._bell = socket.socketpair()
-        self._bell.setblocking(False)
-        self._before = signal.set_wakeup_fd(self._bell.fileno(), warn_on_full_buffer=False)
-        self._thread = threading.Thread(target=self._listen, name="signals", daemon=True)
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, *error: Any) -> None:
         self.met.set()
-        signal.set_wakeup_fd(self._before)
-        self._bell.close()  # ends the thread
-        self._thread.join()
-        self._ear.close()
+        super().__exit__(*error)
 
-    def _listen(self) -> None:
+    def listen(self) -> None:
+        """Wait for a signal, and then as long as the main thread may take."""
         first = self._hear()
         if first is None or self.met.wait(self.AT_ONCE):
             return
-        self._ear.settimeout(self.GRACE)
+        self.ear.settimeout(self.GRACE)
         with suppress(TimeoutError):
             self._hear()  # a second one
         if not self.met.wait(self.AT_ONCE):
@@ -93,7 +80,7 @@ class _Deadline:
 
     def _hear(self) -> int | None:
         """The next of the signals that end a command, None once the bell is closed."""
-        while heard := self._ear.recv(1):
+        while heard := self.ear.recv(1):
             if heard[0] in self._numbers:
                 return heard[0]
         return None

@@ -20,7 +20,7 @@ from megatron_run.errors import ExitCode
 from megatron_run_engine.launch import fork_server
 from megatron_run_engine.launch.results import RunResult
 from tests.engine.launch.launcher import Launcher, no_process_left
-from tests.support.processes import alive, process_ids, wait_until
+from tests.support.processes import kill_when_begun, wait_until
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(60)]
 STAND_IN = Path(__file__).with_name("stand_in_server.py")
@@ -198,15 +198,7 @@ from tests.engine.launch.launcher import Launcher
 from tests.engine.launch.test_launch_fork_server import forked
 forked(Launcher(Path({str(tmp_path)!r})), "0:parent", "1:page stop")
 """
-    process = subprocess.Popen([sys.executable, "-c", code])
-    pids = tmp_path / "pids"
-    try:
-        wait_until(lambda: len(process_ids(pids)) == 4)  # the server, two ranks and a child
-        assert all(alive(each) for each in process_ids(pids))
-    finally:
-        process.kill()
-        process.wait()
-    wait_until(lambda: not any(alive(each) for each in process_ids(pids)), seconds=5)
+    kill_when_begun(code, tmp_path / "pids", 4)  # the server, two ranks and a child
 
 
 def test_a_server_that_still_imports_ends_with_its_killed_launcher(tmp_path: Path) -> None:
@@ -217,15 +209,7 @@ from tests.engine.launch.launcher import Launcher
 from tests.engine.launch.test_launch_fork_server import forked
 forked(Launcher(Path({str(tmp_path)!r})), "0:leave", how="slow")
 """
-    process = subprocess.Popen([sys.executable, "-c", code])
-    pids = tmp_path / "pids"
-    try:
-        wait_until(lambda: len(process_ids(pids)) == 1)
-        assert all(alive(each) for each in process_ids(pids))
-    finally:
-        process.kill()
-        process.wait()
-    wait_until(lambda: not any(alive(each) for each in process_ids(pids)), seconds=5)
+    kill_when_begun(code, tmp_path / "pids", 1)
 
 
 @pytest.mark.parametrize(("launcher", "code"), [(1, 0), (77, int(ExitCode.RANK_LOST))])

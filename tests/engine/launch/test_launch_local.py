@@ -25,7 +25,7 @@ from megatron_run_engine.launch.start import scratch_folder
 from megatron_run_engine.launch.watchdog.monitor import is_stopped
 from megatron_run_engine.training.rank_environment import rank_environment
 from tests.engine.launch.launcher import Launcher, no_process_left
-from tests.support.processes import alive, on_signals, process_ids, wait_until
+from tests.support.processes import alive, kill_when_begun, on_signals, process_ids, wait_until
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(60)]
 #: Seconds after which a rank that says nothing new hangs.
@@ -280,15 +280,7 @@ from typing import Any
 from tests.engine.launch.launcher import Launcher
 Launcher(Path({str(tmp_path)!r}))("*:parent")
 """
-    process = subprocess.Popen([sys.executable, "-c", code])
-    pids = tmp_path / "pids"
-    try:
-        wait_until(lambda: len(process_ids(pids)) == 4)
-        assert all(alive(each) for each in process_ids(pids))
-    finally:
-        process.kill()
-        process.wait()
-    wait_until(lambda: not any(alive(each) for each in process_ids(pids)), seconds=5)
+    kill_when_begun(code, tmp_path / "pids", 4)
 
 
 def test_a_rank_that_leaves_with_code_0_before_the_others_is_named(launcher: Launcher) -> None:

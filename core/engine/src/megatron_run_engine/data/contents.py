@@ -18,7 +18,7 @@ import xxhash
 
 from megatron_run.errors import DataError
 from megatron_run.files.foreign_file import open_file, read_file
-from megatron_run_engine.data.user_cache import YOUNG, keep, user_cache
+from megatron_run_engine.data.user_cache import YOUNG, cached, keep
 
 #: Bytes up to which a file is read whole, in seconds to minutes. Of a larger one as much is read, evenly spread.
 WHOLE = 64 << 30
@@ -65,10 +65,7 @@ def _kept_hash(kept: Path, stats: _Stats, alive: Callable[[], object], tell: Cal
 def _place(stats: _Stats) -> Path | None:
     """Where the hash of files that lie so is kept; None without a cache. A device has another number on each host."""
     lie = [(str(path.resolve()), each.st_ino, each.st_size, each.st_mtime_ns, each.st_ctime_ns) for path, each in stats]
-    try:
-        return user_cache("hashes") / f"{xxhash.xxh3_128_hexdigest(repr((lie, WHOLE)).encode())}.hash"
-    except OSError:
-        return None
+    return cached("hashes", f"{xxhash.xxh3_128_hexdigest(repr((lie, WHOLE)).encode())}.hash")
 
 
 def _found(kept: Path) -> str | None:

@@ -35,6 +35,14 @@ def user_cache(name: str) -> Path:
     return folder
 
 
+def cached(name: str, file: str) -> Path | None:
+    """Where ``file`` lies in the folder ``name`` of the cache, or would; None without a cache."""
+    try:
+        return user_cache(name) / file
+    except OSError:
+        return None
+
+
 #: Nanoseconds for which the clock of a file system may stand still: a younger file can change unseen.
 YOUNG = 2_000_000_000
 #: The variable by which torch is told where compiled libraries are kept, and how its own choice begins.

@@ -5,7 +5,8 @@ used, torch by the ranks, or by ``launch`` when it resolves the run. Reading ord
 ``local``, ``fork_server`` and ``rank`` (how one starts), ``worker`` (its work), ``rank_output`` (where its words go),
 ``failures`` (how its failure reaches the user), ``watchdog`` (how a hang is noticed).
 
-Imports: checkpoint, config, contracts, data, errors, files, lazy, planning, registry, run_folder, runtime, training.
+Imports: checkpoint, config, contracts, data, errors, files, lazy, planning, registry, run_folder, runtime,
+signal_bell, training.
 """
 
 from __future__ import annotations

@@ -11,9 +11,9 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from types import FrameType, MappingProxyType
-from typing import Self
 
 from megatron_run.errors import ExitCode
+from megatron_run.signal_bell import SignalBell
 from megatron_run_engine.runtime.world import StopRequest
 
 #: Signals that end a run after its step, with the exit code. Schedulers announce a time limit by SIGUSR1; SIGHUP comes,
@@ -73,12 +73,8 @@ def stopping_on_signals(stop: StopRequest, *, tells: bool = False, borrowed: boo
         yield
 
 
-class _SignalThread:
-    """Has each signal answered once: by the main thread, or by another while the main one waits in C.
-
-    Python runs handlers between two instructions of the main thread, which may wait for a message of another rank as
-    long as a step takes. ``signal.set_wakeup_fd`` tells of a signal at once.
-    """
+class _SignalThread(SignalBell):
+    """Has each signal answered once: by the main thread, or by another while the main one waits in C."""
 
     #: Seconds that the main thread has before the other one answers.
     GRACE = 0.2
@@ -88,20 +84,6 @@ class _SignalThread:
         self._lock = threading.RLock()  # a handler may interrupt a handler
         self._handled: set[int] = set()  # by the main thread, since the other one looked
         self._owed: set[int] = set()  # answered already; the main thread still hears of them
-
-    def __enter__(self) -> Self:
-        self._ear, self._bell = socket.socketpair()
-        self._bell.setblocking(False)
-        self._before = signal.set_wakeup_fd(self._bell.fileno(), warn_on_full_buffer=False)
-        self._thread = threading.Thread(target=self._listen, name="signals", daemon=True)
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        signal.set_wakeup_fd(self._before)
-        self._bell.close()  # ends the thread
-        self._thread.join()
-        self._ear.close()
 
     def handle(self, number: int, _frame: FrameType | None) -> None:
         """The handler of the main thread."""
@@ -113,12 +95,13 @@ class _SignalThread:
         if not owed:
             self._answer(number)
 
-    def _listen(self) -> None:
-        while heard := self._ear.recv(64):
+    def listen(self) -> None:
+        """Answer what the main thread has not answered in time."""
+        while heard := self.ear.recv(64):
             time.sleep(self.GRACE)
             with self._lock:
                 with suppress(BlockingIOError):  # what came meanwhile: of all that is handled the bell has rung
-                    heard += self._ear.recv(64, socket.MSG_DONTWAIT)
+                    heard += self.ear.recv(64, socket.MSG_DONTWAIT)
                 unanswered = set(heard) & set(AFTER_THE_STEP) - self._handled
                 self._handled.clear()
                 self._owed |= unanswered

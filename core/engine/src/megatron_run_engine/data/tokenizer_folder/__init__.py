@@ -26,7 +26,7 @@ from megatron_run_engine.data.tokenizer_folder.record import (
     FolderTokenizer,
     template_for,
 )
-from megatron_run_engine.data.user_cache import keep, user_cache
+from megatron_run_engine.data.user_cache import cached, keep
 
 __all__ = ["FolderTokenizer", "files_decide", "read_files", "read_folder", "template_for"]
 
@@ -87,10 +87,7 @@ def read_folder(folder: Path) -> FolderTokenizer | None:
 def _kept_at(folder: Path) -> Path | None:
     """Where the answer for the files of ``folder`` is kept; None without a cache."""
     name = key(folder, (f"{library} {_version(library)}" for library in _LIBRARIES))
-    try:
-        return user_cache("tokenizers") / f"{name}.folder.json"
-    except OSError:
-        return None
+    return cached("tokenizers", f"{name}.folder.json")
 
 
 def _version(library: str) -> str | None:
