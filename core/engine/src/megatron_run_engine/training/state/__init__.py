@@ -32,8 +32,8 @@ cannot be used                             ``checkpoint.manifest.read_manifest``
 is not what its name says                  ``checkpoint.step_folder.Checkpoints.manifest``
 is damaged                                 ``checkpoint.step_folder``
 *its model and tokenizer* (``run.init_from``)
-the data has another tokenizer             ``training.state.init_from.check_tokenizer``
-are of another model                       ``training.state.init_from.refuse_other_model``
+the data has another tokenizer             ``training.state.same_model.check_tokenizer``
+are of another model                       ``training.state.same_model.refuse_other_model``
 *its adapters*, and the weights under them
 belongs to a run with other adapters       ``training.state.adapting.check_adapters``
 holds adapters of random weights           ``checkpoint.adapted.find_base``

@@ -38,6 +38,7 @@ from megatron_run_engine.training.numbers import Progress
 from megatron_run_engine.training.state.adapting import fill_frozen, open_base
 from megatron_run_engine.training.state.programs import program_changes
 from megatron_run_engine.training.state.reading import StateReader, Upgrade, UpgradingReader, load
+from megatron_run_engine.training.state.same_model import check_shapes, check_tokenizer
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -82,6 +83,7 @@ def resume(
     """
     heartbeat = assembly.context.groups.activity.heartbeat
     manifest = on_all_ranks(ranks, lambda: _verify(checkpoints, step, ranks, heartbeat))
+    on_all_ranks(ranks, lambda: check_tokenizer(run, checkpoints, step))
     base = on_all_ranks(ranks, lambda: open_base(run, assembly, manifest.about, checkpoints.folder(step), ranks))
     accepted = on_all_ranks(ranks, lambda: accept(run, manifest.about, data, checkpoints.path.parent, decided))
     if ranks.rank == 0:
@@ -90,6 +92,7 @@ def resume(
         for line in (*plugins, *code, *keys, *rate_change(run, manifest.about, accepted)):
             assembly.context.log.warning("%s", line)
     reader = Reader(checkpoints.folder(step), manifest)
+    on_all_ranks(ranks, lambda: check_shapes(run, assembly, reader, checkpoints.folder(step)))
     read = StateReader(
         UpgradingReader(reader, accepted.upgrade) if accepted.upgrade else reader,
         str(run.one("optimizer")),
