@@ -10,14 +10,14 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any, NoReturn
 
-from megatron_run.errors import ExitCode
+from megatron_run.errors import ExitCode, ToldToEnd
 from megatron_run.signal_bell import SignalBell
 
 _ENDING = (signal.SIGTERM, signal.SIGHUP)
 
 
-class Terminated(BaseException):
-    """The signal ``number`` came. Not an Exception, which a library might take for its own."""
+class Terminated(ToldToEnd):
+    """The signal ``number`` came."""
 
     def __init__(self, number: int) -> None:
         super().__init__(f"stopped by {signal.Signals(number).name}")
