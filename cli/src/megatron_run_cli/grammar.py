@@ -18,8 +18,8 @@ from megatron_run.errors import InputError, PluginError, did_you_mean, near_path
 from megatron_run_cli.termination import ending_in_order
 
 _CONFIG_ENDINGS = (".yaml", ".yml", ".json")
-#: The commands that start ranks or are one: until the handlers of a run stand, a signal ends them at once.
-OF_RANKS = frozenset({"train", "finetune", "eval", "generate"})
+#: The commands that torchrun may start as ranks: until the handlers of a run stand, a signal ends them at once.
+OF_RANKS = frozenset({"train", "finetune"})
 
 
 def is_config(word: str) -> bool:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -11,9 +10,10 @@ from typing import Any
 
 import click
 
-from megatron_run.errors import DataError, PluginError
+from megatron_run.errors import DataError, PluginError, refuse_taken
 from megatron_run_cli.grammar import Commands, debug_option, json_option
 from megatron_run_cli.output import print_json, print_table, tell
+from megatron_run_cli.progress import progress_bar
 
 _PATH = click.Path(path_type=Path)
 _INPUTS = click.argument("names", nargs=-1, required=True, metavar="INPUT...")
@@ -34,6 +34,7 @@ _MALFORMED = click.option(
     show_default=True,
     help="End at the first malformed record, leave them out, or keep what is there as text.",
 )
+_OVERWRITE = click.option("--overwrite", is_flag=True, help="Replace what is there.")
 _WORKERS = click.option("--workers", type=click.IntRange(min=1), metavar="N", help="Processes [default: one a core].")
 
 
@@ -105,7 +106,7 @@ def prepare(  # noqa: PLR0913  # one argument an option
     if dry_run:
         totals = preparation.estimate(job)
     else:
-        with _bar(job.size) as progress:
+        with progress_bar(job.size) as progress:
             totals = preparation.prepare(
                 job, overwrite=overwrite, tell=tell, progress=lambda made: progress(made.size, made.tokens)
             )
@@ -134,47 +135,6 @@ def _unescaped(separator: str | None) -> bytes | None:
     if not separator:
         raise click.UsageError("--separator is empty")
     return separator.replace("\\n", "\n").replace("\\t", "\t").encode()
-
-
-#: Seconds between two lines about what was done, where they go into a file.
-LINE_EVERY = 30.0
-
-
-def _lines(size: int) -> Callable[[int, int], None]:
-    """Tells now and then how many of ``size`` bytes are read: called with these bytes, and tokens."""
-    begun = told = time.monotonic()
-
-    def progress(done: int, tokens: int) -> None:
-        nonlocal told
-        now = time.monotonic()
-        if now - told >= LINE_EVERY:
-            told = now
-            left = (size - done) * (now - begun) / max(done, 1)
-            tell(f"{done / 1e6:,.1f} of {size / 1e6:,.1f} MB, {tokens:,} tokens; about {left:,.0f} s left")
-
-    return progress
-
-
-@contextmanager
-def _bar(size: int) -> Iterator[Callable[[int, int], None]]:
-    """A bar on standard error with rate and time left, or lines where nobody watches. It is told bytes and tokens."""
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
-
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        yield _lines(size)
-        return
-    columns = (
-        BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        TextColumn("{task.fields[tokens]:,} tokens"),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task("", total=size, tokens=0)
-        yield lambda done, tokens: bar.update(task, completed=done, tokens=tokens)
 
 
 @data.command()
@@ -207,7 +167,7 @@ def _bar(size: int) -> Iterator[Callable[[int, int], None]]:
 @_FORM
 @_MALFORMED
 @_WORKERS
-@click.option("--overwrite", is_flag=True, help="Replace FILE.")
+@_OVERWRITE
 @json_option
 @debug_option
 def clean(  # noqa: PLR0913  # one argument an option
@@ -255,7 +215,7 @@ def clean(  # noqa: PLR0913  # one argument an option
         tuple(find_inputs(tests, form)[0]),
         workers or available_cores(),
     )
-    with _bar(job.size) as bar:
+    with progress_bar(job.size) as bar:
         report = cleaning.clean(job, overwrite=overwrite, progress=lambda made: bar(made.size, made.kept.tokens))
     if as_json:
         print_json({**asdict(report), "out": str(out), "why": str(job.removed)})
@@ -276,16 +236,26 @@ def clean(  # noqa: PLR0913  # one argument an option
 @_KEY
 @_SEPARATOR
 @_FORM
+@_OVERWRITE
 @debug_option
 def train_tokenizer_(
-    names: tuple[str, ...], *, vocab_size: int, kind: str, out: Path, key: str, separator: str | None, form: Any
+    names: tuple[str, ...],
+    *,
+    vocab_size: int,
+    kind: str,
+    out: Path,
+    key: str,
+    separator: str | None,
+    form: Any,
+    overwrite: bool,
 ) -> None:
     """Train a tokenizer on INPUTs, which `data prepare` describes, and write it as JSON."""
     with _indexed():
         from megatron_run_data_indexed.preparation.inputs import find_inputs
         from megatron_run_data_indexed.preparation.records import Reading, texts
-    from megatron_run_engine.data.tokenizer_files import train_tokenizer
+    from megatron_run_engine.data.tokenizer_training import train_tokenizer
 
+    refuse_taken(out, "--out", overwrite=overwrite)
     inputs, _ = find_inputs(names, form)
     size = train_tokenizer(texts(inputs, Reading(key, _unescaped(separator), "skip")), kind, vocab_size, out)
     click.echo(f"{out}: {kind}, {size:,} ids")
@@ -368,7 +338,7 @@ def inspect(prefix: Path, *, samples: int, tokenizer: str | None, whole: bool, a
 @click.option("--tokenizer", metavar="NAME", help=f"{_TOKENIZER[:-1]} [default: what SOURCE.json names].")
 @click.option("--tokens", is_flag=True, help="Write token ids instead of text.")
 @click.option("--key", metavar="KEY", help="Key or column [default: tokens for ids, text for text].")
-@click.option("--overwrite", is_flag=True, help="Replace TARGET.")
+@_OVERWRITE
 @json_option
 @debug_option
 def convert(
@@ -385,12 +355,12 @@ def convert(
         documents, count = conversion.import_(source, target, key or "tokens", overwrite=overwrite)
         done = {"documents": documents, "tokens": count}
     else:
-        if target.exists() and not overwrite:
-            raise click.UsageError(f"{target} exists: choose another TARGET, or add --overwrite")
+        refuse_taken(target, "TARGET", overwrite=overwrite)
         opened = None if tokens else tokenizer_of(source, tokenizer)
         if not tokens and opened is None:
             raise click.UsageError(f"text needs --tokenizer, as {source}.json does not name one; or add --tokens")
-        done = {"documents": conversion.export(source, target, opened, key or ("tokens" if tokens else "text"))}
+        kept = key or ("tokens" if tokens else "text")
+        done = {"documents": conversion.export(source, target, opened, kept)}
     if as_json:
         print_json(done)
     else:

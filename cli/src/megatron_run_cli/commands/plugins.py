@@ -18,7 +18,7 @@ import click
 
 from megatron_run import __version__
 from megatron_run.contracts.plugin import RUN_KINDS, check_kind, entry_point_group
-from megatron_run.errors import ExitCode, InputError
+from megatron_run.errors import ExitCode, InputError, taken
 from megatron_run.files.publishing import publishing_folder
 from megatron_run.registry.discover import KERNEL, Catalog, scan
 from megatron_run_cli.grammar import Commands, debug_option, json_option, run_options
@@ -253,9 +253,9 @@ def _check_name(kind: str, name: str, catalog: Catalog) -> None:
             why="a name is lower-case letters and digits, joined by single hyphens",
             fix=f"write {better}" if better else "write a name such as zigzag",
         )
-    taken = catalog.offering(kind, name)
-    if taken:
-        raise InputError(f"{kind}={name} is taken by {taken[0].source}", fix="choose another name")
+    offered = catalog.offering(kind, name)
+    if offered:
+        raise InputError(f"{kind}={name} is taken by {offered[0].source}", fix="choose another name")
 
 
 def _plan(kind: str, words: dict[str, str]) -> tuple[tuple[str, str], ...]:
@@ -284,7 +284,7 @@ def _write(folder: Path, contents: dict[str, str]) -> tuple[str, ...]:
                 (hidden / path).parent.mkdir(parents=True, exist_ok=True)
                 (hidden / path).write_text(text, encoding="utf-8")
     except FileExistsError as cause:
-        raise InputError(f"{folder} exists, and nothing is overwritten", fix="name a new folder") from cause
+        raise taken(folder) from cause
     except OSError as cause:
         why = cause.strerror or str(cause)
         raise InputError(f"{folder} cannot be written", why=why, fix="name a folder that can be written") from cause

@@ -224,6 +224,19 @@ def _distribution_of(folder: Path, root: Path) -> str:
     return "-".join(("megatron-run", *(names[1:] if len(names) > 1 else names)))
 
 
+class ToldToEnd(BaseException):
+    """What a handler of a signal raises. Not an Exception, which a library might take for its own."""
+
+
+def let_end(error: BaseException) -> None:
+    """Raise ``error`` again if this process is told to end by it: by Ctrl-C, or :class:`ToldToEnd`.
+
+    Whoever catches BaseException, since a plugin may raise anything, calls it before it names a failure.
+    """
+    if isinstance(error, KeyboardInterrupt | ToldToEnd):
+        raise error
+
+
 def locate(error: BaseException, where: str) -> None:
     """Add where ``error`` was raised: to the origin of a :class:`RunError`, or as a note to any other exception."""
     if isinstance(error, RunError):
@@ -283,6 +296,25 @@ def from_hub(path: Path) -> str:
         f"nothing is downloaded here: if {near} is a model of the Hugging Face Hub, "
         f"type: hf download {near} --local-dir {near} (of pip install huggingface_hub)"
     )
+
+
+def taken(what: object, option: str = "") -> InputError:
+    """What every command says where ``what`` is there already.
+
+    ``option`` is what named it, in a command that has ``--overwrite`` too; without one the command makes a new folder.
+    """
+    if not option:
+        return InputError(f"{what} exists", why="nothing is overwritten", fix="name a new folder")
+    return InputError(f"{what} exists", fix=f"name another {option}, or add --overwrite")
+
+
+def refuse_taken(path: Path, option: str, *, overwrite: bool) -> None:
+    """Raise :func:`taken` for a file, unless it may be replaced: before work that would be for nothing.
+
+    Pictures are drawn anew without asking. A pipe or the terminal is written to; for a folder writing it fails.
+    """
+    if path.is_file() and not overwrite:
+        raise taken(path, option)
 
 
 def advice(*parts: str) -> str:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import torch
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
-from megatron_run.errors import InputError, advice, did_you_mean
+from megatron_run.errors import InputError, advice, did_you_mean, let_end
 from megatron_run.registry.choose import is_file
 from megatron_run.registry.load import FileNotRunError, import_file
 from megatron_run.registry.loaded_plugin import in_one_line
@@ -242,8 +242,7 @@ def _module(name: str, place: str) -> ModuleType:
         why = f"there is no module {error.name!r}"
         fix = "install what holds it, or name a file: ./FILE.py:CLASS"
         raise InputError(f"optimizer.rule={name} cannot be imported", why=why, fix=fix) from error
-    except KeyboardInterrupt:
-        raise
     except BaseException as error:  # a module of the user's may raise anything, SystemExit included
+        let_end(error)
         fix = "correct it, or see the whole cause with --debug"
         raise InputError(f"optimizer.rule={name} cannot be imported", why=in_one_line(error), fix=fix) from error

@@ -99,7 +99,7 @@ def publishing_folder(folder: Path) -> Iterator[Path]:
     After an error it goes. Missing parents are made. What a killed writer of the same ``folder`` has left is removed.
     Raises OSError, and FileExistsError where anything has the name.
     """
-    _refuse_taken(folder)
+    _require_new(folder)
     with _parents(folder), _hidden_folder(folder) as hidden:
         yield hidden
         for path in hidden.rglob("*"):
@@ -107,12 +107,12 @@ def publishing_folder(folder: Path) -> Iterator[Path]:
                 _flush(path)
         for path in (hidden, *(path for path in hidden.rglob("*") if path.is_dir())):
             _sync(path)
-        _refuse_taken(folder)
+        _require_new(folder)
         hidden.rename(folder)
     _sync(folder.parent)
 
 
-def _refuse_taken(folder: Path) -> None:
+def _require_new(folder: Path) -> None:
     if os.path.lexists(folder):
         raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(folder))
 

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import IO, NamedTuple
 
-from megatron_run.errors import DataError, InputError
+from megatron_run.errors import DataError, InputError, refuse_taken
 from megatron_run.files.publishing import publishing
 from megatron_run_data_indexed.preparation.document_rules import Examiner, Rules, judge, ngrams_of
 from megatron_run_data_indexed.preparation.inputs import Input, blocks
@@ -86,8 +86,7 @@ def clean(job: Cleaning, *, overwrite: bool = False, progress: Callable[[Report]
         place = os.path.realpath(path)  # of a link to itself too
         if any(os.path.realpath(source.path) == place for source in (*job.inputs, *job.tests)):
             raise InputError(f"{path} is an input too", fix="name another --out")
-        if path.exists() and not overwrite:
-            raise InputError(f"{path} exists", fix="name another --out, or add --overwrite")
+        refuse_taken(path, "--out", overwrite=overwrite)
     report = Report()
     tests = ngrams_of(texts(job.tests, Reading(job.reading.key, job.reading.separator, "skip")), job.rules.ngram)
     examiner = partial(_examiner, job.rules, job.tokenizer, tests)

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_run.errors import DataError, InputError
+from megatron_run.errors import DataError, InputError, taken
 from megatron_run.files.publishing import publishing
 from megatron_run_data_indexed.preparation.inputs import blocks, find_inputs
 from megatron_run_data_indexed.preparation.inspect import document, end_of, text_of
@@ -75,7 +75,7 @@ def import_(source: Path, prefix: Path, key: str, *, overwrite: bool = False) ->
     record without such a list, with file and line; :class:`InputError` if the dataset exists.
     """
     if index_path(prefix).exists() and not overwrite:
-        raise InputError(f"the dataset {prefix} exists", fix="choose another name, or add --overwrite")
+        raise taken(f"the dataset {prefix}", "TARGET")
     largest = max((int(each.max(initial=0)) for each in _token_lists(source, key)), default=0)
     documents = tokens = 0
     with Writer(prefix, dtype_for(largest + 1)) as writer:

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from megatron_run.errors import DataError, InputError
+from megatron_run.errors import DataError, InputError, taken
 from megatron_run.files.publishing import publishing
 from megatron_run_data_indexed.preparation.about import about_path, read_json
 from megatron_run_data_indexed.preparation.inputs import Block, Input, blocks
@@ -303,7 +303,7 @@ def _held(job: Preparation, tokenizer: Tokenizer, end: int | None, *, overwrite:
         file = job.folder / _PLAN
         old = read_json(file)
         if old is None and not overwrite and index_path(job.prefix).exists():
-            raise InputError(f"the dataset {job.prefix} exists", fix="choose another --out, or add --overwrite")
+            raise taken(f"the dataset {job.prefix}", "--out")
         if old not in (None, plan) and not overwrite:
             differing = ", ".join(key for key in plan if old.get(key) != plan[key])
             raise InputError(
