@@ -255,8 +255,8 @@ def train_tokenizer_(
         from megatron_run_data_indexed.preparation.records import Reading, texts
     from megatron_run_engine.data.tokenizer_training import train_tokenizer
 
-    refuse_taken(out, "--out", overwrite=overwrite)
     inputs, _ = find_inputs(names, form)
+    refuse_taken(out, "--out", overwrite=overwrite, inputs=(each.path for each in inputs))
     size = train_tokenizer(texts(inputs, Reading(key, _unescaped(separator), "skip")), kind, vocab_size, out)
     click.echo(f"{out}: {kind}, {size:,} ids")
 

@@ -308,11 +308,15 @@ def taken(what: object, option: str = "") -> InputError:
     return InputError(f"{what} exists", fix=f"name another {option}, or add --overwrite")
 
 
-def refuse_taken(path: Path, option: str, *, overwrite: bool) -> None:
+def refuse_taken(path: Path, option: str, *, overwrite: bool, inputs: Iterable[Path] = ()) -> None:
     """Raise :func:`taken` for a file, unless it may be replaced: before work that would be for nothing.
 
-    Pictures are drawn anew without asking. A pipe or the terminal is written to; for a folder writing it fails.
+    None of the command's ``inputs`` may ever be. Pictures are drawn anew without asking. A pipe or the terminal is
+    written to; for a folder writing it fails.
     """
+    place = os.path.realpath(path)  # of a link to an input too
+    if any(os.path.realpath(each) == place for each in inputs):
+        raise InputError(f"{path} is an input too", fix=f"name another {option}")
     if path.is_file() and not overwrite:
         raise taken(path, option)
 
