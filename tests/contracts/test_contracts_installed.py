@@ -7,6 +7,7 @@ import pytest
 from megatron_run.contracts.plugin import KINDS
 from megatron_run_testing.conformance import SUITES, checks_for
 from tests.contracts.conformance import installed_plugins
+from tests.support.checkout import PLUGINS
 
 #: They need a library, a server or files: their tests run this suite, te's on a GPU with it and elsewhere on a
 #: stand-in.
@@ -31,24 +32,6 @@ BUILT_IN = {
     "observer=console",
     "observer=jsonl",
 }
-FIRST_PARTY = {
-    "model=deepseek",
-    "scaler=constant",
-    "scaler=dynamic",
-    "schedule=1f1b",
-    "schedule=gpipe",
-    "schedule=interleaved",
-    "schedule=zero-bubble",
-    "graph-capture=partial",
-    "format=distributed",
-    "format=huggingface",
-    "format=megatron",
-    "observer=profiler",
-    "observer=tensorboard",
-    "observer=trace",
-    "observer=wandb",
-    "parallel-layer=tensor",
-}
 
 
 @pytest.mark.usefixtures("fork_server")
@@ -59,4 +42,5 @@ def test_an_installed_plugin_conforms(name: str) -> None:
 
 def test_every_kind_has_a_suite_and_a_plugin_that_it_is_run_on() -> None:
     assert list(SUITES) == list(KINDS)
-    assert {name.partition(":")[0] for name in NAMES} >= BUILT_IN | FIRST_PARTY
+    first_party = {"=".join(member.folder.parts[-2:]) for member in PLUGINS}
+    assert {name.partition(":")[0] for name in NAMES} >= BUILT_IN | first_party - ELSEWHERE

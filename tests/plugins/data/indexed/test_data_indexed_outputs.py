@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,6 +14,7 @@ import pytest
 from megatron_run.errors import InputError
 from megatron_run_cli.main import main
 from megatron_run_data_indexed.preparation.about import made_with, read_about, writing
+from megatron_run_data_indexed.preparation.clean import Cleaning, clean
 from megatron_run_data_indexed.preparation.import_export import import_
 from megatron_run_data_indexed.preparation.inputs import find_inputs
 from megatron_run_data_indexed.preparation.prepare import Preparation, prepare
@@ -78,6 +81,42 @@ def test_ids_that_replace_a_prepared_dataset_are_not_said_to_be_its_tokenizer_s(
     import_(texts, tmp_path / "out", "tokens", overwrite=True)
     assert made_with(tmp_path / "out") is None
     assert read_about(tmp_path / "out") == {"documents": 2, "tokens": 4, "inputs": [str(texts)]}
+
+
+def killed_at_the_second_name(write: Callable[[], object]) -> None:
+    """Do ``write`` in a process that is killed before it gives its second file its name."""
+    process = os.fork()
+    if not process:
+        rename, given = Path.replace, []
+
+        def counting(path: Path, target: Path) -> Path:
+            given.append(target)
+            if len(given) == 2:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return rename(path, target)
+
+        setattr(Path, "replace", counting)  # noqa: B010  # mypy lets no method be assigned
+        write()
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == -signal.SIGKILL
+
+
+def test_a_command_that_was_killed_between_two_names_is_typed_again(texts: Path, tmp_path: Path) -> None:
+    """The names that it gave are its own; without a temporary file of its last one they are another program's."""
+    found = tuple(find_inputs([str(texts)])[0])
+    job = Cleaning(found, tmp_path / "kept.jsonl", "bytes")
+    writers: dict[str, Callable[[], object]] = {
+        "out.idx": lambda: import_(texts, tmp_path / "out", "tokens"),
+        "kept.jsonl": lambda: clean(job, progress=lambda _: None),
+    }
+    for last, write in writers.items():
+        killed_at_the_second_name(write)
+        assert len(list(tmp_path.glob(f"{last[:3]}*"))) == 1
+        write()
+        assert (tmp_path / last).is_file()
+        assert not list(tmp_path.glob(".*.tmp"))
+        with pytest.raises(InputError, match="exists"):
+            write()
 
 
 def test_what_is_said_of_a_dataset_comes_with_it_or_not_at_all(tmp_path: Path) -> None:

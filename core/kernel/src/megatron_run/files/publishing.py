@@ -11,7 +11,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
-from megatron_run.files.temporary_names import lock_new, remove_left, temporary_name
+from megatron_run.files.temporary_names import lock_new, remove_left, temporary_files, temporary_name
 
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY
 
@@ -76,6 +76,18 @@ class Publication:
     def discard(self) -> None:
         """Remove what was not published. A second call does nothing."""
         self._stack.close()
+
+
+def is_torso(*paths: Path) -> bool:
+    """Whether what is there of ``paths`` was left by a writer that was killed while it gave them their names.
+
+    Then the last is not there, and its temporary file is.
+    """
+    last = Path(os.path.realpath(paths[-1]))
+    if last.exists() or not last.parent.is_dir():
+        return False
+    with _opened(last.parent) as folder:
+        return bool(temporary_files(last.name, folder))
 
 
 @contextmanager
@@ -173,9 +185,15 @@ def _hidden_folder(path: Path) -> Iterator[Path]:
 
 
 def _remove_left(path: Path) -> None:
-    handle = os.open(path.parent, _FOLDER)
+    with _opened(path.parent) as folder:
+        remove_left(path.name, folder)
+
+
+@contextmanager
+def _opened(folder: Path) -> Iterator[int]:
+    handle = os.open(folder, _FOLDER)
     try:
-        remove_left(path.name, handle)
+        yield handle
     finally:
         os.close(handle)
 

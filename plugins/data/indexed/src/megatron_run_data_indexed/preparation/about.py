@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_run.errors import DataError, refuse_taken, taken
 from megatron_run.files.foreign_file import read_file
+from megatron_run.files.publishing import is_torso
 from megatron_run.files.safe_folder import parse_json
 from megatron_run_engine.data.indexed_files import Writer, index_path, tokens_path
 from megatron_run_engine.data.tokenizer import open_tokenizer
@@ -30,8 +31,10 @@ def refuse_dataset(prefix: Path, option: str, inputs: Iterable[Path], *, overwri
     """Raise :class:`InputError` for a dataset that exists, unless it may be replaced, and for one over an input."""
     if index_path(prefix).exists() and not overwrite:
         raise taken(f"the dataset {prefix}", option)
-    for path in (tokens_path(prefix), about_path(prefix), index_path(prefix)):
-        refuse_taken(path, option, overwrite=overwrite, inputs=inputs)
+    paths = (tokens_path(prefix), about_path(prefix), index_path(prefix))
+    replaces = overwrite or is_torso(*paths)
+    for path in paths:
+        refuse_taken(path, option, overwrite=replaces, inputs=inputs)
 
 
 @contextmanager

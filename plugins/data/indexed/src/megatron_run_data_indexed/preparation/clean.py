@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import IO, NamedTuple
 
 from megatron_run.errors import DataError, refuse_taken
-from megatron_run.files.publishing import publishing
+from megatron_run.files.publishing import is_torso, publishing
 from megatron_run_data_indexed.preparation.document_rules import Examiner, Rules, judge, ngrams_of
 from megatron_run_data_indexed.preparation.inputs import Input, blocks
 from megatron_run_data_indexed.preparation.records import Reading, read_records, texts
@@ -81,9 +81,10 @@ def clean(job: Cleaning, *, overwrite: bool = False, progress: Callable[[Report]
     Both files appear when they are whole. Raises :class:`DataError` for what cannot be read or written, and for the
     first malformed record if these are refused; :class:`InputError` for a file that exists, and a missing library.
     """
+    replaces = overwrite or is_torso(job.removed, job.out)
     for path in (job.out, job.removed):
         inputs = (source.path for source in (*job.inputs, *job.tests))
-        refuse_taken(path, "--out", overwrite=overwrite, inputs=inputs)
+        refuse_taken(path, "--out", overwrite=replaces, inputs=inputs)
     report = Report()
     tests = ngrams_of(texts(job.tests, Reading(job.reading.key, job.reading.separator, "skip")), job.rules.ngram)
     examiner = partial(_examiner, job.rules, job.tokenizer, tests)
