@@ -1,4 +1,4 @@
-"""Lists of first-party plugins say what the plugins' metadata do."""
+"""Lists that are kept: first-party plugins as their metadata say, and the features of the changelog."""
 
 from __future__ import annotations
 
@@ -24,3 +24,9 @@ def test_a_list_that_says_something_else_is_found() -> None:
     other = page.replace("| `scaler` | the loss scale |", "| `scaler` | a scale |", 1)
     assert other != page
     assert Cog().process_string(other, "README.md") == page
+
+
+def test_the_changelog_has_a_line_for_each_feature_and_at_most_sixty() -> None:
+    added = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8").partition("### Added\n\n")[2].partition("\n\n")[0]
+    assert all(line.startswith("- ") for line in added.splitlines()), "one line a feature"
+    assert len(added.splitlines()) <= 60, "join two, or name what they have in common"
