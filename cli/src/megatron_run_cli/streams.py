@@ -16,6 +16,22 @@ from megatron_run.errors import DataError, InputError, RunError
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 
 
+#: What an error of writing there has as its file.
+_OUTPUT = "standard output"
+
+
+class _Output(io.FileIO):
+    """Standard output, by whose name its errors are told from those of files."""
+
+    def write(self, data: Any, /) -> int:
+        """Write ``data``; its length in bytes. Raises OSError with the name."""
+        try:
+            return super().write(data)
+        except OSError as error:
+            error.filename = _OUTPUT
+            raise
+
+
 class _Heedless(io.FileIO):
     """A file descriptor to which everything can be written: what it refuses is lost."""
 
@@ -37,7 +53,14 @@ def open_streams() -> None:
         except OSError:
             os.open(os.devnull, os.O_RDWR)
     sys.stdin = sys.stdin or open(0, encoding="utf-8", closefd=False)  # noqa: SIM115  # for as long as the process lives
-    sys.stdout = sys.stdout or open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
+    given = sys.stdout or open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
+    sys.stdout = io.TextIOWrapper(
+        io.BufferedWriter(_Output(1, "w", closefd=False)),
+        given.encoding,
+        given.errors,
+        line_buffering=given.line_buffering,
+        write_through=getattr(given, "write_through", False),  # with PYTHONUNBUFFERED
+    )
     raw = io.BufferedWriter(_Heedless(2, "w", closefd=False))
     encoding = getattr(sys.stderr, "encoding", "utf-8")
     sys.stderr = io.TextIOWrapper(raw, encoding, errors="backslashreplace", line_buffering=True)
@@ -59,8 +82,10 @@ def full_disk(error: BaseException) -> RunError | None:
     """What the user is told where ``error`` is that of a full disk, else None."""
     if not isinstance(error, OSError) or error.errno not in _NO_ROOM:
         return None
-    what = f"{error.filename or 'the output'} cannot be written"
-    return DataError(what, why=os.strerror(error.errno), fix="make room there, and run the same command again")
+    fix = "make room there, and run the same command again"
+    if error.filename == _OUTPUT:  # the command is over, or at its end: what it prints is about what it has done
+        fix = "files that the command had written are whole; send what it prints elsewhere"
+    return DataError(f"{error.filename or 'the output'} cannot be written", why=os.strerror(error.errno), fix=fix)
 
 
 def check_folder() -> None:

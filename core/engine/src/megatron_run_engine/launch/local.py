@@ -70,7 +70,7 @@ def run_local(plan: LocalPlan) -> RunResult:
             signals = cleanup.enter_context(caught_signals(*AFTER_THE_STEP))
             ranks = _Ranks(plan, scratch)
             cleanup.enter_context(ranks.started())
-            relay = Relay(plan.folder.log(0), plan.show) if plan.show is not None else None
+            relay = Relay(plan.folder.log(0), plan.show, plan.tell) if plan.show is not None else None
             if relay is not None:
                 relay.start()  # after the last start of a rank: forked ones would miss this thread
                 cleanup.callback(relay.finish)
