@@ -58,7 +58,7 @@ def open_streams() -> None:
         io.BufferedWriter(_Output(1, "w", closefd=False)),
         given.encoding,
         given.errors,
-        line_buffering=given.line_buffering,
+        line_buffering=bool(given.line_buffering),
         write_through=getattr(given, "write_through", False),  # with PYTHONUNBUFFERED
     )
     raw = io.BufferedWriter(_Heedless(2, "w", closefd=False))
