@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +87,17 @@ def test_the_numbers_are_kept_with_the_run(run: Path, alone: list[dict[str, Any]
     assert curves.Scalars("validation_lambada/accuracy")[0].step == 3
     assert curves.Scalars("train/loss") == before
     assert [point.step for point in before] == [1, 2, 3]
+
+
+def test_a_split_of_data_that_have_changed_is_told(run: Path, tmp_path: Path) -> None:
+    """Its numbers stand in eval.jsonl beside those of the text as it was."""
+    copied = Path(shutil.copytree(run.parent, tmp_path / "copied")) / "run"
+    (same,) = evaluated(copied, "--task", "perplexity=validation")
+    with (copied.parent / "text.txt").open("a") as text:
+        text.write("more")
+    changed, file = evaluated(copied, "--task", "perplexity=validation", "--task", "perplexity=text.txt")
+    assert (same["note"], file["note"]) == ("", "")
+    assert changed["note"] == "the files of its data are not what they were at step 3: its splits are others too"
 
 
 def test_overlap_needs_no_model(tmp_path: Path) -> None:

@@ -101,6 +101,8 @@ def model(
         print_json({"model": str(source.path), "step": source.step, "tasks": [asdict(each) for each in results]})
     else:
         _show(results)
+    for note in dict.fromkeys(each.note for each in results if each.note):
+        tell(note)
     folder = record(source, [result.at_step(source.step) for result in results])
     if folder is not None:
         tell(f"added to {folder / 'eval.jsonl'}")
