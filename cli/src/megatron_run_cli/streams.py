@@ -6,6 +6,7 @@ import errno
 import io
 import os
 import sys
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -53,6 +54,8 @@ def open_streams() -> None:
         except OSError:
             os.open(os.devnull, os.O_RDWR)
     sys.stdin = sys.stdin or open(0, encoding="utf-8", closefd=False)  # noqa: SIM115  # for as long as the process lives
+    if isinstance(sys.stdin, io.TextIOWrapper):  # a byte that is no text is told by typed_lines, whatever the locale
+        sys.stdin.reconfigure(encoding=None if sys.stdin.isatty() else "utf-8", errors="surrogateescape")
     given = sys.stdout or open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
     sys.stdout = io.TextIOWrapper(
         io.BufferedWriter(_Output(1, "w", closefd=False)),
@@ -64,6 +67,23 @@ def open_streams() -> None:
     raw = io.BufferedWriter(_Heedless(2, "w", closefd=False))
     encoding = getattr(sys.stderr, "encoding", "utf-8")
     sys.stderr = io.TextIOWrapper(raw, encoding, errors="backslashreplace", line_buffering=True)
+
+
+def typed_text() -> str:
+    """All of standard input. Raises :class:`DataError` as :func:`typed_lines`."""
+    return "".join(typed_lines())
+
+
+def typed_lines() -> Iterator[str]:
+    """The lines of standard input with their ends. Raises :class:`DataError` for a byte that is not UTF-8, by place."""
+    for number, line in enumerate(sys.stdin, 1):
+        try:
+            line.encode()
+        except UnicodeEncodeError as cause:  # each such byte is one surrogate
+            place = len(line[: cause.start].encode()) + 1
+            what = f"standard input is no text: byte {place} of line {number} is not UTF-8"
+            raise DataError(what, fix="convert it, as with iconv -t utf-8") from cause
+        yield line
 
 
 def flush_output() -> OSError | None:

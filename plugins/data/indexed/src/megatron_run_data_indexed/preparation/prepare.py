@@ -349,5 +349,5 @@ def _write_about(job: Preparation, tokenizer: Tokenizer, end: int | None, totals
         "tokens": totals.tokens,
         "inputs": [str(source.path) for source in job.inputs],
     }
-    with publishing(about_path(job.prefix)) as (file,):
+    with publishing(about_path(job.prefix), beside=[index_path(job.prefix)]) as (file,):
         file.write(json.dumps(about, indent=2).encode() + b"\n")
