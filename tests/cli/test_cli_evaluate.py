@@ -115,6 +115,17 @@ def test_without_a_task_the_command_says_what_to_type(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("task", "meant"),
+    [("perplexty=notes.md", "perplexity"), ("perplexity=validaton", "validation")],
+)
+def test_a_slip_in_a_task_is_answered_with_what_was_meant(
+    task: str, meant: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["eval", "run", "--task", task]) != 0
+    assert f"did you mean '{meant}'?" in capsys.readouterr().err
+
+
 def test_a_file_without_its_task_gets_the_words_to_type(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["eval", "run", "notes.md"]) == ExitCode.INPUT
     assert capsys.readouterr().err == ("megatron-run: notes.md follows the model; type: --task perplexity=notes.md\n")

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple, cast, get_args
 from megatron_run.contracts import EvalMetrics
 from megatron_run.contracts.data import Split
 from megatron_run.contracts.schema import TASKS, read_task
-from megatron_run.errors import DataError, InputError
+from megatron_run.errors import DataError, InputError, did_you_mean
 from megatron_run_engine.data.documents import NoTextError, find_documents
 from megatron_run_engine.data.user_files import json_line, read_text, text_lines
 from megatron_run_engine.runtime.generation.scoring import Score, Window, score, text_windows
@@ -184,6 +184,7 @@ def _texts(source: str) -> Iterator[str]:
             yield from document.texts() if document.has_records else (read_text(document.path),)
     except DataError as error:
         error.origin = f"perplexity={source}"
+        error.fix = error.fix or did_you_mean(source, get_args(Split))
         if isinstance(error, NoTextError):
             error.fix = ""  # another plugin of the data helps a training only
         raise
