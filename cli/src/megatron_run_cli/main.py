@@ -110,7 +110,7 @@ EXAMPLES = {
     "import": "gpt2 imported",
     "export": "runs/latest out --to huggingface",
     "data prepare": "'texts/*.txt' --out texts --tokenizer tokenizer.json",
-    "data clean": "'texts/*.txt' --out clean --tokenizer tokenizer.json",
+    "data clean": "'texts/*.txt' --out clean.jsonl --tokenizer tokenizer.json",
     "data train-tokenizer": "'texts/*.txt' --vocab-size 32000 --out tokenizer.json",
     "data inspect": "texts",
     "data convert": "texts texts.jsonl",
