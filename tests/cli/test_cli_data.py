@@ -85,7 +85,11 @@ def test_one_document_is_trained_on_whole_as_prepare_says(
             ExitCode.DATA,
         ),
         (["prepare", "none.jsonl", "--out", "set", "--tokenizer", "bytes"], "does not exist", ExitCode.DATA),
-        (["prepare", "mine.jsonl", "--out", "set", "--tokenizer", "none"], "none does not exist", ExitCode.DATA),
+        (
+            ["prepare", "mine.jsonl", "--out", "set", "--tokenizer", "none"],
+            "none does not exist (from --tokenizer)",
+            ExitCode.DATA,
+        ),
         (["inspect", "set"], "does not exist", ExitCode.DATA),
         (["cache", "--days", "3"], "--days goes with --prune", ExitCode.INPUT),
         (["convert", "set", "mine.jsonl"], "exists", ExitCode.INPUT),

@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import wraps
 from pathlib import Path
 from typing import Any, NoReturn
 
 import click
 
-from megatron_run.errors import InputError, PluginError, did_you_mean, near_path
+from megatron_run.errors import InputError, PluginError, RunError, did_you_mean, near_path
 from megatron_run_cli.termination import ending_in_order
 
 _CONFIG_ENDINGS = (".yaml", ".yml", ".json")
@@ -41,6 +42,16 @@ class Commands(click.Group):
                 f"{ctx.command_path} has no command {word!r}", fix=did_you_mean(word, self.commands) or listed
             )
         return super().resolve_command(ctx, args)
+
+
+@contextmanager
+def naming(typed: Mapping[str, str]) -> Iterator[None]:
+    """Within: an error that comes from a key of a training is told as from the word ``typed`` for it here."""
+    try:
+        yield
+    except RunError as error:
+        error.origin = typed.get(error.origin, error.origin)
+        raise
 
 
 class DefaultGroup(click.Group):

@@ -86,7 +86,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _without_engine(error, words)
     except (click.Abort, KeyboardInterrupt, Terminated) as error:  # before RuntimeError: an Abort is one
         code = ExitCode.SIGTERM if isinstance(error, Terminated) else ExitCode.SIGINT
-        return _refused(str(error) or "interrupted", code, words, error)
+        return _refused(_ended(error), code, words, error)
     except (MemoryError, OSError, RuntimeError) as error:
         known = system_limit(error) or full_disk(error)
         if known is None:
@@ -110,7 +110,7 @@ EXAMPLES = {
     "import": "gpt2 imported",
     "export": "runs/latest out --to huggingface",
     "data prepare": "'texts/*.txt' --out texts --tokenizer tokenizer.json",
-    "data clean": "'texts/*.txt' --out clean --tokenizer tokenizer.json",
+    "data clean": "'texts/*.txt' --out clean.jsonl --tokenizer tokenizer.json",
     "data train-tokenizer": "'texts/*.txt' --vocab-size 32000 --out tokenizer.json",
     "data inspect": "texts",
     "data convert": "texts texts.jsonl",
@@ -128,6 +128,12 @@ def _refusal(error: click.ClickException) -> str:
         return message
     name, _, command = error.ctx.command_path.partition(" ")
     return f"{message} Type, as an example: {name} {command} {EXAMPLES[command]}" if command in EXAMPLES else message
+
+
+def _ended(error: BaseException) -> str:
+    """What ended a command, and how it goes on where that is noted; click's Abort is caused by a KeyboardInterrupt."""
+    notes = getattr(error, "__notes__", ()) or getattr(error.__cause__, "__notes__", ())
+    return "; ".join((str(error) or "interrupted", *notes))
 
 
 def _refused(message: str, code: ExitCode, words: Sequence[str], cause: BaseException | None = None) -> int:

@@ -27,7 +27,7 @@ class Terminated(ToldToEnd):
 def ending_in_order() -> Iterator[None]:
     """Within: SIGTERM and SIGHUP raise :class:`Terminated` in the main thread; a second one ends the process at once.
 
-    For commands that are no ranks. Where one starts ranks, their launcher's handlers stand meanwhile. SIGHUP stays
+    For commands that are no ranks; where one starts some, their launcher's handlers stand meanwhile. SIGHUP stays
     ignored where it is, as nohup wants it. Only the main thread may set handlers; in any other nothing is changed.
     """
     if threading.current_thread() is not threading.main_thread():

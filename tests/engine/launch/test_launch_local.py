@@ -20,7 +20,9 @@ from typing import Any
 import pytest
 
 from megatron_run.errors import ExitCode, InputError
+from megatron_run_engine.launch.rank import Task
 from megatron_run_engine.launch.rank_output import flush_output, terminal_writer
+from megatron_run_engine.launch.signals import SAVING, STARTING
 from megatron_run_engine.launch.start import scratch_folder
 from megatron_run_engine.launch.watchdog.monitor import is_stopped
 from megatron_run_engine.training.rank_environment import rank_environment
@@ -176,6 +178,23 @@ def test_after_a_polite_signal_ranks_get_as_long_as_their_step_takes(
     launcher("*:polite 3.0", grace=0.2)
     sender.join()
     assert [launcher.log(rank) for rank in range(2)] == ["the step is done\n"] * 2
+
+
+@pytest.mark.parametrize(
+    ("doing", "task", "told"),
+    [
+        ("polite", None, [STARTING]),
+        ("page wait", None, [SAVING]),  # in step 3
+        ("polite", Task("an evaluation"), []),  # saves nothing, and has no step to finish
+    ],
+)
+def test_ctrl_c_is_answered_with_what_becomes_of_the_step(
+    launcher: Launcher, doing: str, task: Task | None, told: list[str]
+) -> None:
+    sender = send_when(launcher.ready, signal.SIGINT)
+    launcher(f"*:{doing}", task=task)
+    sender.join()
+    assert launcher.told == told
 
 
 def test_a_terminal_that_hangs_up_twice_lets_the_step_finish(launcher: Launcher) -> None:

@@ -26,7 +26,7 @@ def test_a_slow_reader_gets_every_line(log: Path) -> None:
         time.sleep(0.06)
         found.append(data)
 
-    relay = Relay(log, slow)
+    relay = Relay(log, slow, print)
     relay.start()
     relay.finish(within=1.0)
     assert b"".join(found) == log.read_bytes()
@@ -39,7 +39,7 @@ def test_a_reader_that_takes_nothing_holds_nobody_up(log: Path) -> None:
     def stuck(_: bytes) -> None:
         let_go.wait()
 
-    relay = Relay(log, stuck)
+    relay = Relay(log, stuck, print)
     relay.start()
     relay.finish(within=0.1)
     let_go.set()
@@ -62,7 +62,7 @@ def test_text_for_a_notebook_is_whole_where_a_piece_ends_within_a_character(
     (tmp_path / "log").write_bytes(b"." + text.encode())
     shown = Notebook()
     monkeypatch.setattr(sys, "stdout", shown)
-    relay = Relay(tmp_path / "log", terminal_writer())
+    relay = Relay(tmp_path / "log", terminal_writer(), print)
     relay.start()
     relay.finish()
     assert shown.said == "." + text

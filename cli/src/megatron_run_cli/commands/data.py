@@ -11,7 +11,7 @@ from typing import Any
 import click
 
 from megatron_run.errors import DataError, PluginError, refuse_taken
-from megatron_run_cli.grammar import Commands, debug_option, json_option
+from megatron_run_cli.grammar import Commands, debug_option, json_option, naming
 from megatron_run_cli.output import print_json, print_table, tell
 from megatron_run_cli.progress import progress_bar
 
@@ -38,7 +38,20 @@ _OVERWRITE = click.option("--overwrite", is_flag=True, help="Replace what is the
 _WORKERS = click.option("--workers", type=click.IntRange(min=1), metavar="N", help="Processes [default: one a core].")
 
 
-@click.group(cls=Commands)
+class _DataCommand(click.Command):
+    """A command whose ``--tokenizer`` is what the engine knows as ``data.tokenizer``."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run the command; its errors name what was typed."""
+        with naming({"data.tokenizer": "--tokenizer" if ctx.params.get("tokenizer") else "the dataset's .json"}):
+            return super().invoke(ctx)
+
+
+class _Data(Commands):
+    command_class = _DataCommand
+
+
+@click.group(cls=_Data)
 def data() -> None:
     """Prepare, inspect and convert datasets; train tokenizers."""
 

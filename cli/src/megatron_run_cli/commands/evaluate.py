@@ -14,7 +14,7 @@ import click
 
 from megatron_run.errors import InputError
 from megatron_run_cli.commands.generate import load_here, read_source
-from megatron_run_cli.grammar import DefaultGroup, debug_option, json_option, rank_options
+from megatron_run_cli.grammar import DefaultGroup, debug_option, json_option, naming, rank_options
 from megatron_run_cli.output import print_json, print_table, tell
 
 if TYPE_CHECKING:
@@ -101,6 +101,8 @@ def model(
         print_json({"model": str(source.path), "step": source.step, "tasks": [asdict(each) for each in results]})
     else:
         _show(results)
+    for note in dict.fromkeys(each.note for each in results if each.note):
+        tell(note)
     folder = record(source, [result.at_step(source.step) for result in results])
     if folder is not None:
         tell(f"added to {folder / 'eval.jsonl'}")
@@ -119,8 +121,13 @@ def overlap(test: Path, train: tuple[str, ...], *, as_json: bool) -> None:
     from megatron_run_engine.data.documents import find_documents
     from megatron_run_engine.data.overlap import overlap as count
 
-    tests, trains = (find_documents(names) for names in ([str(test)], train))
-    found = count((text for each in tests for text in each.texts()), (text for each in trains for text in each.texts()))
+    with naming({"data.paths": "TEST"}):
+        tests = find_documents([str(test)])
+    with naming({"data.paths": "TRAIN"}):
+        trains = find_documents(train)
+    with naming({"data.paths": ""}):  # the file is named
+        texts = [(text for each in documents for text in each.texts()) for documents in (tests, trains)]
+        found = count(texts[0], texts[1])
     if as_json:
         print_json({"found": found.found, "total": found.total, "share": found.share})
     else:

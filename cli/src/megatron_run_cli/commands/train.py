@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from megatron_run.errors import CheckpointError, DataError, InputError
-from megatron_run_cli.grammar import SavedStep, json_option, run_options
+from megatron_run_cli.grammar import SavedStep, json_option, naming, run_options
 from megatron_run_cli.output import print_json, tell, tell_error
 
 if TYPE_CHECKING:
@@ -162,7 +162,8 @@ def _finetune(  # one argument an option: so click calls it
     if task is None and not configs and not any(word.startswith(("data=", "data.use=")) for word in words):
         from megatron_run_engine.data.documents import require_texts
 
-        require_texts([path for path in map(Path, data) if path.is_file()])
+        with naming({"data.paths": "--data"}):
+            require_texts([path for path in map(Path, data) if path.is_file()])
     checkpoints, step = find_step(_ours(folder))
     about, home = checkpoints.manifest(step).about, checkpoints.path.parent
     identity = about.identity

@@ -217,6 +217,12 @@ def test_a_killed_worker_is_told_in_one_line() -> None:
         list(judge([Named("a", "text")], Rules(), Killed, 2))  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("name", ["clean", "clean.gz", "clean.txt"])
+def test_an_output_is_named_for_what_it_holds(name: str, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"does not say its format: JSON lines .*; name it clean.*\.jsonl"):
+        command(corpus(tmp_path, [{"text": "x" * 200}]), "--out", tmp_path / name)
+
+
 def test_no_input_is_written_over(tmp_path: Path) -> None:
     source = corpus(tmp_path, [{"text": "x" * 200}])
     with pytest.raises(InputError, match="is an input too"):

@@ -239,6 +239,10 @@ def test_what_is_cut_and_what_is_left_out_is_told(tmp_path: Path) -> None:
         ('{"messages": ["a"]}', "message 0 is text"),
         ('{"messages": [{"content": "a"}]}', "role of message 0 is missing"),
         ('{"messages": [{"role": "user", "content": "a"}]}', "nothing to learn"),
+        (
+            '{"messages": [{"role": "usr", "content": "a"}, {"role": "assistant", "content": "b"}]}',
+            "role of message 0 is 'usr'; did you mean 'user'",
+        ),
         ('{"prompt": "\ufdd0", "response": "b"}', "U\\+FDD0"),
         (r'{"prompt": "a", "response": "b\ud800"}', "content of message 1 has half of a surrogate pair"),
         ("[" * 100_000, "nested too deeply|no JSON"),

@@ -38,8 +38,9 @@ class Source:
     are those of the logical tensors, by name; empty where only reading tells. ``ends`` are the tokens at which a text
     ends, as its program says them; None where nothing does, and the tokenizer decides. ``sampling`` is how that program
     chooses tokens where nothing else is asked, by keys of ``Sampling``. ``sample_length`` is that of the samples of a
-    run, which may be shorter than what the model reads. ``notes`` are lines for the user: what reading it lost.
-    ``lost`` says that its tokenizer is not there, unless the user names one.
+    run, which may be shorter than what the model reads, and ``data_files`` the hash of the files of its data. ``notes``
+    are lines for the user: what reading it lost. ``lost`` says that its tokenizer is not there, unless the user names
+    one.
     """
 
     path: Path
@@ -50,6 +51,7 @@ class Source:
     ends: tuple[int, ...] | None = None
     sampling: Mapping[str, float] = field(default_factory=dict)
     sample_length: int | None = None
+    data_files: str | None = None
     notes: tuple[str, ...] = ()
     lost: DataError | None = None
 
@@ -113,6 +115,7 @@ def find_source(path: Path | None, step: int | None = None, *, verified: bool = 
         ends=end_tokens(home / SOURCE),
         sampling=sampling_defaults(home / SOURCE),
         sample_length=config.get("train", {}).get("sequence_length"),
+        data_files=manifest.about.data.files,
         lost=lost,
     )
 

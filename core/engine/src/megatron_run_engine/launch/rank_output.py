@@ -112,11 +112,11 @@ def flush_output() -> None:
 class Relay:
     """Copies ``log`` to ``write``, in a thread.
 
-    When the reader is gone (EPIPE), training continues unseen.
+    When the reader is gone (EPIPE), training continues unseen; when there is no room, ``tell`` says so.
     """
 
-    def __init__(self, log: Path, write: Callable[[bytes], None]) -> None:
-        self._log, self._write = log, write
+    def __init__(self, log: Path, write: Callable[[bytes], None], tell: Callable[[str], None]) -> None:
+        self._log, self._write, self._tell = log, write, tell
         self._ended = threading.Event()
         self._taken = 0  # pieces
         self._thread = threading.Thread(target=self._run, name="relay", daemon=True)
@@ -140,7 +140,13 @@ class Relay:
                     self._copy(log.read())
                     self._ended.wait(_RELAY)
                 self._copy(log.read())
-        except (OSError, ValueError):
+        except BrokenPipeError:
+            return
+        except OSError as error:
+            self._tell(
+                f"standard output cannot be written: {error.strerror}; the run goes on, and prints into {self._log}"
+            )
+        except ValueError:  # it was closed
             return
 
     def _copy(self, data: bytes) -> None:

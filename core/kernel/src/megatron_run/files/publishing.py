@@ -6,8 +6,10 @@ import errno
 import os
 import shutil
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from functools import reduce
+from operator import and_
 from pathlib import Path
 from typing import BinaryIO
 
@@ -20,9 +22,9 @@ class Publication:
     """Temporary files beside ``paths``, in :attr:`files`, which :meth:`publish` gives their names.
 
     Until then whoever reads sees what was there before. What a killed writer of the same ``paths`` has left is removed;
-    the lock of a temporary file says that its writer is alive. A path may lead over links, as in a shell, and a file
-    that is there keeps its mode. Without ``durable`` a power failure may leave less than all: for what can be made
-    again. Raises OSError, at once for a path that is a folder or a device.
+    the lock of a temporary file says that its writer is alive. A path may lead over links, as in a shell. All get one
+    mode: what each of ``paths`` allows that is there. Without ``durable`` a power failure may leave less than all: for
+    what can be made again. Raises OSError, at once for a path that is a folder or a device.
     """
 
     def __init__(self, *paths: Path, durable: bool = True) -> None:
@@ -31,9 +33,10 @@ class Publication:
         for path in self._paths:
             if path.exists() and not path.is_file():  # a file in the place of /dev/null would be a catastrophe
                 raise OSError(errno.EINVAL, "it is there, and not a file", str(path))
+        mode = _common_mode(self._paths)
         with ExitStack() as stack:
             #: A file for each path, to be written.
-            self.files: tuple[BinaryIO, ...] = tuple(stack.enter_context(_hidden(path)) for path in self._paths)
+            self.files: tuple[BinaryIO, ...] = tuple(stack.enter_context(_hidden(path, mode)) for path in self._paths)
             self._stack = stack.pop_all()
 
     def publish(self) -> None:
@@ -145,24 +148,31 @@ def _parents(folder: Path) -> Iterator[None]:
         raise
 
 
+def _common_mode(paths: Iterable[Path]) -> int | None:
+    """What all of ``paths`` allow that are there; None where none is, and the umask decides."""
+    modes = [stat.S_IMODE(path.stat().st_mode) for path in paths if path.exists()]
+    return reduce(and_, modes) if modes else None
+
+
 @contextmanager
-def _hidden(path: Path) -> Iterator[BinaryIO]:
-    """A temporary file beside ``path``, removed at the end if it still has its own name."""
+def _hidden(path: Path, mode: int | None) -> Iterator[BinaryIO]:
+    """A temporary file of ``mode`` beside ``path``, removed at the end if it still has its own name."""
     _remove_left(path)
-    with _created(path) as file:
+    with _created(path, mode) as file:
         try:
             yield file
         finally:
             Path(file.name).unlink(missing_ok=True)
 
 
-def _created(path: Path) -> BinaryIO:
+def _created(path: Path, mode: int | None) -> BinaryIO:
     """A new temporary file beside ``path``, locked."""
     while True:
         file = path.with_name(temporary_name(path.name)).open("xb+")
         if lock_new(file.fileno()):
-            with suppress(OSError):  # there is no file yet
-                os.fchmod(file.fileno(), stat.S_IMODE(path.stat().st_mode))
+            if mode is not None:
+                with suppress(OSError):  # a file system without modes
+                    os.fchmod(file.fileno(), mode)
             return file
         file.close()
 

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from megatron_run.errors import DataError, InputError
+from megatron_run.errors import DataError, InputError, ToldToEnd
 from megatron_run.files.publishing import publishing
 from megatron_run_data_indexed.preparation.about import read_json, refuse_dataset, writing
 from megatron_run_data_indexed.preparation.inputs import Block, Input, blocks
@@ -321,10 +321,14 @@ def _held(job: Preparation, tokenizer: Tokenizer, end: int | None, *, overwrite:
 def _removed_unless_begun(folder: Path) -> Iterator[None]:
     """Remove ``folder`` at the end where it has no plan: the dataset is whole, or nothing was begun.
 
-    What is not ours stays, and so does the folder then.
+    What is not ours stays, and so does the folder then. Whoever ends what was begun learns how it goes on.
     """
     try:
         yield
+    except (KeyboardInterrupt, ToldToEnd) as end:
+        if (folder / _PLAN).exists():
+            end.add_note("the same command goes on where it stopped")
+        raise
     finally:
         if not (folder / _PLAN).exists():
             with suppress(OSError):  # a worker that outlived a killed program may still write
