@@ -1,11 +1,8 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import json
 import os
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -27,7 +24,7 @@ from megatron_run_engine.run_folder import (
     RunFolder,
     join_run_folder,
     open_run_folder,
-    opening,
+    records,
 )
 from tests.support.installed import found_once
 
@@ -37,8 +34,8 @@ def _looked_up_once() -> Iterator[None]:
     """What is installed and what describes this machine, a tenth of a second each time that a folder is opened."""
     with (
         found_once(),
-        mock.patch.object(opening, "environment_record", cache(opening.environment_record)),
-        mock.patch.object(opening, "git_record", cache(opening.git_record)),
+        mock.patch.object(records, "environment_record", cache(records.environment_record)),
+        mock.patch.object(records, "git_record", cache(records.git_record)),
     ):
         yield
 
@@ -49,8 +46,10 @@ def tiny(path: Path | None = None, **sets: Any) -> ResolvedRun:
 
 
 def opened(run: ResolvedRun, *arguments: str) -> OpenedFolder:
-    """Open and let go, as a job that has ended."""
+    """Open, begin and let go, as a job that has ended."""
     result = open_run_folder(run, arguments)
+    if not result.finished:
+        result.folder.begin(0)
     result.lock.release()
     return result
 
@@ -74,8 +73,8 @@ def test_an_absent_folder_is_created_and_described(tmp_path: Path) -> None:
 
 def test_broken_metadata_is_left_out_of_the_record(monkeypatch: pytest.MonkeyPatch) -> None:
     raises = type("Raises", (), {"metadata": property(mock.Mock(side_effect=FileNotFoundError))})  # as a backport
-    monkeypatch.setattr(opening, "distributions", lambda: [raises(), mock.Mock(metadata={}), *distributions()])
-    assert opening.environment_record.__wrapped__()["packages"].keys() >= {"torch"}  # type: ignore[attr-defined]
+    monkeypatch.setattr(records, "distributions", lambda: [raises(), mock.Mock(metadata={}), *distributions()])
+    assert records.environment_record.__wrapped__()["packages"].keys() >= {"torch"}  # type: ignore[attr-defined]
 
 
 def test_the_written_configuration_resolves_to_the_same_run(tmp_path: Path) -> None:
@@ -124,7 +123,7 @@ def test_an_empty_folder_is_taken(tmp_path: Path) -> None:
 
 def test_the_same_run_is_another_attempt_and_overwrites_nothing(tmp_path: Path) -> None:
     opened(tiny(tmp_path))
-    before = {path: path.read_bytes() for path in tmp_path.glob("*.*") if path.name not in ("run.json", "status.json")}
+    before = {path: path.read_bytes() for path in (tmp_path / "logs").rglob("*.*")}
     second = opened(tiny(tmp_path, run__threads=1), "again").folder
     assert second.attempt == 2
     assert (tmp_path / "logs" / "attempt-002" / "config.yaml").exists()
@@ -250,52 +249,6 @@ def test_a_refused_folder_is_not_kept_locked(tmp_path: Path) -> None:
 def test_two_jobs_cannot_share_a_folder(tmp_path: Path) -> None:
     with open_run_folder(tiny(tmp_path)).lock, pytest.raises(InputError, match=f"process {os.getpid()} on .* writes"):
         open_run_folder(tiny(tmp_path))
-
-
-def test_the_lock_of_a_killed_job_is_free(tmp_path: Path) -> None:
-    code = "import os,sys,pathlib; from megatron_run_engine.run_folder.opening import FolderLock\n"
-    code += "FolderLock(pathlib.Path(sys.argv[1])); os.kill(os.getpid(), 9)"
-    assert subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=False).returncode == -9
-    FolderLock(tmp_path).release()
-
-
-@pytest.mark.parametrize("call", ["ftruncate", "write"])
-def test_a_lock_that_does_not_get_its_holders_name_is_not_kept(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
-) -> None:
-    def refuse(*_: object) -> None:
-        raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
-
-    with monkeypatch.context() as patched:
-        patched.setattr(os, call, refuse)
-        with pytest.raises(OSError, match="quota"):
-            FolderLock(tmp_path)
-    FolderLock(tmp_path).release()
-
-
-def test_a_lock_whose_close_fails_is_released(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real, lock = os.close, FolderLock(tmp_path)
-
-    def close(handle: int) -> None:
-        real(handle)
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-    with monkeypatch.context() as patched:
-        patched.setattr(os, "close", close)
-        lock.release()
-    lock.release()
-    FolderLock(tmp_path).release()
-
-
-def test_without_flock_a_file_stands_for_the_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def unsupported(*_: object) -> None:
-        raise OSError(errno.ENOLCK, "No locks available")
-
-    monkeypatch.setattr(fcntl, "flock", unsupported)
-    expected = r"if that process is gone, delete .*\.lock-exclusive"
-    with FolderLock(tmp_path), pytest.raises(InputError, match=expected):
-        FolderLock(tmp_path)
-    FolderLock(tmp_path).release()
 
 
 def test_another_host_finds_the_folder_that_rank_0_opened(tmp_path: Path) -> None:
