@@ -83,6 +83,14 @@ def test_the_written_configuration_resolves_to_the_same_run(tmp_path: Path) -> N
     assert comparison_table(load_config(result.folder.path / "config.yaml")) == comparison_table(run)
 
 
+@pytest.mark.parametrize("rule", ["adamw", "sgd", "muon"])
+@pytest.mark.parametrize("preset", ["tiny", "laptop"])
+def test_the_written_configuration_says_nothing_that_the_first_did_not(tmp_path: Path, preset: str, rule: str) -> None:
+    run = load_config(f"preset:{preset}", sets={"run.folder": tmp_path / "run", "optimizer.rule": rule})
+    again = load_config(opened(run).folder.path / "config.yaml")
+    assert set(again.notices) <= set(run.notices)
+
+
 def test_without_a_name_a_new_folder_is_made_and_latest_points_at_the_last_that_took_a_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -79,9 +79,11 @@ def open_run_folder(run: ResolvedRun, arguments: Sequence[str] = (), base: Path 
     try:
         path, made = _new_folder(base) if wanted is None else _chosen_folder(wanted)
         lock = FolderLock(path)
+        before = Before.of(path, made)
         try:
-            opened = _enter(Before.of(path, made), lock, run, arguments)
+            opened = _enter(before, lock, run, arguments)
         except BaseException:
+            before.leave()
             lock.release()
             raise
     except OSError as error:
@@ -102,7 +104,9 @@ def check_run_folder(run: ResolvedRun) -> None:
     path = _follow_sibling_link(wanted.expanduser().absolute())
     _check_entries(path)
     record = _read_record(path) if path.is_dir() else None
-    if record is not None:
+    if record is None:
+        check_goes_on(run, path)
+    else:
         _check_same_run(path, record, identity(run), run)
 
 
@@ -179,6 +183,8 @@ def _refusal(path: Path, why: str) -> InputError:
 def _enter(before: Before, lock: FolderLock, run: ResolvedRun, arguments: Sequence[str]) -> OpenedFolder:
     path, keys = before.path, identity(run)
     record = _read_record(path)
+    if record is None:
+        check_goes_on(run, path)
     if record is None:  # nothing was trained: not yet, or by a job that was killed before it was recorded
         record = {"v": 1, "id": secrets.token_hex(16), "digest": digest(keys), "identity": keys, "attempts": []}
     changed = _check_same_run(path, record, keys, run)

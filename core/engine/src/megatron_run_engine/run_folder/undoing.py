@@ -51,15 +51,16 @@ class Before:
                 files.remove_all(folder.records)
                 if self.status is not None:
                     files.replace("status.json", self.status)
-        if self.made is not None:
-            with suppress(OSError):
-                for name in _LOCKS:
-                    files.remove(name)
-                self._remove_folders(self.made)
+        self.leave()
 
-    def _remove_folders(self, outermost: Path) -> None:
-        """Remove the folder and those that were made around it, while nobody has put anything into them."""
-        for folder in (self.path, *self.path.parents):
-            folder.rmdir()
-            if folder == outermost:
-                return
+    def leave(self) -> None:
+        """Remove the folder and those around it that the start has made, if nobody has put anything into them."""
+        if self.made is None:
+            return
+        with suppress(OSError):
+            for name in _LOCKS:
+                SafeFolder(self.path).remove(name)
+            for folder in (self.path, *self.path.parents):
+                folder.rmdir()
+                if folder == self.made:
+                    return
