@@ -51,8 +51,7 @@ ALLOWED: dict[str, dict[str, str]] = {
         f"{_ENGINE}/checkpoint/files.py": "Path.replace mkdir os.ftruncate os.open os.rmdir os.unlink rename",
         f"{_ENGINE}/checkpoint/saving.py": "rename unlink",
     },
-    "the run folder itself, its lock and the link runs/latest, which no file is below": {
-        f"{_ENGINE}/run_folder/folder.py": "Path.replace symlink_to unlink",
+    "the run folder itself and its lock, which no file is below": {
         f"{_ENGINE}/run_folder/lock.py": "os.ftruncate os.open unlink",
         f"{_ENGINE}/run_folder/opening.py": "mkdir",
         f"{_ENGINE}/run_folder/undoing.py": "rmdir",

@@ -15,6 +15,7 @@ from unittest import mock
 import pytest
 
 from megatron_run.errors import CheckpointError, ExitCode, InputError
+from megatron_run.files.latest_run import follow_latest
 from megatron_run.files.safe_folder import SafeFolder
 from megatron_run.planning import ResolvedRun, load_config
 from megatron_run.planning.run import comparison_table
@@ -99,15 +100,14 @@ def test_without_a_name_a_new_folder_is_made_and_latest_points_at_the_last_that_
     assert first.path != second.path
     assert first.path.parent == second.path.parent == tmp_path / "runs"
     latest = tmp_path / "runs" / "latest"
-    assert not latest.is_symlink(), "a run that ends at its start is nothing to look at"
+    assert not latest.exists(), "a run that ends at its start is nothing to look at"
     second.heartbeat(1)
     RunFolder(first.path, 1, rank=1).heartbeat(1)
-    assert latest.readlink() == Path(second.path.name), "rank 0 alone writes"
+    assert follow_latest(latest) == second.path, "rank 0 alone writes"
     opened(tiny(tmp_path / "runs" / "mine")).folder.heartbeat(1)
-    assert latest.readlink() == Path(second.path.name), "a run with a name is found by it"
-    (tmp_path / "runs" / f".latest-{first.path.name}").symlink_to("of a job that was killed")
+    assert follow_latest(latest) == second.path, "a run with a name is found by it"
     first.heartbeat(1)
-    assert latest.readlink() == Path(first.path.name)
+    assert follow_latest(latest) == first.path
 
 
 def test_latest_stands_for_the_run_beside_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,13 +116,10 @@ def test_latest_stands_for_the_run_beside_it(tmp_path: Path, monkeypatch: pytest
     first.heartbeat(1)
     again = opened(tiny(Path("runs/latest"))).folder
     assert (again.path, again.attempt) == (first.path, 2)
-
-
-def test_a_folder_named_latest_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "runs" / "latest").mkdir(parents=True)
-    opened(tiny()).folder.heartbeat(1)
-    assert not (tmp_path / "runs" / "latest").is_symlink()
+    assert load_config("runs/latest/config.yaml").config.run.folder == Path("runs", first.path.name), "not latest"
+    for key, word in (("init_from", "runs/latest"), ("branch_from", "runs/latest@3")):
+        named = load_config("preset:tiny", sets={f"run.{key}": word}).config.run
+        assert str(getattr(named, key)) == word.replace("latest", first.path.name)
 
 
 def test_an_empty_folder_is_taken(tmp_path: Path) -> None:

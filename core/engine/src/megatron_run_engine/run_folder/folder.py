@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from megatron_run.errors import CheckpointError, ExitCode, InputError
+from megatron_run.files.latest_run import follow_latest, is_unnamed, point_latest_at
 from megatron_run.files.safe_folder import SafeFolder, parse_json
 from megatron_run_engine.checkpoint.step_folder import CHECKPOINTS, Checkpoints
 from megatron_run_engine.data.user_files import byte_lines
@@ -21,8 +22,6 @@ State = Literal["starting", "running", "finished", "stopped", "failed"]
 
 #: Seconds between two heartbeats: often enough to notice a hang, rare enough for a network file system.
 HEARTBEAT = 1.0
-#: What a run that its user did not name is called: date, time and a random part.
-_UNNAMED = re.compile(r"\d{8}-\d{6}-[0-9a-f]{4}")
 #: The most bytes of numbers that are read: those of millions of steps.
 LARGEST = 1 << 32
 #: What describes a run as it now is: that of its newest attempt, which also lies in the folder of the attempt's logs.
@@ -196,8 +195,8 @@ class RunFolder:
 
         The first one makes the run the latest, if its user did not name it: before, there was nothing to look at.
         """
-        if not self._stepped and self.rank == 0 and _UNNAMED.fullmatch(self.path.name):
-            _point_latest_at(self.path)
+        if not self._stepped and self.rank == 0 and is_unnamed(self.path):
+            point_latest_at(self.path)
         self._step, self._stepped = step, True
         if time.time() - self._beat >= HEARTBEAT:
             with suppress(OSError):  # a full disk must not end a training that saves only now and then
@@ -250,21 +249,11 @@ class RunFolder:
             self.files.write_json("status.json", asdict(status))
 
 
-def _point_latest_at(path: Path) -> None:
-    """Make ``latest`` a link to ``path``, unless something else lies there or the file system has no links."""
-    link, temporary = path.parent / "latest", path.parent / f".latest-{path.name}"
-    with suppress(OSError):
-        if link.is_symlink() or not link.exists():
-            temporary.unlink(missing_ok=True)  # of a job that was killed here
-            temporary.symlink_to(path.name)
-            temporary.replace(link)
-
-
 class History:
     """Steps and evaluations of the run in ``folder``, read when they are first asked for."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
+        self.folder = follow_latest(folder)
 
     @cached_property
     def metrics(self) -> Columns:

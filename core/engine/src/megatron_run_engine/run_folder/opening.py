@@ -167,7 +167,7 @@ def _check_entries(path: Path) -> None:
 
 
 def _follow_sibling_link(path: Path) -> Path:
-    """Follow a link such as ``runs/latest`` to a run next to it. Raises :class:`InputError` for other links."""
+    """Follow a link to a run next to it, as early versions made. Raises :class:`InputError` for other links."""
     if not path.is_symlink():
         return path
     target = path.resolve()

@@ -1,15 +1,35 @@
-"""The run folder in which a configuration lies, which need not be the one that its ``run.folder`` names."""
+"""Run folders that a configuration names, as ``runs/latest`` too, and the one in which it lies: it may be another."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING
 
+from megatron_run.files.latest_run import follow_latest
+
 if TYPE_CHECKING:
     from megatron_run.config.merge import ConfigSource
     from megatron_run.config.origin import Origin
+
+
+#: Keys that name a run, the last one with ``@STEP``.
+_RUNS = (("run", "folder"), ("run", "init_from"), ("run", "branch_from"))
+
+
+def name_runs(merged: ConfigSource) -> None:
+    """Put the run itself where ``merged`` says ``runs/latest``, which another run may be when it is read again."""
+    for key in _RUNS:
+        value = merged.values.get(key)
+        if value is None or not isinstance(value.data, str | Path):
+            continue
+        text = str(value.data)
+        run = text.rpartition("@")[0] if key[-1] == "branch_from" and "@" in text else text
+        named = Path(run).expanduser()
+        if (lies := follow_latest(named)) != named:
+            merged.values[key] = replace(value, data=type(value.data)(f"{lies}{text[len(run) :]}"))
 
 
 def config_file(origin: Origin) -> Path | None:
