@@ -271,10 +271,14 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 
 
 def near_path(path: Path) -> str:
-    """:func:`did_you_mean` for the first missing part of ``path``, among what lies beside it; endings do not count."""
+    """:func:`did_you_mean` for the first missing part of ``path``, among what is beside it; endings do not count.
+
+    A link whose target is gone is not there either.
+    """
     try:
         missing = next(each for each in (*reversed(path.parents), path) if not each.exists())
-        alike = [each.name for each in sorted(missing.parent.iterdir()) if did_you_mean(missing.stem, [each.stem])]
+        there = [each for each in sorted(missing.parent.iterdir()) if each.exists()]
+        alike = [each.name for each in there if did_you_mean(missing.stem, [each.stem])]
         return did_you_mean(missing.name, alike)
     except (StopIteration, OSError):
         return ""

@@ -13,10 +13,12 @@ from megatron_run.config.faults import VARIABLE as FAULT_VARIABLE
 from megatron_run.config.merge import SEPARATORS, ConfigSource, assign, merge, plugin_words, source_from
 from megatron_run.config.origin import DEFAULT, Choice, Key, Origin, Text, dotted, section_of
 from megatron_run.config.request import ENVIRONMENT_PREFIX, Found, Request
+from megatron_run.config.run_home import name_runs
 from megatron_run.config.yaml import MAX_BYTES, Node, parse, too_large
 from megatron_run.contracts.plugin import RUN_KINDS, check_run_kind
 from megatron_run.errors import Findings, InputError, did_you_mean, near_path
 from megatron_run.files.foreign_file import open_file
+from megatron_run.files.latest_run import follow_latest
 
 #: The default of each kind. Data has none: training on data that nobody named would be a silent mistake.
 DEFAULT_PLUGINS: Mapping[str, tuple[str, ...]] = {
@@ -99,6 +101,7 @@ def read_sources(request: Request, findings: Findings, notices: list[str]) -> Co
         findings.settle()
     merged = merge(sources)
     follow_rules(merged)
+    name_runs(merged)
     return merged
 
 
@@ -123,7 +126,9 @@ def _read(config: str | Mapping[str, Any], stdin: str | None) -> dict[str, Node]
         return parse(stdin, "standard input")
     if config.startswith(_PRESET):
         return parse(_preset(config.removeprefix(_PRESET)), config)
-    return parse(_file(Path(config).expanduser()), config)
+    path = Path(config).expanduser()
+    lies = follow_latest(path)
+    return parse(_file(lies), config if lies == path else str(lies))
 
 
 def _preset(name: str) -> str:

@@ -16,8 +16,9 @@ words of the message                       raised by
 =========================================  ======================================================
 *the run folder* (an ``InputError``)
 is not a run folder                        ``run_folder.opening``
-is in use                                  ``run_folder.opening``
+is in use                                  ``run_folder.lock``
 belongs to another run                     ``run_folder.opening``
+ends before step                           ``run_folder.length``
 *the step*: rank 0 chooses it
 no checkpoints in                          ``checkpoint.step_folder.find_checkpoints``
 is missing                                 ``checkpoint.step_folder.Checkpoints.newest``

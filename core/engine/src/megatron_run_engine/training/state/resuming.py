@@ -16,7 +16,7 @@ from pydantic import ValidationError
 
 from megatron_run.contracts import MASTER
 from megatron_run.contracts.schema import TrainSection
-from megatron_run.errors import CheckpointError, DataError
+from megatron_run.errors import CheckpointError, DataError, advice
 from megatron_run.planning.batch_size import run_length
 from megatron_run.planning.learning_rate import LearningRate
 from megatron_run_engine.checkpoint.collectives import on_all_ranks, on_rank0
@@ -36,6 +36,7 @@ from megatron_run_engine.run_folder.changes import (
 )
 from megatron_run_engine.training.numbers import Progress
 from megatron_run_engine.training.state.adapting import fill_frozen, open_base
+from megatron_run_engine.training.state.data_files import changed_files
 from megatron_run_engine.training.state.programs import program_changes
 from megatron_run_engine.training.state.reading import StateReader, Upgrade, UpgradingReader, load
 from megatron_run_engine.training.state.same_model import check_shapes, check_tokenizer
@@ -186,9 +187,10 @@ def accept(
         raise CheckpointError(what, why=refusal.why, fix=refusal.fix)
     if not saved.data.fits(data) and not allows_other_data(run.request, found):
         counts = f"{saved.data.samples} samples then, {data.samples} now"
+        files, more = changed_files(source, saved.data, data), saved.data.samples != data.samples
         raise DataError(
             f"the training data is not what it was when step {saved.step} was saved",
-            why=counts if saved.data.samples != data.samples else "as many samples, with other contents",
+            why=advice(files, counts if more else "" if files else "as many samples, with other contents"),
             fix="give the same data, go on with other data: --allow-change data, or start again: --resume never",
         )
     upgrade = optimizer_upgrade(saved, run.plugins)
