@@ -43,6 +43,7 @@ FIRST_PARTY = {
     "format=distributed",
     "format=huggingface",
     "format=megatron",
+    "format=peft",
     "observer=profiler",
     "observer=tensorboard",
     "observer=trace",

@@ -124,9 +124,9 @@ def test_an_unknown_name_gets_the_nearest_or_all_that_can_do_it(tmp_path: Path) 
     assert refusal(tmp_path, "hugingface", scan(), ExitCode.INPUT) == (
         "there is no format 'hugingface'; did you mean 'huggingface'?"
     )
-    with pytest.raises(InputError, match=r"there is no format 'gguf'; known are distributed, huggingface$"):
+    with pytest.raises(InputError, match=r"there is no format 'gguf'; known are distributed, huggingface, peft$"):
         format_to_write("gguf")
-    with pytest.raises(InputError, match=r"format=megatron cannot be exported to; known are distributed, huggingface$"):
+    with pytest.raises(InputError, match=r"format=megatron cannot be exported to; known are distributed, huggingface, peft$"):
         format_to_write("megatron")
     with pytest.raises(InputError, match=r"format=distributed translates no launch scripts; known are megatron$"):
         format_of_scripts("distributed", "a test")

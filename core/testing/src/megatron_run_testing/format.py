@@ -108,6 +108,8 @@ def _implements(made: Format, provides: Collection[str]) -> None:
                 if written
                 else f"it provides {ability!r} and does not implement {method}"
             )
+    if {IMPORT, ADAPTERS} <= set(provides):
+        raise CheckFailed(f"it provides {IMPORT!r} and {ADAPTERS!r}: what it recognises is a model, or adapters of one")
     if not isinstance(made.files, str) or not made.files or "\n" in made.files:
         raise CheckFailed(f"files is {made.files!r}, expected a line that says what lies in such a folder")
     if not isinstance(made.executes, str):

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from megatron_run import load
@@ -24,7 +24,7 @@ from megatron_run_engine.formats.convert import read_step
 from tests.plugins.format.huggingface import test_format_huggingface_bert as bert
 from tests.plugins.format.huggingface.family_cases import VOCAB
 from tests.plugins.format.huggingface.test_format_huggingface_families import batch, theirs
-from tests.support.training import train_many
+from tests.support.forked import run_forked
 
 peft = pytest.importorskip("peft", reason="an oracle of requirements-dev.txt")
 #: What PEFT asks of transformers, as transformers now calls it.
@@ -180,4 +180,94 @@ def test_we_compute_what_peft_saved_and_give_every_bit_back(
     torch.testing.assert_close(ours(tmp_path / "run"), expected, rtol=1e-5, atol=2e-5)
     convert.export_model(tmp_path / "run", tmp_path / "back", "peft")
     assert equal(*(load_file(tmp_path / name / "adapter_model.safetensors") for name in ("peft", "back")))
-    torch.testing.assert_close(logits_of(adapted_by_peft(folder / "hf", tmp_path / "back")), expected, rtol=0, atol=1e-5)
+    torch.testing.assert_close(
+        logits_of(adapted_by_peft(folder / "hf", tmp_path / "back")), expected, rtol=0, atol=1e-5
+    )
+
+
+def test_what_peft_leaves_to_single_layers_and_modules_is_read_from_its_tensors(
+    base: Callable[[str], Path], tmp_path: Path
+) -> None:
+    folder = base("llama")
+    model = saved_by_peft(
+        folder / "hf",
+        tmp_path / "peft",
+        target_modules=["q_proj", "o_proj", "down_proj"],
+        layers_to_transform=[0, 2],
+        rank_pattern={"o_proj": 5, "^model.layers.2.mlp.down_proj": 2},
+        alpha_pattern={"layers.2.self_attn.q_proj": 9},
+    )
+    convert.import_model(tmp_path / "peft", tmp_path / "run", base=folder / "ours")
+    found = bits(tmp_path / "run")
+    assert sorted({name.split(".")[1] for name in found}) == ["0", "2"]
+    assert found["layers.0.attention.output.lora_a.weight"].shape[0] == 5
+    expected = logits_of(model)
+    torch.testing.assert_close(ours(tmp_path / "run"), expected, rtol=1e-5, atol=2e-5)
+    convert.export_model(tmp_path / "run", tmp_path / "back", "peft")
+    torch.testing.assert_close(
+        logits_of(adapted_by_peft(folder / "hf", tmp_path / "back")), expected, rtol=0, atol=2e-5
+    )
+
+
+def test_adapters_upon_adapters_are_adapters_of_the_first_model(base: Callable[[str], Path], tmp_path: Path) -> None:
+    """So that what began with PEFT's and went on here is used there with the same model."""
+    folder = base("phi3")
+    saved_by_peft(folder / "hf", tmp_path / "peft", target_modules=["qkv_proj", "down_proj"])
+    convert.import_model(tmp_path / "peft", tmp_path / "imported", base=folder / "ours")
+    adapt(tmp_path / "run", tmp_path / "imported", "query,output")
+    convert.export_model(tmp_path / "run", tmp_path / "back", "peft")
+    said = json.loads((tmp_path / "back" / "adapter_config.json").read_text())
+    assert said["base_model_name_or_path"] == str(folder / "hf")
+    expected = ours(tmp_path / "run")
+    assert (ours(tmp_path / "imported") - expected).abs().max() > 1e-2
+    torch.testing.assert_close(
+        logits_of(adapted_by_peft(folder / "hf", tmp_path / "back")), expected, rtol=0, atol=2e-5
+    )
+
+
+@pytest.mark.multiproc
+def test_adapters_that_tensor_parallel_ranks_trained_are_whole(base: Callable[[str], Path], tmp_path: Path) -> None:
+    folder = base("gpt_neox")
+    sets = {**values(tmp_path / "run", folder / "ours"), "parallel.tensor": 2, "parallel.sequence": True}
+    request = Request(
+        ("preset:tiny", str(folder / "ours" / "config.yaml")),
+        sets=tuple(f"{key}={value}" for key, value in sets.items()),
+        plugins=(layers("all", "tensor"),),
+        nproc=2,
+    )
+    ran = run_forked(request)
+    assert ran.code == 0, ran.message
+    convert.export_model(tmp_path / "run", tmp_path / "peft", "peft")
+    expected = ours(tmp_path / "run")
+    assert (ours(folder / "ours") - expected).abs().max() > 1e-2
+    torch.testing.assert_close(
+        logits_of(adapted_by_peft(folder / "hf", tmp_path / "peft")), expected, rtol=0, atol=2e-5
+    )
+
+
+def test_adapters_of_bert_come_and_go(tmp_path: Path) -> None:
+    """What the merged model is, both ways: its logits are compared without adapters."""
+    model = peft.get_peft_model(
+        bert.theirs(tmp_path / "hf", "BertForMaskedLM"),
+        peft.LoraConfig(r=RANK, target_modules=["query", "attention.output.dense", "intermediate.dense"]),
+    )
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                parameter.copy_(torch.randn_like(parameter))
+    model.save_pretrained(tmp_path / "peft")
+    convert.import_model(tmp_path / "hf", tmp_path / "ours")
+    convert.import_model(tmp_path / "peft", tmp_path / "run", base=tmp_path / "ours")
+    convert.export_model(tmp_path / "run", tmp_path / "back", "peft")
+    assert equal(*(load_file(tmp_path / name / "adapter_model.safetensors") for name in ("peft", "back")))
+    convert.export_model(tmp_path / "run", tmp_path / "merged", "huggingface")
+    merged = model.merge_and_unload().state_dict()
+    for name, weight in load_file(tmp_path / "merged" / "model.safetensors").items():
+        torch.testing.assert_close(weight, merged[name], rtol=0, atol=1e-5)
+
+
+def test_adapters_that_peft_would_give_to_experts_are_not_exported(base: Callable[[str], Path], tmp_path: Path) -> None:
+    adapt(tmp_path / "run", base("qwen3 with experts") / "ours", "mlp.input.up,query")
+    with pytest.raises(RunError, match=r"as those of all experts.*: model.layers.1.mlp.up_proj; --to huggingface"):
+        convert.export_model(tmp_path / "run", tmp_path / "peft", "peft")
+    assert not (tmp_path / "peft").exists()
