@@ -106,9 +106,12 @@ class MergedReader:
 
     def low_rank(self, stem: str) -> tuple[Tensor, Tensor]:
         """``up`` [o, r] and ``down`` [r, i] of the matrix ``stem``. Never write to them."""
-        names = [f"{stem}.{end}.weight" for end in (self.record.up, self.record.down)]
-        up, down = (self._own.read(name, MASTER, (0, 0), self._own.shapes()[name]) for name in names)
+        up, down = (self._whole(f"{stem}.{end}.weight") for end in (self.record.up, self.record.down))
         return up, down
+
+    def _whole(self, name: str) -> Tensor:
+        shape = self._own.shape(name, MASTER) or ()
+        return self._own.read(name, MASTER, (0,) * len(shape), shape)
 
     def read(self, name: str, field: str, starts: Sequence[int], sizes: Sequence[int]) -> Tensor:
         """Return a box as :meth:`Reader.read` does; there are no fields but masters."""

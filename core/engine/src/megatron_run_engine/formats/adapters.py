@@ -31,9 +31,12 @@ def saved_adapters(reader: MergedReader) -> AdapterWeights:
     layers, bottom = _layers(reader)
     record = layers[0].record
     how = Adapters(record.name, record.down, record.up, record.rank, record.scale, record.dropout)
+    holding: dict[str, list[MergedReader]] = {}
+    for layer in layers:
+        for stem in layer.stems():
+            holding.setdefault(stem, []).append(layer)
     tensors = {}
-    for stem in dict.fromkeys(stem for layer in layers for stem in layer.stems()):
-        holders = [layer for layer in layers if stem in layer.stems()]
+    for stem, holders in holding.items():
         tensors[f"{stem}.{how.down}.weight"] = partial(_down, stem, holders)
         tensors[f"{stem}.{how.up}.weight"] = partial(_up, stem, holders, how.scale)
     return AdapterWeights(how, tensors, base=bottom.source)

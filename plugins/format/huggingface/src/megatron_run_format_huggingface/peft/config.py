@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -17,8 +17,10 @@ from megatron_run_format_huggingface.family import must_be
 from megatron_run_format_huggingface.model_folder import CONFIG as MODEL_CONFIG
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from megatron_run.contracts import AdapterWeights, Weights
-    from megatron_run_format_huggingface.peft.matrices import Written
+
 
 #: The file's name.
 CONFIG = "adapter_config.json"
@@ -84,6 +86,18 @@ class Said(NamedTuple):
         return alpha / (math.sqrt(rank) if self.rooted else rank)
 
 
+class Written(NamedTuple):
+    """Adapters by their names in the file, the rank of each adapted module, and all ``modules`` of the model.
+
+    ``transposed`` says that their matrices are [i, o], as GPT-2's; A and B are not.
+    """
+
+    tensors: Mapping[str, Tensor]
+    ranks: Mapping[str, int]
+    modules: Sequence[str]
+    transposed: bool
+
+
 def _ends(module: str, end: str) -> bool:
     return module == end[1:] if end.startswith("^") else f".{module}".endswith(f".{end}")
 
@@ -135,15 +149,13 @@ def _is_number(value: object) -> bool:
 
 
 def write(weights: Weights, adapters: AdapterWeights, written: Written) -> dict[str, Any]:
-    """The content of the file for ``written`` adapters.
-
-    The model has a name where it was imported from a folder of Hugging Face, or from none that another program knows.
-    """
-    how, others = adapters.how, [name for name in written.modules if name not in written.ranks]
-    own = {module: rank for module, rank in written.ranks.items() if rank != how.rank}
+    """The content of the file for ``written`` adapters. It names a model that was imported from such a folder."""
+    how = adapters.how
+    adapted = _shortest(written.ranks, (name for name in written.modules if name not in written.ranks))
     ranks: dict[str, int] = {}
-    for module, rank in own.items():
-        ranks[_shortest(module, [name for name, other in written.ranks.items() if other != rank])] = rank
+    for rank in sorted({*written.ranks.values()} - {how.rank}):
+        own = [name for name, other in written.ranks.items() if other == rank]
+        ranks |= dict.fromkeys(_shortest(own, written.ranks.keys() - own), rank)
     return {
         "peft_type": "LORA",
         "task_type": None if weights.config.get("use") == "bert" else "CAUSAL_LM",
@@ -154,7 +166,7 @@ def write(weights: Weights, adapters: AdapterWeights, written: Written) -> dict[
         "lora_dropout": how.dropout,
         "rank_pattern": ranks,
         "alpha_pattern": {end: _alpha(how.scale, rank) for end, rank in ranks.items()},
-        "target_modules": sorted({_shortest(module, others) for module in written.ranks}),
+        "target_modules": adapted,
         "fan_in_fan_out": written.transposed,
         "bias": "none",
         "modules_to_save": None,
@@ -170,11 +182,12 @@ def _alpha(scale: float, rank: int) -> float:
     return round(alpha) if round(alpha) / rank == scale else alpha
 
 
-def _shortest(module: str, others: Collection[str]) -> str:
-    """The shortest end of ``module`` at a dot that is the end of none of ``others``."""
-    return next(end for end in _ends_of(module) if not any(_ends(other, end) for other in others))
+def _shortest(modules: Iterable[str], others: Iterable[str]) -> list[str]:
+    """The shortest ends of ``modules``, at dots, that are the end of none of ``others``; sorted."""
+    taken = {end for other in others for end in _ends_of(other)}
+    return sorted({next(end for end in _ends_of(module) if end not in taken) for module in modules})
 
 
-def _ends_of(module: str) -> Iterable[str]:
+def _ends_of(module: str) -> Iterator[str]:
     words = module.split(".")
     return (".".join(words[start:]) for start in range(len(words) - 1, -1, -1))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -20,9 +20,10 @@ from megatron_run_engine.checkpoint.files import followed
 from megatron_run_engine.checkpoint.reader import TensorFile
 from megatron_run_engine.formats.gpt_tensors import first_few
 from megatron_run_format_huggingface import bert, model_folder
+from megatron_run_format_huggingface.peft.config import Written
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping
 
     from torch import Tensor
 
@@ -35,20 +36,8 @@ if TYPE_CHECKING:
 FILE, PICKLED = "adapter_model.safetensors", "adapter_model.bin"
 _NAME = re.compile(r"base_model\.model\.(.+)\.lora_(A|B)\.weight")
 _WEIGHT, _EXPERT = ".weight", ".experts."
-#: Ours: parallel-layer=lora makes adapters of these names.
+#: The factory that makes adapters of this form, and its names of A and B; a saved step tells its readers the names.
 _HOW = ("lora", "lora_a", "lora_b")
-
-
-class Written(NamedTuple):
-    """Adapters by their names in the file, the rank of each adapted module, and all ``modules`` of the model.
-
-    ``transposed`` says that their matrices are [i, o], as GPT-2's; A and B are not.
-    """
-
-    tensors: Mapping[str, Tensor]
-    ranks: Mapping[str, int]
-    modules: Sequence[str]
-    transposed: bool
 
 
 def write(weights: Weights, adapters: AdapterWeights) -> Written:
