@@ -26,7 +26,6 @@ from tests.plugins.format.huggingface.family_cases import VOCAB
 from tests.plugins.format.huggingface.test_format_huggingface_families import batch, theirs
 from tests.support.forked import run_forked
 
-peft = pytest.importorskip("peft", reason="an oracle of requirements-dev.txt")
 #: What PEFT asks of transformers, as transformers now calls it.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 
@@ -94,12 +93,17 @@ def adapt(folder: Path, weights: Path, targets: str) -> None:
     train(load_config("preset:tiny", config, sets=values(folder, weights), plugins=[layers(targets)]))
 
 
+def library() -> Any:
+    """PEFT, imported when a test needs it."""
+    return pytest.importorskip("peft", reason="an oracle of requirements-dev.txt")
+
+
 def adapted_by_peft(folder: Path, adapters: Path) -> Any:
     """The model in ``folder`` with adapters. PEFT warns, and so fails, of what lacks a tensor or a module."""
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
-    return peft.PeftModel.from_pretrained(model, adapters).eval()
+    return library().PeftModel.from_pretrained(model, adapters).eval()
 
 
 def saved_by_peft(folder: Path, adapters: Path, **config: Any) -> Any:
@@ -108,6 +112,7 @@ def saved_by_peft(folder: Path, adapters: Path, **config: Any) -> Any:
 
     torch.manual_seed(4)
     model: Any = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
+    peft = library()
     model = peft.get_peft_model(model, peft.LoraConfig(r=RANK, lora_alpha=5, **config)).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -247,6 +252,7 @@ def test_adapters_that_tensor_parallel_ranks_trained_are_whole(base: Callable[[s
 
 def test_adapters_of_bert_come_and_go(tmp_path: Path) -> None:
     """What the merged model is, both ways: its logits are compared without adapters."""
+    peft = library()
     model = peft.get_peft_model(
         bert.theirs(tmp_path / "hf", "BertForMaskedLM"),
         peft.LoraConfig(r=RANK, target_modules=["query", "attention.output.dense", "intermediate.dense"]),
