@@ -40,6 +40,14 @@ def _built_in(plugin: Plugin) -> bool:
     return plugin.distribution in (KERNEL.name, ENGINE.name)
 
 
+def _holder(plugin: Plugin) -> str:
+    """The plugin of the same kind in whose distribution it lies; empty where it has one of its own."""
+    own = f"megatron-run-{plugin.kind}-"
+    return (
+        "" if _built_in(plugin) or plugin.distribution == own + plugin.name else plugin.distribution.removeprefix(own)
+    )
+
+
 def sources() -> Iterator[str]:
     """For mypy's path: the folder of each member."""
     yield from (f'    "{member}/src",' for member in MEMBERS)
@@ -52,6 +60,7 @@ def known() -> Iterator[str]:
             continue
         provides = ", ".join(f'"{ability}"' for ability in sorted(each.info.provides))
         more = f", frozenset({{{provides}}})" * bool(provides) + ", builtin=True" * _built_in(each)
+        more += f', within="{_holder(each)}"' * bool(_holder(each))
         yield f'    Known("{each.kind}", "{each.name}"{more}),'
 
 
@@ -59,12 +68,18 @@ def table() -> Iterator[str]:
     """For the front page: a row for each kind."""
     yield from ("", "| kind | decides | built in | packages |", "|---|---|---|---|")
     for kind in KINDS:
-        cells = [
-            ", ".join(f"`{each.name}`" for each in plugins() if each.kind == kind and _built_in(each) is built_in)
-            for built_in in (True, False)
-        ]
+        cells = [", ".join(map(_named, _of(kind, built_in))) for built_in in (True, False)]
         yield "| " + " | ".join([f"`{kind}`", DECIDES[kind], *cells]).replace("  ", " ") + " |"
     yield ""
+
+
+def _of(kind: str, built_in: bool) -> list[Plugin]:
+    return [each for each in plugins() if each.kind == kind and _built_in(each) is built_in and not _holder(each)]
+
+
+def _named(plugin: Plugin) -> str:
+    within = [f"`{each.name}`" for each in plugins() if each.kind == plugin.kind and _holder(each) == plugin.name]
+    return f"`{plugin.name}`" + f" (with {', '.join(within)})" * bool(within)
 
 
 def pages() -> Iterator[str]:

@@ -96,17 +96,26 @@ _PATH = click.Path(path_type=Path)
 @click.argument("folder", type=_PATH)
 @click.option("--from", "name", metavar="FORMAT", help="Format of SOURCE [default: detected from its files].")
 @click.option("--trust-pickle", is_flag=True, help="Execute SOURCE's pickles; only if you trust their writer.")
+@click.option(
+    "--base",
+    type=_PATH,
+    metavar="MODEL",
+    help="Imported folder or run whose weights the adapters at SOURCE adapt [default: the folder that they name].",
+)
 @json_option
 @debug_option
-def import_(source: Path, folder: Path, *, name: str | None, trust_pickle: bool, as_json: bool) -> None:
+def import_(
+    source: Path, folder: Path, *, name: str | None, trust_pickle: bool, base: Path | None, as_json: bool
+) -> None:
     """Write the model at SOURCE as the new FOLDER: config.yaml and a saved step from which a run can start.
 
-    FORMAT is an installed plugin of kind format, as huggingface, megatron or distributed: `megatron-run plugins list
-    format` shows them. It is NAME, DIST:NAME or a file ./mine.py.
+    SOURCE may hold adapters (LoRA) of a model that has been imported, --base. FORMAT is an installed plugin of kind
+    format, as huggingface, megatron or distributed: `megatron-run plugins list format` shows them. It is NAME,
+    DIST:NAME or a file ./mine.py.
     """
     from megatron_run_engine.formats.convert import import_model
 
-    done = import_model(source, folder, name, trust_pickle=trust_pickle)
+    done = import_model(source, folder, name, trust_pickle=trust_pickle, base=base)
     for note in done.notes:
         tell(note)
     if as_json:
@@ -134,7 +143,7 @@ def export(words: tuple[Path, ...], *, name: str, step: int | None, as_json: boo
     """Write a saved step as the new FOLDER, in another format.
 
     SOURCE is a run folder, its checkpoints, or one saved step [runs/latest]. FORMAT is an installed plugin of kind
-    format, as huggingface or distributed: `megatron-run plugins list format` shows them.
+    format, as huggingface, peft or distributed: `megatron-run plugins list format` shows them.
     """
     if not 1 <= len(words) <= 2:
         raise click.UsageError(f"expected [SOURCE] FOLDER, got {len(words)} words")

@@ -149,6 +149,7 @@ class AdaptersRecord(Record):
     scale: float
     base: str
     sha256: Sha256 | Literal[""]
+    dropout: float = 0.0
 
 
 class About(Record):
@@ -160,7 +161,8 @@ class About(Record):
     axes. ``identity`` holds the configuration keys that decide what is learned, and ``config`` their SHA-256.
     ``tokenizer`` is None for data without a tokenizer's file, ``adapters`` for a step that holds all weights.
     ``positions`` is the longest sequence that the model reads, where samples may be shorter: see :attr:`longest`.
-    ``programs`` are the files of code that the configuration names.
+    ``programs`` are the files of code that the configuration names. ``source`` is the path that an import read, empty
+    for a run.
     """
 
     step: Count
@@ -179,6 +181,7 @@ class About(Record):
     adapters: AdaptersRecord | None = None
     positions: Count | None = None
     programs: Mapping[str, Sha256] = {}
+    source: str = ""
 
     @property
     def longest(self) -> int | None:

@@ -9,17 +9,21 @@ from megatron_run.errors import ENGINE, how_to_install
 
 @dataclass(frozen=True)
 class Known:
-    """A first-party plugin. ``provides`` as in PluginInfo. ``builtin``: it comes with the engine."""
+    """A first-party plugin. ``provides`` as in PluginInfo. ``builtin``: it comes with the engine.
+
+    ``within`` is the plugin of the same kind whose distribution holds it, empty where it has one of its own.
+    """
 
     kind: str
     name: str
     provides: frozenset[str] = frozenset()
     builtin: bool = False
+    within: str = ""
 
     @property
     def distribution(self) -> str:
         """The distribution that holds it."""
-        return ENGINE if self.builtin else f"megatron-run-{self.kind}-{self.name}"
+        return ENGINE if self.builtin else f"megatron-run-{self.kind}-{self.within or self.name}"
 
     @property
     def how_to_get(self) -> str:
@@ -70,6 +74,7 @@ KNOWN: tuple[Known, ...] = (
     Known("format", "distributed", frozenset({"export", "import"})),
     Known("format", "huggingface", frozenset({"export", "import"})),
     Known("format", "megatron", frozenset({"import", "launch-script"})),
+    Known("format", "peft", frozenset({"adapters", "export"}), within="huggingface"),
     # [[[end]]]
 )
 
