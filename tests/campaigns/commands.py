@@ -95,6 +95,7 @@ COMMANDS: Mapping[str, Case] = {
     "eval overlap": Case("a.txt a.jsonl", ("a.txt", "a.jsonl")),
     "eval harness": Case("run --tasks arc_easy", ("run",)),
     "doctor": Case("--json"),
+    "completion": Case("bash"),
 }
 WRITERS = tuple(command for command, case in COMMANDS.items() if case.writes)
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from megatron_run_cli.completion import words
 from megatron_run_cli.grammar import Commands, debug_option, json_option, run_options
 from megatron_run_cli.output import print_json, tell
 
@@ -45,7 +46,7 @@ def show(
 
 
 @config.command()
-@click.argument("key")
+@click.argument("key", shell_complete=words.key)
 @run_options
 @debug_option
 def explain(

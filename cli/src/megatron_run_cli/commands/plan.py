@@ -11,6 +11,7 @@ import click
 
 from megatron_run.errors import InputError
 from megatron_run_cli.amounts import Bytes, Length, Parameters
+from megatron_run_cli.completion import words as places
 from megatron_run_cli.grammar import Command, DefaultGroup, debug_option, json_option, run_options
 from megatron_run_cli.output import print_json_line, write_file
 
@@ -73,7 +74,12 @@ def task_options(command: Command) -> Command:
         click.option("--size", type=Parameters(), help="In place of CONFIG: a GPT of so many parameters."),
         click.option("--memory", type=Bytes(), help="Memory of a device [default: the device's]."),
         click.option(
-            "--device", default="a100", show_default=True, metavar="NAME|FILE", help="A shipped device, or a YAML file."
+            "--device",
+            default="a100",
+            show_default=True,
+            metavar="NAME|FILE",
+            help="A shipped device, or a YAML file.",
+            shell_complete=places.device,
         ),
         click.option("--gpus", type=_DEVICES, metavar="N", help="Devices [default: those of CONFIG]."),
         run_options,
@@ -272,7 +278,13 @@ def goodput(request: Request, *, gpus: int | None, machine: Device, days: float,
 
 @plan.command()
 @click.argument("table", type=_FILE)
-@click.option("--device", required=True, metavar="NAME|FILE", help="A shipped device, or a YAML file.")
+@click.option(
+    "--device",
+    required=True,
+    metavar="NAME|FILE",
+    help="A shipped device, or a YAML file.",
+    shell_complete=places.device,
+)
 @click.option(
     "--recompute",
     type=click.Choice(["auto", "none", "core", "full"]),
