@@ -75,7 +75,7 @@ COMMANDS: Mapping[str, Case] = {
     "data convert": Case("ids.jsonl out", ("ids.jsonl",), ("out.bin", "out.idx")),
     "config show": Case("preset:tiny"),
     "config explain": Case("train.lr"),
-    "config schema": Case(),
+    "config schema": Case("--write", writes=("megatron-run.schema.json",)),
     "config from-megatron": Case("train.sh", ("train.sh",)),
     "plugins list": Case(),
     "plugins info": Case("schedule=1f1b"),

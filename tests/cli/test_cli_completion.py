@@ -294,6 +294,6 @@ def in_bash(before: str, keys: str) -> str:
 def _read_until(screen: FileIO, end: str) -> str:
     shown = ""
     while end not in shown:
-        assert wait([screen], 60), shown
+        assert wait([screen.fileno()], 60), shown
         shown += screen.read(4096).decode()
     return shown

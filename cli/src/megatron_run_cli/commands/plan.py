@@ -14,6 +14,7 @@ from megatron_run_cli.amounts import Bytes, Length, Parameters
 from megatron_run_cli.completion import words as places
 from megatron_run_cli.grammar import Command, DefaultGroup, debug_option, json_option, run_options
 from megatron_run_cli.output import print_json_line, write_file
+from megatron_run_cli.reports.editor_schema import schema_line
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -183,7 +184,7 @@ def search(
         record = report.choice_record(task, found, machine, install)
         tasks = [task]
     if write:  # with --what-if the changed split
-        write_file(write, written(tasks[-1], shown[-1]))
+        write_file(write, schema_line(write.parent) + written(tasks[-1], shown[-1]))
         text += report.written_line(tasks[-1], write)
     text += drawn(task, shown, machine, **traces)
     if as_json:
