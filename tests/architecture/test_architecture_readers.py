@@ -90,7 +90,7 @@ ALLOWED = {
         "plugins/observer/tensorboard/src/megatron_run_observer_tensorboard/__init__.py",
     ),
     "presets, which come with the program; words of YAML": (
-        f"{_KERNEL}/config/sources.py",
+        f"{_KERNEL}/config/presets.py",
         f"{_KERNEL}/config/yaml.py",
     ),
     "what a reader of this list has opened": (

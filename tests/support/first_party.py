@@ -42,10 +42,8 @@ def _built_in(plugin: Plugin) -> bool:
 
 def _holder(plugin: Plugin) -> str:
     """The plugin of the same kind in whose distribution it lies; empty where it has one of its own."""
-    own = f"megatron-run-{plugin.kind}-"
-    return (
-        "" if _built_in(plugin) or plugin.distribution == own + plugin.name else plugin.distribution.removeprefix(own)
-    )
+    holder = plugin.distribution.removeprefix(f"megatron-run-{plugin.kind}-")
+    return "" if _built_in(plugin) or holder == plugin.name else holder
 
 
 def sources() -> Iterator[str]:

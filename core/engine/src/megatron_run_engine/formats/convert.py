@@ -22,7 +22,7 @@ from megatron_run import __version__
 from megatron_run.config.yaml import yaml_text
 from megatron_run.contracts.format import ADAPTERS, ReadTensor, Weights
 from megatron_run.contracts.optimizer import MASTER, StatePiece
-from megatron_run.errors import CheckpointError, RunError, taken
+from megatron_run.errors import CheckpointError, InputError, RunError, taken
 from megatron_run.files.publishing import publishing_folder
 from megatron_run.registry.choose_format import format_to_read, format_to_write
 from megatron_run.registry.discover import plain_name

@@ -9,13 +9,13 @@ from pathlib import Path
 from shlex import quote
 from typing import Any
 
-from megatron_run.config.merge import SEPARATORS, ConfigSource, merge
+from megatron_run.config.merge import ConfigSource, merge
 from megatron_run.config.origin import DEFAULT, Choice, Key, Origin, Value, dotted, section_of
 from megatron_run.config.run_home import config_file, run_home
 from megatron_run.config.sources import DEFAULT_PLUGINS, default_source, plugin_name
 from megatron_run.config.validate import fields_of, unchecked, unknown_key, validate
 from megatron_run.config.values import typed
-from megatron_run.contracts.plugin import RUN_KINDS, check_run_kind
+from megatron_run.contracts.plugin import RUN_KINDS, SEPARATORS, check_run_kind
 from megatron_run.contracts.schema import PluginSection, PluginsSection
 from megatron_run.errors import EngineMissingError, Findings, InputError, PluginError, advice
 from megatron_run.files.safe_folder import SafeFolder, parse_json
