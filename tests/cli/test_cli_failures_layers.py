@@ -24,7 +24,7 @@ MISTAKES = {
         "--set parallel.tensor=2",
         (
             "parallel.tensor=2 needs a plugin that serves it: parallel-layer=dense does not (from --set "
-            "parallel.tensor); choose --plugin parallel-layer=tensor or --plugin parallel-layer=te; or set "
+            "parallel.tensor); choose --plugin parallel-layer=te or --plugin parallel-layer=tensor; or set "
             "parallel.tensor=1"
         ),
     ),
@@ -32,7 +32,7 @@ MISTAKES = {
         "--set parallel.sequence=true",
         (
             "parallel.sequence=true needs a plugin that serves it: parallel-layer=dense does not (from --set "
-            "parallel.sequence); choose --plugin parallel-layer=tensor or --plugin parallel-layer=te; or set "
+            "parallel.sequence); choose --plugin parallel-layer=te or --plugin parallel-layer=tensor; or set "
             "parallel.sequence=false"
         ),
     ),

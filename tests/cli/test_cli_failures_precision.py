@@ -18,7 +18,7 @@ MISTAKES = {
         f"{FP16} --plugin scaler=none",
         (
             "train.precision=fp16 needs a plugin that serves it: scaler=none does not (from --set train.precision); "
-            "choose --plugin scaler=dynamic or --plugin scaler=constant; or set train.precision=bf16"
+            "choose --plugin scaler=constant or --plugin scaler=dynamic; or set train.precision=bf16"
         ),
     ),
     "an unknown precision": (
