@@ -21,7 +21,9 @@ AGENT = ("--nproc-per-node", "2", "-m", "megatron_run_cli")
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    files = (path for path in sorted(folder.rglob("*")) if path.is_file() and path.name != ".lock")
+    """What says what the run is; ``status.json`` says how the last start ended."""
+    found = (path for path in sorted(folder.rglob("*")) if path.is_file())
+    files = (path for path in found if path.name not in (".lock", "status.json"))
     return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
 
@@ -45,6 +47,8 @@ def test_a_refused_extension_changes_nothing_and_a_granted_one_the_configuration
     assert "when step 2 was saved: text.txt has other contents; give the same data" in local.stderr
     assert "log:" not in local.stderr + joined.stderr, "there is none"
     assert contents(run) == before
+    status = json.loads((run / "status.json").read_text())
+    assert (status["state"], status["step"], status["exit_code"], status["retry"]) == ("finished", 2, 5, False)
 
     text.write_text("a run that goes on " * 400)
     shorter = forked_command((*TEXT, "--set", "train.steps=1", "--allow-change", "train.steps"), tmp_path)

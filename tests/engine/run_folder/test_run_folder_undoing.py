@@ -57,7 +57,27 @@ def test_a_refusal_leaves_the_run_as_it_was(run: Path, code: ExitCode) -> None:
     before = contents(run)
     with (opened := extended(run)).lock:
         assert opened.end(code, "the training data is not what it was")
-    assert contents(run) == before
+    status = json.loads(before.pop("status.json"))
+    assert json.loads((run / "status.json").read_text()) == status | {
+        "exit_code": int(code),
+        "retry": False,
+        "message": "the training data is not what it was",
+    }, "a script that starts it again by what this says must not go on for ever"
+    after = contents(run)
+    del after["status.json"]
+    assert after == before
+    with (again := open_run_folder(tiny(run))).lock:
+        assert again.finished
+
+
+def test_a_killed_run_whose_next_start_is_refused_has_failed(run: Path) -> None:
+    with open_run_folder(tiny(run, resume="3")).lock:
+        RunFolder(run, 2).begin(3)
+    with (opened := open_run_folder(tiny(run))).lock:
+        opened.end(ExitCode.DATA, "why")
+    status = RunFolder(run, 2).read_status()
+    assert status is not None
+    assert (status.state, status.attempt, status.step, status.exit_code) == ("failed", 2, 3, 5)
 
 
 def test_until_an_attempt_begins_the_run_is_what_it_was(run: Path) -> None:

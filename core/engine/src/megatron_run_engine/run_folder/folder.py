@@ -237,6 +237,17 @@ class RunFolder:
                 fix="once the folder can be written, the same command goes on",
             ) from cause
 
+    def refuse(self, code: ExitCode, message: str) -> None:
+        """Report in the status of an earlier attempt, if there is one, why the run was not gone on with.
+
+        Scripts decide by it whether to try again: what torchrun returns is always the same. The run's state stays.
+        """
+        last = self.read_status()
+        if last is not None:
+            state = "failed" if last.exit_code is None else last.state  # of a job that was killed
+            with suppress(OSError):
+                self._write(replace(last, state=state, exit_code=int(code), retry=code.retry, message=message))
+
     def _list_ended(self) -> None:
         """Let ``run.json`` have this attempt though it has not begun, so that the next one gets another number."""
         attempts = (self.files.read_json("run.json") or {}).get("attempts", [])

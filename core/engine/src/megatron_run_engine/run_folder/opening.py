@@ -63,6 +63,7 @@ class OpenedFolder:
         """
         if code in REFUSALS and not keep and not self.folder.begun:
             self.before.restore(self.folder)
+            self.folder.refuse(code, message)
             return True
         self.folder.end(code, message)
         return False
