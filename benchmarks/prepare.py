@@ -32,7 +32,7 @@ from benchmarks.support.report import table
 from megatron_run_data_indexed.preparation.inputs import find_inputs
 from megatron_run_data_indexed.preparation.prepare import Preparation, prepare
 from megatron_run_engine.data.indexed_files import Reader
-from megatron_run_engine.data.tokenizer_files import train_tokenizer
+from megatron_run_engine.data.tokenizer_training import train_tokenizer
 
 WORKERS = len(os.sched_getaffinity(0))
 VOCABULARY = 8192

@@ -95,6 +95,40 @@ def test_the_product_sets_nothing_of_its_process_for_good() -> None:
     assert not found, "set it in megatron_run_engine.training.process, which gives it back"
 
 
+#: Who takes any exception for a result of its own, since it is the end of a process or a thread, and why.
+TAKES_ALL = {
+    f"{ENGINE}/launch/worker.py": "the rank's result",
+    f"{ENGINE}/launch/fork_server.py": "the process's exit code",
+    f"{ENGINE}/checkpoint/async_saver.py": "raised in the main thread",
+    f"{SUITES}/ranks.py": "raised in the suite's process",
+}
+
+
+def swallows(tree: ast.AST) -> bool:
+    """Whether something in ``tree`` catches every exception, and neither raises it again nor lets a signal's go on."""
+    handlers = [each for each in ast.walk(tree) if isinstance(each, ast.ExceptHandler)]
+    catching = [each for each in handlers if each.type is None or "BaseException" in ast.unparse(each.type)]
+    return any(not goes_on(handler.body) for handler in catching)
+
+
+def goes_on(body: list[ast.stmt]) -> bool:
+    """Whether a handler begins with ``let_end``, has a bare ``raise`` at its end, or one under its first ``if``."""
+    ends = [body[-1], *(body[0].body[-1:] if isinstance(body[0], ast.If) else [])]
+    return ast.unparse(body[0]).startswith("let_end(") or "raise" in map(ast.unparse, ends)
+
+
+def test_no_signal_is_taken_for_a_failure() -> None:
+    """The code of a plugin or a library that a signal has stopped is not what failed."""
+    found = {file.relative_to(ROOT).as_posix() for file in SOURCES if swallows(ast.parse(file.read_text("utf-8")))}
+    assert found == set(TAKES_ALL)
+
+
+@pytest.mark.parametrize("handler", ["raise Named from e", "pass", "if e:\n    raise Named"])
+def test_what_takes_a_signal_is_found(handler: str) -> None:
+    body = "\n".join(f"    {line}" for line in handler.split("\n"))
+    assert swallows(ast.parse(f"try:\n    work()\nexcept BaseException as e:\n{body}"))
+
+
 def test_nobody_asks_select() -> None:
     found = []
     for file in (*TESTS, *SCRIPTS):

@@ -14,8 +14,8 @@ from typing import Any
 
 from megatron_run.config.request import Request
 from megatron_run.planning import load_config
-from megatron_run_engine.data.tokenizer_files import train_tokenizer
 from megatron_run_engine.data.tokenizer_folder.record import DECIDING
+from megatron_run_engine.data.tokenizer_training import train_tokenizer
 from megatron_run_engine.launch.watchdog.connection import Connection, join_hub
 from megatron_run_engine.launch.watchdog.hub import Hub
 from megatron_run_engine.run_folder import open_run_folder

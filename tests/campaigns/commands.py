@@ -75,12 +75,12 @@ COMMANDS: Mapping[str, Case] = {
     "data convert": Case("ids.jsonl out", ("ids.jsonl",), ("out.bin", "out.idx")),
     "config show": Case("preset:tiny"),
     "config explain": Case("train.lr"),
-    "config schema": Case(),
+    "config schema": Case("--write", writes=("megatron-run.schema.json",)),
     "config from-megatron": Case("train.sh", ("train.sh",)),
     "plugins list": Case(),
     "plugins info": Case("schedule=1f1b"),
     "plugins why": Case("schedule preset:tiny"),
-    "plugins check": Case("schedule=1f1b --count 1"),
+    "plugins check": Case("schedule=1f1b"),
     "plan goodput": Case("preset:tiny --gpus 64 --days 1"),
     "plan check": Case("table.csv", ("table.csv",)),
     # It measures this machine for half a minute; what it writes, it writes as the others do.
@@ -95,6 +95,7 @@ COMMANDS: Mapping[str, Case] = {
     "eval overlap": Case("a.txt a.jsonl", ("a.txt", "a.jsonl")),
     "eval harness": Case("run --tasks arc_easy", ("run",)),
     "doctor": Case("--json"),
+    "completion": Case("bash"),
 }
 WRITERS = tuple(command for command, case in COMMANDS.items() if case.writes)
 
@@ -108,11 +109,11 @@ def leaves(group: click.Command = program, path: tuple[str, ...] = ()) -> Iterat
         yield from leaves(command, (*path, name))
 
 
-_SCRIPT = """
+SCRIPT = """
 torchrun pretrain_gpt.py --num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 16 --train-iters 2 \\
     --global-batch-size 2 --lr 1e-3 --mock-data --tokenizer-type NullTokenizer --vocab-size 60
 """
-_TABLE = """# GPUs,global batch,micro batch,hidden size,attention heads,# layers,sequence length,tensor parallelism,\
+TABLE = """# GPUs,global batch,micro batch,hidden size,attention heads,# layers,sequence length,tensor parallelism,\
 data parallelism,pipeline parallelism,iteration time (ms)
 8,8,1,1024,16,8,1024,1,8,1,100
 """
@@ -125,8 +126,8 @@ def make_inputs(folder: Path) -> None:
     (folder / "a.txt").write_text("\n".join(lines))
     (folder / "a.jsonl").write_text("".join(f'{{"text": "{line}"}}\n' for line in lines))
     (folder / "ids.jsonl").write_text("".join(f'{{"tokens": [{n}, {n + 1}, 3]}}\n' for n in range(40)))
-    (folder / "train.sh").write_text(_SCRIPT)
-    (folder / "table.csv").write_text(_TABLE)
+    (folder / "train.sh").write_text(SCRIPT)
+    (folder / "table.csv").write_text(TABLE)
     saved_network(folder / "run", {**GPT2, "vocab_size": 260})
     place = str(folder)
     with redirect_stdout(StringIO()):

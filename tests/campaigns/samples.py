@@ -25,7 +25,7 @@ from megatron_run.contracts.activity import Activity, Collective
 from megatron_run_engine.checkpoint.files import FileSystem
 from megatron_run_engine.checkpoint.reader import TensorFile
 from megatron_run_engine.data.indexed_files import Writer
-from megatron_run_engine.data.tokenizer_files import train_tokenizer
+from megatron_run_engine.data.tokenizer_training import train_tokenizer
 from megatron_run_engine.formats.gpt_tensors import gpt_options, logical_shapes
 from megatron_run_engine.launch.watchdog.page import PageWriter
 from megatron_run_format_distributed import Distributed

@@ -59,6 +59,29 @@ def test_lines_of_standard_input_are_turns(run: Path, capsys: Output, monkeypatc
     assert capsys.readouterr().out == "\n---\n".join(expected(run, "a", "b")) + "\n"
 
 
+def test_a_piped_talk_ends_at_a_turn_that_cannot_be_answered_and_names_it(
+    run: Path, capsys: Output, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.StringIO(f"a\n\n{'b' * 17}\nc\n"))
+    assert main(words(run)) == 2
+    said = capsys.readouterr()
+    assert said.out.startswith(expected(run, "a")[0])
+    *_, line = said.err.splitlines()
+    assert line.startswith("megatron-run: a prompt is too long: 18 tokens")
+    assert "(from turn 2)" in line
+    assert "left out" not in said.err
+
+
+def test_a_byte_that_is_no_text_is_told_by_its_place(
+    run: Path, capsys: Output, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    typed = io.TextIOWrapper(io.BytesIO(b"a\n\xc3\xa9\xff\n"), "utf-8", "surrogateescape")
+    monkeypatch.setattr(sys, "stdin", typed)
+    assert main(words(run)) == 5
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert line.startswith("megatron-run: standard input is no text: byte 3 of line 2 is not UTF-8")
+
+
 def test_json_is_a_line_an_answer(run: Path, capsys: Output) -> None:
     assert main(words(run, "--json", "a", "b")) == 0
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
@@ -81,7 +104,8 @@ def test_a_terminal_is_a_loop_that_forgets_goes_on_after_mistakes_and_ends(run: 
     assert process.returncode == 0
     first, second = expected(run, "a", "b")
     assert out.decode() == f"> {first}\n> > > {first}\n> > {second}\n> "
-    assert b"each line is answered; /new starts anew, /exit or Ctrl-D ends" in err
+    told = f"megatron-run: {run}/checkpoints/step7, which reads 16 tokens: each line is answered; /new starts anew, "
+    assert f"{told}/exit or Ctrl-D ends" in err.decode()
     assert err.count(b"a prompt is too long") == 1
 
 

@@ -89,7 +89,7 @@ def test_weights_to_start_from_are_looked_for_before_anything_is_started(
     ("words", "code", "why"),
     [
         (("export", "{run}", "{new}", "--to", "hugging"), 2, "did you mean 'huggingface'?"),
-        (("export", "{run}", "{run}", "--to", "huggingface"), 2, "exists already"),
+        (("export", "{run}", "{run}", "--to", "huggingface"), 2, "exists: nothing is overwritten"),
         (("export", "--to", "huggingface"), 2, "expected [SOURCE] FOLDER"),
         (("export", "{run}", "{new}"), 2, "--to"),
         (("import", "{run}", "{new}"), 5, "in no format that is known"),

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from megatron_run.errors import ExitCode
-from megatron_run_cli.commands import data
+from megatron_run_cli import progress
 from megatron_run_cli.main import main
 
 Output = pytest.CaptureFixture[str]
@@ -85,7 +85,11 @@ def test_one_document_is_trained_on_whole_as_prepare_says(
             ExitCode.DATA,
         ),
         (["prepare", "none.jsonl", "--out", "set", "--tokenizer", "bytes"], "does not exist", ExitCode.DATA),
-        (["prepare", "mine.jsonl", "--out", "set", "--tokenizer", "none"], "none does not exist", ExitCode.DATA),
+        (
+            ["prepare", "mine.jsonl", "--out", "set", "--tokenizer", "none"],
+            "none does not exist (from --tokenizer)",
+            ExitCode.DATA,
+        ),
         (["inspect", "set"], "does not exist", ExitCode.DATA),
         (["cache", "--days", "3"], "--days goes with --prune", ExitCode.INPUT),
         (["convert", "set", "mine.jsonl"], "exists", ExitCode.INPUT),
@@ -133,6 +137,6 @@ def test_prepare_says_now_and_then_how_far_it_is_where_nobody_watches(
     words = ["data", "prepare", "mine.jsonl", "--out", "d/set", "--tokenizer", "bytes", "--workers", "1"]
     assert main(words) == 0
     assert "MB" not in capsys.readouterr().err  # it was quick
-    monkeypatch.setattr(data, "LINE_EVERY", 0.0)
+    monkeypatch.setattr(progress, "LINE_EVERY", 0.0)
     assert main([*words, "--overwrite"]) == 0
     assert "tokens; about 0 s left" in capsys.readouterr().err

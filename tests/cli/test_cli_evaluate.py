@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +89,17 @@ def test_the_numbers_are_kept_with_the_run(run: Path, alone: list[dict[str, Any]
     assert [point.step for point in before] == [1, 2, 3]
 
 
+def test_a_split_of_data_that_have_changed_is_told(run: Path, tmp_path: Path) -> None:
+    """Its numbers stand in eval.jsonl beside those of the text as it was."""
+    copied = Path(shutil.copytree(run.parent, tmp_path / "copied")) / "run"
+    (same,) = evaluated(copied, "--task", "perplexity=validation")
+    with (copied.parent / "text.txt").open("a") as text:
+        text.write("more")
+    changed, file = evaluated(copied, "--task", "perplexity=validation", "--task", "perplexity=text.txt")
+    assert (same["note"], file["note"]) == ("", "")
+    assert changed["note"] == "the files of its data are not what they were at step 3: its splits are others too"
+
+
 def test_overlap_needs_no_model(tmp_path: Path) -> None:
     (tmp_path / "test.txt").write_text("a b c d e f g h i")
     (tmp_path / "train.txt").write_text("x b c d e f g h i x")
@@ -101,6 +113,17 @@ def test_without_a_task_the_command_says_what_to_type(tmp_path: Path) -> None:
     assert done.stderr == (
         "megatron-run: no task is given; type: --task perplexity=FILE, wikitext=FILE or lambada=FILE\n"
     )
+
+
+@pytest.mark.parametrize(
+    ("task", "meant"),
+    [("perplexty=notes.md", "perplexity"), ("perplexity=validaton", "validation")],
+)
+def test_a_slip_in_a_task_is_answered_with_what_was_meant(
+    task: str, meant: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["eval", "run", "--task", task]) != 0
+    assert f"did you mean '{meant}'?" in capsys.readouterr().err
 
 
 def test_a_file_without_its_task_gets_the_words_to_type(capsys: pytest.CaptureFixture[str]) -> None:

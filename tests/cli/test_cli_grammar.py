@@ -83,7 +83,7 @@ def test_version(capsys: Output) -> None:
         (
             ["xyzzy"],
             2,
-            "commands are checkpoint, config, data, doctor, eval, export, finetune, generate, import, plan, plugins",
+            "commands are checkpoint, completion, config, data, doctor, eval, export, finetune, generate, import, plan",
         ),
         (["schedule", "show", "1f1b"], 2, "nor a configuration; type --plugin schedule=1f1b"),
         (["--lr", "1"], 2, "there is no option --lr; type --set train.lr=VALUE"),
@@ -167,6 +167,16 @@ def test_a_configuration_from_standard_input(monkeypatch: pytest.MonkeyPatch, ca
     monkeypatch.setattr(sys, "stdin", io.StringIO("train: {steps: 77}"))
     assert main(["config", "show", "preset:tiny", "-", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["train.steps"]["value"] == 77
+
+
+def test_a_byte_of_a_configuration_from_standard_input_that_is_no_text(
+    monkeypatch: pytest.MonkeyPatch, capsys: Output
+) -> None:
+    """As it is told of a file."""
+    typed = io.TextIOWrapper(io.BytesIO(b"train:\n  lr: \xff"), "utf-8", "surrogateescape")
+    monkeypatch.setattr(sys, "stdin", typed)
+    assert main(["-", "--dry-run"]) == 2
+    assert capsys.readouterr().err == "megatron-run: standard input:2:7: a byte that is not UTF-8 is refused\n"
 
 
 def test_gpus_that_are_not_there_are_an_error(monkeypatch: pytest.MonkeyPatch, capsys: Output) -> None:

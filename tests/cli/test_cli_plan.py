@@ -115,7 +115,7 @@ def test_the_split_that_was_asked_about_is_written(
     words = ["plan", "preset:tiny", *(word for each in shape for word in ("--set", each)), *asked, "--write", str(file)]
     assert main(words) == 0
     assert f"written: {file}" in capsys.readouterr().out.splitlines()[-1]
-    assert main([*words, "--json"]) == 0
+    assert main([*words, "--json", "--overwrite"]) == 0
     split = json.loads(capsys.readouterr().out)["candidates"][-1]["split"]
     assert (split["tensor"], split["layers"]) == (tensor, list(layers))
     parallel = load_config(file, environment={}).config.parallel

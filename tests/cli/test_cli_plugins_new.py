@@ -148,9 +148,7 @@ def refusal(kind: str, name: str, folder: Path) -> str:
 
 def test_an_existing_folder_is_never_written_to(tmp_path: Path) -> None:
     (tmp_path / "precious").write_text("mine")
-    assert refusal("schedule", "zigzag", tmp_path) == (
-        f"{tmp_path} exists, and nothing is overwritten; name a new folder"
-    )
+    assert refusal("schedule", "zigzag", tmp_path) == (f"{tmp_path} exists: nothing is overwritten; name a new folder")
     assert [file.name for file in tmp_path.iterdir()] == ["precious"]
 
 

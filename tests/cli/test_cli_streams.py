@@ -9,8 +9,12 @@ from pathlib import Path
 import pytest
 
 from megatron_run_cli.main import main
+from tests.support.forked import TINY
 
-_FULL = "megatron-run: the output cannot be written: No space left on device; "
+_FULL = (
+    "megatron-run: standard output cannot be written: No space left on device; "
+    "files that the command had written are whole; send what it prints elsewhere\n"
+)
 _GONE = "megatron-run: the current folder was removed; cd to one that exists"
 
 
@@ -32,6 +36,24 @@ def test_a_command_ends_in_one_line_or_in_silence(shell: str, code: int, said: s
     assert (ran.returncode, ran.stdout) == (code, "")
     assert ran.stderr.startswith(said)
     assert ran.stderr.count("\n") == bool(said)
+
+
+@pytest.mark.parametrize("words", ["plugins list", "schedule show --plugin schedule=1f1b --stages 2 --microbatches 3"])
+def test_a_full_output_is_told_once_and_by_its_name(words: str, tmp_path: Path) -> None:
+    command = f"exec {sys.executable} -P -m megatron_run_cli {words} > /dev/full"
+    ran = subprocess.run(["/bin/bash", "-c", command], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (ran.returncode, ran.stderr) == (5, _FULL)
+
+
+def test_a_training_goes_on_without_an_output_and_says_where_it_prints(tmp_path: Path) -> None:
+    sets = " ".join(f"--set {key}={value}" for key, value in TINY.items() if key != "observer.use")
+    words = f"preset:tiny {sets} --set run.folder=out"
+    command = f"exec {sys.executable} -P -m megatron_run_cli {words} > /dev/full"
+    ran = subprocess.run(["/bin/bash", "-c", command], cwd=tmp_path, capture_output=True, text=True, check=False)
+    said = [line for line in ran.stderr.splitlines() if "standard output" in line]
+    assert (ran.returncode, len(said)) == (0, 1), ran.stderr
+    log = Path(said[0].partition("the run goes on, and prints into ")[2])
+    assert "4/4" in log.read_text() or "step 4" in log.read_text(), log.read_text()
 
 
 def test_what_is_printed_does_not_enter_a_file_that_took_the_place_of_the_output(tmp_path: Path) -> None:

@@ -78,7 +78,8 @@ def test_a_command_ends_with_its_processes(name: str, number: signal.Signals, te
         assert process.stderr is not None
         said = [line for line in process.stderr.read().split("\n") if line.startswith(("Traceback", "megatron-run:"))]
     if number != signal.SIGKILL:
-        assert said == [f"megatron-run: {'interrupted' if number == signal.SIGINT else 'stopped by SIGTERM'}"]
+        how = "; the same command goes on where it stopped" if name == "prepare" else ""
+        assert said == [f"megatron-run: {'interrupted' if number == signal.SIGINT else 'stopped by SIGTERM'}{how}"]
         assert not list(tmp_path.glob(".*"))
     assert not [path for path in tmp_path.glob("out*") if path.is_file()]
 
@@ -135,6 +136,8 @@ NEVER = "3600"
         ("wait", "0.1", [signal.SIGTERM], 143, "megatron-run: stopped by SIGTERM\n"),
         ("wait", "0.1", [signal.SIGHUP], 143, "megatron-run: stopped by SIGHUP\n"),
         ("wait", NEVER, [signal.SIGTERM, signal.SIGHUP], 143, "megatron-run: stopped by SIGTERM\n"),
+        ("generate", "0.1", [signal.SIGTERM], 143, "megatron-run: stopped by SIGTERM\n"),
+        ("eval", "0.1", [signal.SIGTERM], 143, "megatron-run: stopped by SIGTERM\n"),
         *((name, NEVER, [signal.SIGTERM], -signal.SIGTERM, "") for name in sorted(OF_RANKS)),
     ],
 )
@@ -166,6 +169,33 @@ def test_a_rank_that_waits_for_the_others_ends_by_the_signal(tmp_path: Path) -> 
         rank.send_signal(signal.SIGTERM)
         _, err = rank.communicate(timeout=30)
     assert (rank.returncode, err) == (-signal.SIGTERM, "")
+
+
+#: A command whose ranks take longer to end than its own grace is: their launcher's handlers stand, and it waits.
+LAUNCHING = """
+import os, signal, sys, time
+from megatron_run_cli import termination
+from megatron_run_cli.main import main, program
+from megatron_run_engine.launch.signals import caught_signals
+
+termination._Deadline.GRACE = termination._Deadline.AT_ONCE = 0.01
+
+@program.command("eval")
+def launch():
+    with caught_signals(signal.SIGTERM) as caught:
+        os.kill(os.getpid(), signal.SIGTERM)
+        bell = next(thread for thread in termination.threading.enumerate() if thread.name == "signals")
+        bell.join(0.5)
+        print(len(caught), bell.is_alive())
+
+sys.exit(main(["eval"]))
+"""
+
+
+def test_a_command_leaves_signals_to_the_launcher_of_its_ranks(tmp_path: Path) -> None:
+    with running((sys.executable, "-c", LAUNCHING), tmp_path) as process:
+        out, err = process.communicate(timeout=60)
+    assert (process.returncode, out, err) == (0, "1 True\n", "")
 
 
 def test_what_a_command_sets_of_signals_is_as_before_when_it_ends() -> None:

@@ -14,7 +14,10 @@ from megatron_run_cli.main import main
     [
         (
             "eval none --task perplexitty=none.txt",
-            "there is no task 'perplexitty'; write perplexity=FILE, wikitext=FILE, lambada=FILE",
+            (
+                "there is no task 'perplexitty'; did you mean 'perplexity'? "
+                "write perplexity=FILE, wikitext=FILE, lambada=FILE"
+            ),
         ),
         (
             "eval none --task perplexity=validation --task lambada=none.txt",

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
-from tests.campaigns.commands import COMMANDS, leaves, make_inputs
-from tests.campaigns.written import Trials
+from megatron_run.errors import ExitCode
+from megatron_run_cli.main import main
+from tests.campaigns.commands import COMMANDS, WRITERS, leaves, make_inputs
+from tests.campaigns.written import Place, Trials
 
 pytestmark = pytest.mark.timeout(120)
 #: Quick ones, of each kind of output: a new folder, files that belong together, and pictures that do not.
@@ -24,6 +27,31 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("commands") / "inputs"
     make_inputs(folder)
     return folder
+
+
+#: Who writes what a run can be continued in, or pictures, which are drawn anew without asking.
+AGAIN = {"train", "finetune", "schedule show"}
+_TAKEN = re.compile(
+    r"megatron-run: .+ exists(: nothing is overwritten; name a new folder|; name another \S+, or add .+)"
+)
+
+
+@pytest.mark.parametrize("command", sorted(set(WRITERS) - AGAIN))
+def test_no_command_replaces_what_is_there_unasked(
+    command: str, inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    place = Place(tmp_path / "place", COMMANDS[command], inputs)
+    monkeypatch.chdir(place.work)
+    words = COMMANDS[command].typed(command)
+    assert main(words) == 0
+    made = place.made
+    capsys.readouterr()
+    assert main(words) == ExitCode.INPUT
+    (line,) = capsys.readouterr().err.splitlines()
+    said = _TAKEN.fullmatch(line)
+    assert said, line
+    assert place.made == made
+    assert not said[1].endswith("--overwrite") or main([*words, "--overwrite"]) == 0
 
 
 @pytest.mark.multiproc

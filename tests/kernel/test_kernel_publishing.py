@@ -121,6 +121,16 @@ def test_a_link_leads_to_its_file_as_in_a_shell(tmp_path: Path) -> None:
     assert names(tmp_path / "folder") == ["file"]
 
 
+def test_what_belongs_together_is_for_nobody_who_may_not_read_all_of_it(tmp_path: Path) -> None:
+    (tmp_path / "secret").touch(mode=0o600)
+    (tmp_path / "open").touch(mode=0o644)
+    with publishing(tmp_path / "why", tmp_path / "open", tmp_path / "secret"):
+        pass
+    assert {path.name: path.stat().st_mode & 0o777 for path in tmp_path.iterdir()} == dict.fromkeys(
+        ("open", "secret", "why"), 0o600
+    )
+
+
 def test_a_pipe_with_the_name_of_a_leftover_is_left_alone(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / temporary_name("a"))
     with publishing(tmp_path / "a"):

@@ -60,9 +60,9 @@ def program() -> None:
     sys.meta_path.insert(0, BeforeTorch())
     code = main()
     failed = flush_output()
-    if failed is not None and not isinstance(failed, BrokenPipeError):  # else nobody reads any more
+    if failed is not None and not code and not isinstance(failed, BrokenPipeError):  # else nobody reads any more
         tell_error(str(full_disk(failed) or failed))
-        code = code or ExitCode.DATA
+        code = ExitCode.DATA
     if "torch.distributed" in sys.modules:
         os._exit(code)
     sys.exit(code)

@@ -5,6 +5,7 @@ What a command needs is imported in its body, so that ``plugins list`` loads nei
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from collections.abc import Sequence
@@ -14,6 +15,7 @@ import click
 from megatron_run import __version__
 from megatron_run.errors import EngineMissingError, ExitCode, RunError, check_engine, system_limit
 from megatron_run_cli.commands.checkpoint import checkpoint, export, import_
+from megatron_run_cli.commands.completion import completion
 from megatron_run_cli.commands.config import config
 from megatron_run_cli.commands.data import data
 from megatron_run_cli.commands.doctor import doctor
@@ -23,6 +25,7 @@ from megatron_run_cli.commands.plan import plan
 from megatron_run_cli.commands.plugins import plugins
 from megatron_run_cli.commands.schedule import schedule
 from megatron_run_cli.commands.train import finetune, train
+from megatron_run_cli.completion.shells import VARIABLE, answer
 from megatron_run_cli.grammar import Program, option_meant
 from megatron_run_cli.output import print_refusal, start_answer, tell_error
 from megatron_run_cli.streams import check_folder, full_disk
@@ -55,6 +58,7 @@ for _command in (
     generate,
     evaluate,
     doctor,
+    completion,
 ):
     program.add_command(_command)
 
@@ -65,8 +69,13 @@ _VALID = re.compile(r"a valid (integer|float)( range)?")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; the exit code. Only a bug shows a traceback."""
-    words = list(sys.argv[1:] if arguments is None else arguments)
+    """Run the command line, or tell a shell how it may go on; the exit code. Only a bug shows a traceback."""
+    if asked := os.environ.get(VARIABLE):
+        return answer(program, asked)
+    return _obey(list(sys.argv[1:] if arguments is None else arguments))
+
+
+def _obey(words: list[str]) -> int:
     start_answer()
     try:
         check_folder()
@@ -86,7 +95,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _without_engine(error, words)
     except (click.Abort, KeyboardInterrupt, Terminated) as error:  # before RuntimeError: an Abort is one
         code = ExitCode.SIGTERM if isinstance(error, Terminated) else ExitCode.SIGINT
-        return _refused(str(error) or "interrupted", code, words, error)
+        return _refused(_ended(error), code, words, error)
     except (MemoryError, OSError, RuntimeError) as error:
         known = system_limit(error) or full_disk(error)
         if known is None:
@@ -99,6 +108,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 #: A whole command for each that wants an argument or option.
 EXAMPLES = {
+    "completion": "bash",
     "finetune": "gpt2 --data 'texts/*.txt'",
     "config explain": "train.lr",
     "config from-megatron": "pretrain.sh",
@@ -110,7 +120,7 @@ EXAMPLES = {
     "import": "gpt2 imported",
     "export": "runs/latest out --to huggingface",
     "data prepare": "'texts/*.txt' --out texts --tokenizer tokenizer.json",
-    "data clean": "'texts/*.txt' --out clean --tokenizer tokenizer.json",
+    "data clean": "'texts/*.txt' --out clean.jsonl --tokenizer tokenizer.json",
     "data train-tokenizer": "'texts/*.txt' --vocab-size 32000 --out tokenizer.json",
     "data inspect": "texts",
     "data convert": "texts texts.jsonl",
@@ -128,6 +138,12 @@ def _refusal(error: click.ClickException) -> str:
         return message
     name, _, command = error.ctx.command_path.partition(" ")
     return f"{message} Type, as an example: {name} {command} {EXAMPLES[command]}" if command in EXAMPLES else message
+
+
+def _ended(error: BaseException) -> str:
+    """What ended a command, and how it goes on where that is noted; click's Abort is caused by a KeyboardInterrupt."""
+    notes = getattr(error, "__notes__", ()) or getattr(error.__cause__, "__notes__", ())
+    return "; ".join((str(error) or "interrupted", *notes))
 
 
 def _refused(message: str, code: ExitCode, words: Sequence[str], cause: BaseException | None = None) -> int:

@@ -6,6 +6,7 @@ import errno
 import io
 import os
 import sys
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,22 @@ from megatron_run.errors import DataError, InputError, RunError
 
 #: Errors of disks on which nothing more can be written.
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
+
+
+#: What an error of writing there has as its file.
+_OUTPUT = "standard output"
+
+
+class _Output(io.FileIO):
+    """Standard output, by whose name its errors are told from those of files."""
+
+    def write(self, data: Any, /) -> int:
+        """Write ``data``; its length in bytes. Raises OSError with the name."""
+        try:
+            return super().write(data)
+        except OSError as error:
+            error.filename = _OUTPUT
+            raise
 
 
 class _Heedless(io.FileIO):
@@ -37,10 +54,36 @@ def open_streams() -> None:
         except OSError:
             os.open(os.devnull, os.O_RDWR)
     sys.stdin = sys.stdin or open(0, encoding="utf-8", closefd=False)  # noqa: SIM115  # for as long as the process lives
-    sys.stdout = sys.stdout or open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
+    if isinstance(sys.stdin, io.TextIOWrapper):  # a byte that is no text is told by typed_lines, whatever the locale
+        sys.stdin.reconfigure(encoding=None if sys.stdin.isatty() else "utf-8", errors="surrogateescape")
+    given = sys.stdout or open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
+    sys.stdout = io.TextIOWrapper(
+        io.BufferedWriter(_Output(1, "w", closefd=False)),
+        given.encoding,
+        given.errors,
+        line_buffering=bool(given.line_buffering),
+        write_through=getattr(given, "write_through", False),  # with PYTHONUNBUFFERED
+    )
     raw = io.BufferedWriter(_Heedless(2, "w", closefd=False))
     encoding = getattr(sys.stderr, "encoding", "utf-8")
     sys.stderr = io.TextIOWrapper(raw, encoding, errors="backslashreplace", line_buffering=True)
+
+
+def typed_text() -> str:
+    """All of standard input. Raises :class:`DataError` as :func:`typed_lines`."""
+    return "".join(typed_lines())
+
+
+def typed_lines() -> Iterator[str]:
+    """The lines of standard input with their ends. Raises :class:`DataError` for a byte that is not UTF-8, by place."""
+    for number, line in enumerate(sys.stdin, 1):
+        try:
+            line.encode()
+        except UnicodeEncodeError as cause:  # each such byte is one surrogate
+            place = len(line[: cause.start].encode()) + 1
+            what = f"standard input is no text: byte {place} of line {number} is not UTF-8"
+            raise DataError(what, fix="convert it, as with iconv -t utf-8") from cause
+        yield line
 
 
 def flush_output() -> OSError | None:
@@ -59,8 +102,10 @@ def full_disk(error: BaseException) -> RunError | None:
     """What the user is told where ``error`` is that of a full disk, else None."""
     if not isinstance(error, OSError) or error.errno not in _NO_ROOM:
         return None
-    what = f"{error.filename or 'the output'} cannot be written"
-    return DataError(what, why=os.strerror(error.errno), fix="make room there, and run the same command again")
+    fix = "make room there, and run the same command again"
+    if error.filename == _OUTPUT:  # the command is over, or at its end: what it prints is about what it has done
+        fix = "files that the command had written are whole; send what it prints elsewhere"
+    return DataError(f"{error.filename or 'the output'} cannot be written", why=os.strerror(error.errno), fix=fix)
 
 
 def check_folder() -> None:

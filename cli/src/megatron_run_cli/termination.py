@@ -5,19 +5,19 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any, NoReturn
 
-from megatron_run.errors import ExitCode
+from megatron_run.errors import ExitCode, ToldToEnd
 from megatron_run.signal_bell import SignalBell
 
 _ENDING = (signal.SIGTERM, signal.SIGHUP)
 
 
-class Terminated(BaseException):
-    """The signal ``number`` came. Not an Exception, which a library might take for its own."""
+class Terminated(ToldToEnd):
+    """The signal ``number`` came."""
 
     def __init__(self, number: int) -> None:
         super().__init__(f"stopped by {signal.Signals(number).name}")
@@ -27,8 +27,8 @@ class Terminated(BaseException):
 def ending_in_order() -> Iterator[None]:
     """Within: SIGTERM and SIGHUP raise :class:`Terminated` in the main thread; a second one ends the process at once.
 
-    For commands that start no ranks: those have handlers of their own. SIGHUP stays ignored where it is, as nohup wants
-    it. Only the main thread may set handlers; in any other nothing is changed.
+    For commands that are no ranks; where one starts some, their launcher's handlers stand meanwhile. SIGHUP stays
+    ignored where it is, as nohup wants it. Only the main thread may set handlers; in any other nothing is changed.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -42,6 +42,7 @@ def ending_in_order() -> Iterator[None]:
                 signal.signal(each, signal.SIG_DFL)
             raise Terminated(number)
 
+        deadline.handler = handle
         try:
             for number in numbers:
                 signal.signal(number, handle)
@@ -52,7 +53,10 @@ def ending_in_order() -> Iterator[None]:
 
 
 class _Deadline(SignalBell):
-    """Ends the process if a signal came and the main thread, which waits in C, runs no handler and sets no ``met``."""
+    """Ends the process if a signal came and the main thread, which waits in C, runs no handler and sets no ``met``.
+
+    A signal that another ``handler`` has taken over meanwhile, as that of ranks, is none of its business.
+    """
 
     #: Seconds that the main thread has, and that it has after a second signal.
     GRACE, AT_ONCE = 3.0, 0.2
@@ -60,6 +64,7 @@ class _Deadline(SignalBell):
     def __init__(self, numbers: Sequence[signal.Signals]) -> None:
         self._numbers = numbers
         self.met = threading.Event()
+        self.handler: Callable[[int, FrameType | None], NoReturn] | None = None
 
     def __exit__(self, *error: Any) -> None:
         self.met.set()
@@ -81,6 +86,6 @@ class _Deadline(SignalBell):
     def _hear(self) -> int | None:
         """The next of the signals that end a command, None once the bell is closed."""
         while heard := self.ear.recv(1):
-            if heard[0] in self._numbers:
+            if heard[0] in self._numbers and (self.met.is_set() or signal.getsignal(heard[0]) is self.handler):
                 return heard[0]
         return None

@@ -123,6 +123,7 @@ def test_the_model_answers_by_the_template_that_it_has_learned(tmp_path: Path) -
         ([], {}, "must be a list of one or more"),
         ([{"role": "user"}], {}, "content of message 0 is missing"),
         ([{"role": "user", "content": "\ufdd0"}], {}, "holds U\\+FDD0"),
+        ([{"role": "narrator", "content": "a"}], {}, "role of message 0 is 'narrator'; roles are .*tool"),
         (ASKED, {"tools": ["weather"]}, "tools must be a list of objects"),
         (ASKED, {"template": "{{ raise_exception('only two turns') }}"}, "only two turns"),
     ],
@@ -130,6 +131,11 @@ def test_the_model_answers_by_the_template_that_it_has_learned(tmp_path: Path) -
 def test_what_cannot_be_answered_is_one_line(messages: Sequence[Any], more: dict[str, Any], why: str) -> None:
     with pytest.raises(InputError, match=f"the conversation cannot be answered: .*{why}"):
         prompt(data_of("bytes"), messages, **{"template": PLAIN, **more})
+
+
+def test_a_role_that_the_template_names_is_one() -> None:
+    told = "{% for m in messages %}{% if m.role == 'narrator' %}({{ m.content }}){% endif %}{% endfor %}"
+    assert ChatTemplate(told, "t", {}).prompt([{"role": "narrator", "content": "a"}]) == "(a)"
 
 
 def test_without_a_template_it_says_what_to_type() -> None:

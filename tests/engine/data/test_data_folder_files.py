@@ -16,9 +16,9 @@ import pytest
 from megatron_run.errors import DataError
 from megatron_run_engine.data.standalone_tokenizer import standalone_files
 from megatron_run_engine.data.tokenizer import open_tokenizer
-from megatron_run_engine.data.tokenizer_files import train_tokenizer
 from megatron_run_engine.data.tokenizer_folder import exactly, folder_files
 from megatron_run_engine.data.tokenizer_folder.record import DECIDING, TEMPLATES, TOKENIZER, WRITTEN, FolderTokenizer
+from megatron_run_engine.data.tokenizer_training import train_tokenizer
 
 ADDED = {"id": 1, "content": "<end>", "special": True}
 #: A folder in which every field that is read has the type that it must have.

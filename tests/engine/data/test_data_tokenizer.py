@@ -118,3 +118,17 @@ def test_a_file_that_fails_the_library_in_use_is_named(tmp_path: Path, place: di
     with pytest.raises(DataError, match=r"hostile\.json fails on"):  # noqa: PT012  # some fail in the last call alone
         JsonTokenizer(path).encode(b"one b", "x")
         JsonTokenizer(path).decode([3])
+
+
+def test_a_signal_while_the_library_works_is_no_fault_of_the_tokenizer(tmp_path: Path) -> None:
+    class Stopped(BaseException):
+        pass
+
+    class Library:
+        def encode(self, *_: object, **__: object) -> None:
+            raise Stopped
+
+    tokenizer = JsonTokenizer(words(tmp_path))
+    tokenizer._tokenizer = Library()  # type: ignore[assignment]
+    with pytest.raises(Stopped):
+        tokenizer.encode(b"one", "x")

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from megatron_run.errors import DataError
+from megatron_run.errors import DataError, InputError
 from megatron_run_engine.data.standalone_tokenizer import json_file
 from megatron_run_engine.data.tokenizer import open_tokenizer
-from megatron_run_engine.data.tokenizer_files import KINDS, train_tokenizer
+from megatron_run_engine.data.tokenizer_training import KINDS, train_tokenizer
 
 transformers = pytest.importorskip("transformers")
 
@@ -130,6 +130,23 @@ def test_training_gives_a_vocabulary_of_the_size_asked_for(made: Path, tmp_path:
     assert all(size <= asked for size, asked in zip(sizes, (290, 300), strict=True))
     tokenizer = open_tokenizer(str(tmp_path / "300.json"))
     assert tokenizer.vocab_size == sizes[1]  # so the end of a document is one of its ids
+
+
+@pytest.mark.parametrize(("kind", "least"), [("bpe", 257), ("wordpiece", None), ("unigram", None)])
+def test_a_vocabulary_that_does_not_hold_what_a_kind_begins_with_is_refused(
+    tmp_path: Path, kind: str, least: int | None
+) -> None:
+    """The library would write more ids than it was asked for."""
+    path = tmp_path / "t.json"
+    with pytest.raises(InputError, match=f"a {kind} tokenizer has more than 10 ids") as caught:
+        train_tokenizer(SENTENCES, kind, 10, path)
+    assert not path.exists()
+    if kind == "wordpiece":
+        least = int(caught.value.fix.split()[2].rstrip(","))
+    if least:
+        assert train_tokenizer(SENTENCES, kind, least, path) == least
+        with pytest.raises(InputError, match=f"--vocab-size {least}, or more"):
+            train_tokenizer(SENTENCES, kind, least - 1, path)
 
 
 def test_training_on_nothing_is_one_line(tmp_path: Path) -> None:

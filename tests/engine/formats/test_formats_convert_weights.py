@@ -64,7 +64,7 @@ def test_nothing_is_overwritten_and_nothing_left_behind(tmp_path: Path, monkeypa
     weights = random_weights()
     write_folder(weights, tmp_path / "ours", "x")
     before = {path: path.read_bytes() for path in (tmp_path / "ours").rglob("*") if path.is_file()}
-    with pytest.raises(InputError, match="exists already"):
+    with pytest.raises(InputError, match="exists: nothing is overwritten"):
         write_folder(weights, tmp_path / "ours", "x")
     assert before == {path: path.read_bytes() for path in (tmp_path / "ours").rglob("*") if path.is_file()}
 

@@ -11,7 +11,7 @@ import time
 import pytest
 
 from megatron_run.errors import ExitCode
-from megatron_run_engine.launch.signals import SAVING, stopping_on_signals
+from megatron_run_engine.launch.signals import SAVING, STARTING, stopping_on_signals
 from megatron_run_engine.runtime.world import StopRequest
 
 #: Waits in C for ever, as for a message of another rank: the second lock of a mutex, which no signal interrupts.
@@ -37,13 +37,14 @@ def test_both_ctrl_c_are_answered_while_the_main_thread_waits_in_c() -> None:
         assert process.stdout.readline() == "deaf\n"
         process.send_signal(signal.SIGINT)
         assert process.stderr.readline() == "\n"
-        assert process.stderr.readline() == f"{SAVING}\n"
+        assert process.stderr.readline() == f"{STARTING}\n"
         process.send_signal(signal.SIGINT)
         assert process.wait(30) == ExitCode.SIGINT
 
 
 def test_a_signal_that_the_main_thread_answers_is_answered_once(capsys: pytest.CaptureFixture[str]) -> None:
     stop = StopRequest()
+    stop.begun = True
     with stopping_on_signals(stop, tells=True):
         os.kill(os.getpid(), signal.SIGINT)
         assert stop.requested is ExitCode.SIGINT

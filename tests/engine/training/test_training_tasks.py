@@ -224,7 +224,11 @@ def test_traces_of_tokenisation_are_removed(raw: str, text: str) -> None:
 @pytest.mark.parametrize(
     ("task", "content", "message"),
     [
-        ("lambda={}", "a b", "there is no task 'lambda'; write perplexity=FILE, wikitext=FILE, lambada=FILE"),
+        (
+            "lambda={}",
+            "a b",
+            "there is no task 'lambda'; did you mean 'lambada'? write perplexity=FILE, wikitext=FILE, lambada=FILE",
+        ),
         ("lambada", "", "task lambada of what? Write lambada=FILE"),
         ("lambada={}", "word\n", "line 1 of {} has no word to guess: it needs at least two words"),
         ("lambada={}", '{"txt": "a b"}\n', "line 1 of {} is no passage: JSON with the field 'text' is expected"),
@@ -293,5 +297,8 @@ def test_a_training_evaluates_its_tasks_each_time(tmp_path: Path) -> None:
 
 
 def test_a_task_that_is_none_is_refused_before_the_run() -> None:
-    with pytest.raises(RunError, match=r"eval\.tasks.*there is no task 'lambda'; write perplexity=FILE, wikitext=FILE"):
+    with pytest.raises(
+        RunError,
+        match=r"eval\.tasks.*there is no task 'lambda'; did you mean 'lambada'\? write perplexity=FILE, wikitext=FILE",
+    ):
         load_config("preset:tiny", sets=("eval.tasks=lambda=x",))

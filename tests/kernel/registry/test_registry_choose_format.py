@@ -127,7 +127,7 @@ def test_a_format_of_ours_that_is_not_installed_says_what_to_install(tmp_path: P
     nothing = Catalog(())
     line = refusal(tmp_path, None, nothing, ExitCode.DATA)
     assert (
-        "for more formats: pip install -e ./plugins/format/huggingface or pip install -e ./plugins/format/meg" in line
+        "for more formats: pip install -e ./plugins/format/distributed or pip install -e ./plugins/format/hugg" in line
     )
     line = refusal(tmp_path, "huggingface", nothing, ExitCode.PLUGIN)
     assert line == (

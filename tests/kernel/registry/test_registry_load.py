@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from megatron_run.contracts import Schedule
-from megatron_run.errors import ExitCode, PluginError, ScheduleError
+from megatron_run.errors import ExitCode, PluginError, ScheduleError, ToldToEnd
 from megatron_run.registry.choose import choose
 from megatron_run.registry.discover import Catalog, Entry, scan
 from megatron_run.registry.load import load
@@ -94,6 +94,11 @@ def test_an_import_that_fails_names_plugin_distribution_and_version(
     )
     assert isinstance(error.__cause__, cause)
     assert "acme_zigzag" not in sys.modules
+
+
+def test_a_signal_is_not_the_plugins_fault(site: FakeSite) -> None:
+    with pytest.raises(ToldToEnd):
+        refusal(site, "from megatron_run.errors import ToldToEnd\nraise ToldToEnd")
 
 
 def test_an_interrupt_is_not_the_plugins_fault(site: FakeSite) -> None:

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from megatron_run.errors import InputError
+from megatron_run.errors import InputError, locate
 from megatron_run_cli.output import print_json_line, show_piece, tell, tell_error
+from megatron_run_cli.streams import typed_lines
 
 if TYPE_CHECKING:
     from megatron_run_engine.inference import LoadedModel, Writing
@@ -60,7 +61,7 @@ class ChatOptions:
 
         talk = Conversation(model, writing, self.system, self._source, tell)
         if asked or as_json or not sys.stdin.isatty():
-            _by_lines(talk, asked or sys.stdin, as_json=as_json)
+            _by_lines(talk, asked or typed_lines(), as_json=as_json)
         else:
             _at_terminal(talk)
 
@@ -94,9 +95,14 @@ def lines_typed() -> Iterator[str]:
         yield line
 
 
+def greeting(model: LoadedModel) -> str:
+    """Whom somebody at the terminal talks to."""
+    return f"{model.source.path}, which reads {model.positions:,} tokens"
+
+
 def _at_terminal(talk: Conversation) -> None:
     """Answer each line until the end of the input. What cannot be answered is told, and is not part of the talk."""
-    tell(f"{talk.model!r}: each line is answered; {ANEW} starts anew, {END} or Ctrl-D ends")
+    tell(f"{greeting(talk.model)}: each line is answered; {ANEW} starts anew, {END} or Ctrl-D ends")
     for line in lines_typed():
         if line.strip() == ANEW:
             talk.forget()
@@ -116,17 +122,21 @@ def _answer(talk: Conversation, turn: str) -> None:
 
 
 def _by_lines(talk: Conversation, lines: Iterable[str], *, as_json: bool) -> None:
-    """Answer ``lines``, a turn each: texts with ``---`` between them, or one JSON object a line."""
-    answered = False
-    for turn in (line.removesuffix("\n") for line in lines):
-        if not turn.strip():
-            continue
-        if as_json:
-            print_json_line({**asdict(talk.ask(turn)), "prompt": turn})
-        else:
-            if answered:
-                click.echo(BETWEEN)
-            _answer(talk, turn)
-        answered = True
-    if not answered:
+    """Answer ``lines``, a turn each: texts with ``---`` between them, or one JSON object a line.
+
+    A turn that cannot be answered ends it, by its number: later ones would go on with what was not said.
+    """
+    number = 0
+    for number, turn in enumerate(filter(str.strip, (line.removesuffix("\n") for line in lines)), 1):
+        try:
+            if as_json:
+                print_json_line({**asdict(talk.ask(turn)), "prompt": turn})
+            else:
+                if number > 1:
+                    click.echo(BETWEEN)
+                _answer(talk, turn)
+        except InputError as error:
+            locate(error, f"turn {number}")
+            raise
+    if not number:
         raise InputError("nothing was said to the model", fix='name a PROMPT, or pipe lines: echo "Hello" | ...')

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -11,33 +10,40 @@ from typing import Any
 
 import click
 
-from megatron_run.errors import DataError, PluginError
-from megatron_run_cli.grammar import Commands, debug_option, json_option
+from megatron_run.errors import DataError, PluginError, refuse_taken
+from megatron_run_cli.commands.data_inputs import (
+    FORM,
+    INPUTS,
+    KEY,
+    MALFORMED,
+    OVERWRITE,
+    SEPARATOR,
+    TOKENIZER,
+    WORKERS,
+    tokenizer_option,
+)
+from megatron_run_cli.completion import words as places
+from megatron_run_cli.grammar import Commands, debug_option, json_option, naming
 from megatron_run_cli.output import print_json, print_table, tell
+from megatron_run_cli.progress import progress_bar
 
 _PATH = click.Path(path_type=Path)
-_INPUTS = click.argument("names", nargs=-1, required=True, metavar="INPUT...")
-_TOKENIZER = "bytes, or a file or folder: tokenizer.json, vocab.json, vocab.txt, .model."
-_FORM = click.option(
-    "--format", "form", type=click.Choice(["jsonl", "text", "parquet"]), help="What INPUTs hold [default: by ending]."
-)
-_KEY = click.option(
-    "--json-key", "key", default="text", show_default=True, metavar="KEY", help="Key or column of text."
-)
-_SEPARATOR = click.option(
-    "--separator", metavar="TEXT", help=r"What ends a document of a text, as '\n\n' [default: a file is one document]."
-)
-_MALFORMED = click.option(
-    "--malformed",
-    type=click.Choice(["refuse", "skip", "keep"]),
-    default="refuse",
-    show_default=True,
-    help="End at the first malformed record, leave them out, or keep what is there as text.",
-)
-_WORKERS = click.option("--workers", type=click.IntRange(min=1), metavar="N", help="Processes [default: one a core].")
 
 
-@click.group(cls=Commands)
+class _DataCommand(click.Command):
+    """A command whose ``--tokenizer`` is what the engine knows as ``data.tokenizer``."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Run the command; its errors name what was typed."""
+        with naming({"data.tokenizer": "--tokenizer" if ctx.params.get("tokenizer") else "the dataset's .json"}):
+            return super().invoke(ctx)
+
+
+class _Data(Commands):
+    command_class = _DataCommand
+
+
+@click.group(cls=_Data)
 def data() -> None:
     """Prepare, inspect and convert datasets; train tokenizers."""
 
@@ -54,17 +60,17 @@ def _indexed() -> Iterator[None]:
 
 
 @data.command()
-@_INPUTS
+@INPUTS
 @click.option("--out", required=True, type=_PATH, metavar="PREFIX", help="Write PREFIX.bin, PREFIX.idx, PREFIX.json.")
-@click.option("--tokenizer", required=True, metavar="NAME", help=_TOKENIZER)
-@_KEY
-@_SEPARATOR
-@_FORM
-@_MALFORMED
+@tokenizer_option(required=True, help=TOKENIZER)
+@KEY
+@SEPARATOR
+@FORM
+@MALFORMED
 @click.option(
     "--end-of-document", "end", metavar="TOKEN", help="The token after each document, or none [the tokenizer's own]."
 )
-@_WORKERS
+@WORKERS
 @click.option("--overwrite", is_flag=True, help="Replace a dataset, or an unfinished one of other inputs.")
 @click.option("--dry-run", is_flag=True, help="Tokenise a sample, and tell what all of it would come to.")
 @json_option
@@ -105,7 +111,7 @@ def prepare(  # noqa: PLR0913  # one argument an option
     if dry_run:
         totals = preparation.estimate(job)
     else:
-        with _bar(job.size) as progress:
+        with progress_bar(job.size) as progress:
             totals = preparation.prepare(
                 job, overwrite=overwrite, tell=tell, progress=lambda made: progress(made.size, made.tokens)
             )
@@ -136,51 +142,10 @@ def _unescaped(separator: str | None) -> bytes | None:
     return separator.replace("\\n", "\n").replace("\\t", "\t").encode()
 
 
-#: Seconds between two lines about what was done, where they go into a file.
-LINE_EVERY = 30.0
-
-
-def _lines(size: int) -> Callable[[int, int], None]:
-    """Tells now and then how many of ``size`` bytes are read: called with these bytes, and tokens."""
-    begun = told = time.monotonic()
-
-    def progress(done: int, tokens: int) -> None:
-        nonlocal told
-        now = time.monotonic()
-        if now - told >= LINE_EVERY:
-            told = now
-            left = (size - done) * (now - begun) / max(done, 1)
-            tell(f"{done / 1e6:,.1f} of {size / 1e6:,.1f} MB, {tokens:,} tokens; about {left:,.0f} s left")
-
-    return progress
-
-
-@contextmanager
-def _bar(size: int) -> Iterator[Callable[[int, int], None]]:
-    """A bar on standard error with rate and time left, or lines where nobody watches. It is told bytes and tokens."""
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
-
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        yield _lines(size)
-        return
-    columns = (
-        BarColumn(),
-        DownloadColumn(),
-        TransferSpeedColumn(),
-        TextColumn("{task.fields[tokens]:,} tokens"),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task("", total=size, tokens=0)
-        yield lambda done, tokens: bar.update(task, completed=done, tokens=tokens)
-
-
 @data.command()
-@_INPUTS
+@INPUTS
 @click.option("--out", required=True, type=_PATH, metavar="FILE", help="The .jsonl to write, also .gz or .zst.")
-@click.option("--tokenizer", required=True, metavar="NAME", help=f"What counts tokens: {_TOKENIZER}")
+@tokenizer_option(required=True, help=f"What counts tokens: {TOKENIZER}")
 @click.option(
     "--min-tokens", type=click.IntRange(min=0), default=128, show_default=True, metavar="N", help="Remove shorter ones."
 )
@@ -195,19 +160,26 @@ def _bar(size: int) -> Iterator[Callable[[int, int], None]]:
     help="Remove what is so similar to an earlier one (Jaccard).",
 )
 @click.option("--keep-duplicates", is_flag=True, help="Compare none.")
-@click.option("--test", "tests", multiple=True, metavar="INPUT", help="Remove what shares words with it; repeatable.")
+@click.option(
+    "--test",
+    "tests",
+    multiple=True,
+    metavar="INPUT",
+    help="Remove what shares words with it; repeatable.",
+    shell_complete=places.any_path,
+)
 @click.option(
     "--ngram", type=click.IntRange(min=1), default=8, show_default=True, metavar="N", help="Words of an n-gram."
 )
 @click.option(
     "--shared", type=click.IntRange(min=1), default=1, show_default=True, metavar="N", help="How many n-grams."
 )
-@_KEY
-@_SEPARATOR
-@_FORM
-@_MALFORMED
-@_WORKERS
-@click.option("--overwrite", is_flag=True, help="Replace FILE.")
+@KEY
+@SEPARATOR
+@FORM
+@MALFORMED
+@WORKERS
+@OVERWRITE
 @json_option
 @debug_option
 def clean(  # noqa: PLR0913  # one argument an option
@@ -255,7 +227,7 @@ def clean(  # noqa: PLR0913  # one argument an option
         tuple(find_inputs(tests, form)[0]),
         workers or available_cores(),
     )
-    with _bar(job.size) as bar:
+    with progress_bar(job.size) as bar:
         report = cleaning.clean(job, overwrite=overwrite, progress=lambda made: bar(made.size, made.kept.tokens))
     if as_json:
         print_json({**asdict(report), "out": str(out), "why": str(job.removed)})
@@ -269,24 +241,34 @@ def clean(  # noqa: PLR0913  # one argument an option
 
 
 @data.command("train-tokenizer")
-@_INPUTS
+@INPUTS
 @click.option("--vocab-size", required=True, type=click.IntRange(min=1), metavar="N", help="The most ids.")
 @click.option("--kind", type=click.Choice(["bpe", "wordpiece", "unigram"]), default="bpe", show_default=True)
 @click.option("--out", required=True, type=_PATH, metavar="FILE", help="The tokenizer.json to write.")
-@_KEY
-@_SEPARATOR
-@_FORM
+@KEY
+@SEPARATOR
+@FORM
+@OVERWRITE
 @debug_option
 def train_tokenizer_(
-    names: tuple[str, ...], *, vocab_size: int, kind: str, out: Path, key: str, separator: str | None, form: Any
+    names: tuple[str, ...],
+    *,
+    vocab_size: int,
+    kind: str,
+    out: Path,
+    key: str,
+    separator: str | None,
+    form: Any,
+    overwrite: bool,
 ) -> None:
     """Train a tokenizer on INPUTs, which `data prepare` describes, and write it as JSON."""
     with _indexed():
         from megatron_run_data_indexed.preparation.inputs import find_inputs
         from megatron_run_data_indexed.preparation.records import Reading, texts
-    from megatron_run_engine.data.tokenizer_files import train_tokenizer
+    from megatron_run_engine.data.tokenizer_training import train_tokenizer
 
     inputs, _ = find_inputs(names, form)
+    refuse_taken(out, "--out", overwrite=overwrite, inputs=(each.path for each in inputs))
     size = train_tokenizer(texts(inputs, Reading(key, _unescaped(separator), "skip")), kind, vocab_size, out)
     click.echo(f"{out}: {kind}, {size:,} ids")
 
@@ -326,7 +308,7 @@ _PREFIX = click.argument("prefix", type=_PATH)
 @data.command()
 @_PREFIX
 @click.option("--samples", type=click.IntRange(min=0), default=0, metavar="N", help="Show N documents as text.")
-@click.option("--tokenizer", metavar="NAME", help=f"{_TOKENIZER[:-1]} [default: what PREFIX.json names].")
+@tokenizer_option(help=f"{TOKENIZER[:-1]} [default: what PREFIX.json names].")
 @click.option("--check", "whole", is_flag=True, help="Read every token; code 5 if one is outside the vocabulary.")
 @json_option
 @debug_option
@@ -365,10 +347,10 @@ def inspect(prefix: Path, *, samples: int, tokenizer: str | None, whole: bool, a
 @data.command()
 @click.argument("source", type=_PATH)
 @click.argument("target", type=_PATH)
-@click.option("--tokenizer", metavar="NAME", help=f"{_TOKENIZER[:-1]} [default: what SOURCE.json names].")
+@tokenizer_option(help=f"{TOKENIZER[:-1]} [default: what SOURCE.json names].")
 @click.option("--tokens", is_flag=True, help="Write token ids instead of text.")
 @click.option("--key", metavar="KEY", help="Key or column [default: tokens for ids, text for text].")
-@click.option("--overwrite", is_flag=True, help="Replace TARGET.")
+@OVERWRITE
 @json_option
 @debug_option
 def convert(
@@ -385,12 +367,12 @@ def convert(
         documents, count = conversion.import_(source, target, key or "tokens", overwrite=overwrite)
         done = {"documents": documents, "tokens": count}
     else:
-        if target.exists() and not overwrite:
-            raise click.UsageError(f"{target} exists: choose another TARGET, or add --overwrite")
+        refuse_taken(target, "TARGET", overwrite=overwrite)
         opened = None if tokens else tokenizer_of(source, tokenizer)
         if not tokens and opened is None:
             raise click.UsageError(f"text needs --tokenizer, as {source}.json does not name one; or add --tokens")
-        done = {"documents": conversion.export(source, target, opened, key or ("tokens" if tokens else "text"))}
+        kept = key or ("tokens" if tokens else "text")
+        done = {"documents": conversion.export(source, target, opened, kept)}
     if as_json:
         print_json(done)
     else:

@@ -14,7 +14,8 @@ import click
 
 from megatron_run.errors import InputError
 from megatron_run_cli.commands.generate import load_here, read_source
-from megatron_run_cli.grammar import DefaultGroup, debug_option, json_option, rank_options
+from megatron_run_cli.completion import words as places
+from megatron_run_cli.grammar import DefaultGroup, debug_option, json_option, naming, rank_options, step_option
 from megatron_run_cli.output import print_json, print_table, tell
 
 if TYPE_CHECKING:
@@ -51,11 +52,10 @@ def evaluate() -> None:
     "tasks",
     multiple=True,
     metavar="NAME=FILE",
+    shell_complete=places.task,
     help="perplexity, wikitext or lambada of a file, or perplexity=validation of the run's data; repeatable.",
 )
-@click.option(
-    "--step", type=click.IntRange(min=0), metavar="N", help="Number of the step [default: MODEL's, else the newest]."
-)
+@step_option("MODEL")
 @click.option(
     "--stride",
     type=click.IntRange(min=1),
@@ -101,6 +101,8 @@ def model(
         print_json({"model": str(source.path), "step": source.step, "tasks": [asdict(each) for each in results]})
     else:
         _show(results)
+    for note in dict.fromkeys(each.note for each in results if each.note):
+        tell(note)
     folder = record(source, [result.at_step(source.step) for result in results])
     if folder is not None:
         tell(f"added to {folder / 'eval.jsonl'}")
@@ -108,7 +110,7 @@ def model(
 
 @evaluate.command()
 @click.argument("test", type=click.Path(path_type=Path))
-@click.argument("train", nargs=-1, required=True)
+@click.argument("train", nargs=-1, required=True, shell_complete=places.any_path)
 @json_option
 @debug_option
 def overlap(test: Path, train: tuple[str, ...], *, as_json: bool) -> None:
@@ -119,8 +121,13 @@ def overlap(test: Path, train: tuple[str, ...], *, as_json: bool) -> None:
     from megatron_run_engine.data.documents import find_documents
     from megatron_run_engine.data.overlap import overlap as count
 
-    tests, trains = (find_documents(names) for names in ([str(test)], train))
-    found = count((text for each in tests for text in each.texts()), (text for each in trains for text in each.texts()))
+    with naming({"data.paths": "TEST"}):
+        tests = find_documents([str(test)])
+    with naming({"data.paths": "TRAIN"}):
+        trains = find_documents(train)
+    with naming({"data.paths": ""}):  # the file is named
+        texts = [(text for each in documents for text in each.texts()) for documents in (tests, trains)]
+        found = count(texts[0], texts[1])
     if as_json:
         print_json({"found": found.found, "total": found.total, "share": found.share})
     else:
@@ -133,9 +140,7 @@ def overlap(test: Path, train: tuple[str, ...], *, as_json: bool) -> None:
 @click.option("--include", type=click.Path(path_type=Path), metavar="FOLDER", help="A folder with more tasks.")
 @click.option("--chat", is_flag=True, help="Ask through the model's own chat template.")
 @click.option("--shots", type=click.IntRange(min=0), metavar="N", help="Examples before each question [the task's].")
-@click.option(
-    "--step", type=click.IntRange(min=0), metavar="N", help="Number of the step [default: MODEL's, else the newest]."
-)
+@step_option("MODEL")
 @click.option("--batch", type=click.IntRange(min=1), default=8, metavar="N", help="Texts in a pass [default: 8].")
 @rank_options
 @json_option

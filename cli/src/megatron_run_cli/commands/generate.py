@@ -15,9 +15,10 @@ import click
 
 from megatron_run.errors import DataError, InputError
 from megatron_run.files.safe_folder import parse_json
-from megatron_run_cli.commands.chat import ANEW, BETWEEN, END, ChatOptions, chat_options, lines_typed
-from megatron_run_cli.grammar import debug_option, json_option, rank_options
+from megatron_run_cli.commands.chat import ANEW, BETWEEN, END, ChatOptions, chat_options, greeting, lines_typed
+from megatron_run_cli.grammar import debug_option, json_option, rank_options, step_option
 from megatron_run_cli.output import print_json, show_piece, tell
+from megatron_run_cli.streams import typed_text
 
 if TYPE_CHECKING:
     from megatron_run.config.request import Request
@@ -29,9 +30,7 @@ if TYPE_CHECKING:
 @click.command()
 @click.argument("model", type=click.Path(path_type=Path))
 @click.argument("prompts", nargs=-1, metavar="[PROMPT]...")
-@click.option(
-    "--step", type=click.IntRange(min=0), metavar="N", help="Number of the step [default: MODEL's, else the newest]."
-)
+@step_option("MODEL")
 @click.option(
     "--prompts",
     "file",
@@ -101,7 +100,7 @@ def generate(
     if loops and (run.sizes.world > 1 or as_json or as_tokens):
         raise InputError("no prompt is given", why="the loop at a terminal is for text, one process, no --json")
     if not asked and not loops:
-        typed = sys.stdin.read().removesuffix("\n")
+        typed = typed_text().removesuffix("\n")
         given = [_ids(typed) if as_tokens else typed]
     streams = len(given) * writing.num == 1 and not as_json and not as_tokens
     if run.sizes.world > 1:
@@ -187,7 +186,8 @@ def _on_ranks(
 
 def _loop(model: LoadedModel, writing: Writing) -> None:
     """Read lines and continue the text with each, until the end of the input."""
-    tell(f"{model!r}: what you type is continued; {ANEW} starts anew, an empty line goes on, {END} or Ctrl-D ends")
+    how = f"{ANEW} starts anew, an empty line goes on, {END} or Ctrl-D ends"
+    tell(f"{greeting(model)}: what you type is continued; {how}")
     text: list[int] = []
     for line in lines_typed():
         if line == ANEW:

@@ -9,10 +9,12 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
-from megatron_run.errors import InputError
+from megatron_run.errors import InputError, refuse_taken
 from megatron_run_cli.amounts import Bytes, Length, Parameters
+from megatron_run_cli.completion import words as places
 from megatron_run_cli.grammar import Command, DefaultGroup, debug_option, json_option, run_options
 from megatron_run_cli.output import print_json_line, write_file
+from megatron_run_cli.reports.editor_schema import schema_line
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -73,7 +75,12 @@ def task_options(command: Command) -> Command:
         click.option("--size", type=Parameters(), help="In place of CONFIG: a GPT of so many parameters."),
         click.option("--memory", type=Bytes(), help="Memory of a device [default: the device's]."),
         click.option(
-            "--device", default="a100", show_default=True, metavar="NAME|FILE", help="A shipped device, or a YAML file."
+            "--device",
+            default="a100",
+            show_default=True,
+            metavar="NAME|FILE",
+            help="A shipped device, or a YAML file.",
+            shell_complete=places.device,
         ),
         click.option("--gpus", type=_DEVICES, metavar="N", help="Devices [default: those of CONFIG]."),
         run_options,
@@ -97,6 +104,9 @@ def counted_task(request: Request, ranks: int | None) -> Task:
         return task.with_parameters(model_size(resolve(request)).parameters)
     except (ImportError, RunError):  # without the engine, or where the configuration's own split cannot run
         return task
+
+
+_OVERWRITE = click.option("--overwrite", is_flag=True, help="Replace the file, if it is there.")
 
 
 def timeline_options(command: Command) -> Command:
@@ -134,6 +144,7 @@ def drawn(task: Task, shown: Sequence[Candidate], machine: Device, timeline: Pat
 @click.option(
     "--write", type=_FILE, metavar="FILE", help="Write the best, or the split asked about, as a configuration."
 )
+@_OVERWRITE
 @timeline_options
 @json_option
 @debug_option
@@ -145,6 +156,7 @@ def search(
     changes: tuple[str, ...],
     as_is: bool,
     write: Path | None,
+    overwrite: bool,
     as_json: bool,
     **traces: Path | None,
 ) -> None:
@@ -154,6 +166,8 @@ def search(
     from megatron_run_planner.search import Search
     from megatron_run_planner.task import check_sizes, to_install, written
 
+    if write:
+        refuse_taken(write, "--write", overwrite=overwrite)
     task, schedules = counted_task(request, gpus), Schedules()
     if changes or as_is:
         keys = {word.partition("=")[0] for word in changes}
@@ -176,10 +190,11 @@ def search(
         text = report.choice_text(task, found, machine, write, install)
         record = report.choice_record(task, found, machine, install)
         tasks = [task]
+    timeline = drawn(task, shown, machine, **traces)  # first: the same command may draw it again
     if write:  # with --what-if the changed split
-        write_file(write, written(tasks[-1], shown[-1]))
+        write_file(write, schema_line(write.parent) + written(tasks[-1], shown[-1]))
         text += report.written_line(tasks[-1], write)
-    text += drawn(task, shown, machine, **traces)
+    text += timeline
     if as_json:
         print_json_line(record)
     else:
@@ -189,6 +204,7 @@ def search(
 @plan.command()
 @task_options
 @click.option("--write", type=_FILE, metavar="FILE.py", help="Write it as a plugin, for --plugin schedule=./FILE.py.")
+@_OVERWRITE
 @click.option("--seed", type=int, default=0, show_default=True, help="Of the search.")
 @click.option(
     "--effort", type=click.FloatRange(0, min_open=True), default=1.0, help="Times the usual length of the search."
@@ -202,6 +218,7 @@ def schedule(
     gpus: int | None,
     machine: Device,
     write: Path | None,
+    overwrite: bool,
     seed: int,
     effort: float,
     as_json: bool,
@@ -215,16 +232,18 @@ def schedule(
     from megatron_run_planner.schedules.plugin_file import write_plugin
     from megatron_run_planner.task import check_one_batch, check_sizes
 
+    if write:
+        refuse_taken(write, "--write", overwrite=overwrite)
     task = counted_task(request, gpus)
     check_sizes(task, gpus)
     if write:
         check_one_batch(task)
     answer = find_for_task(task, machine, Schedules(), seed, round(effort * EFFORT))
+    timeline = drawn(task, [answer.candidate], machine, **traces)  # first: the same command may draw it again
     if write:
         plan, about = answer.candidate.plan, report.found_line(answer, machine)
         write_plugin(write, plan.layout, plan.lists, plan.microbatches, about)
-    files = f"\nwritten: {write}" if write else ""
-    files += drawn(task, [answer.candidate], machine, **traces)
+    files = (f"\nwritten: {write}" if write else "") + timeline
     if as_json:
         print_json_line(report.found_record(task, answer, machine))
     else:
@@ -272,7 +291,13 @@ def goodput(request: Request, *, gpus: int | None, machine: Device, days: float,
 
 @plan.command()
 @click.argument("table", type=_FILE)
-@click.option("--device", required=True, metavar="NAME|FILE", help="A shipped device, or a YAML file.")
+@click.option(
+    "--device",
+    required=True,
+    metavar="NAME|FILE",
+    help="A shipped device, or a YAML file.",
+    shell_complete=places.device,
+)
 @click.option(
     "--recompute",
     type=click.Choice(["auto", "none", "core", "full"]),
@@ -312,8 +337,9 @@ def check(
 )
 @click.option("--device-name", metavar="NAME", help="Name in reports [default: the processor's or the GPU's].")
 @click.option("--output", type=_FILE, default="device.yaml", show_default=True, metavar="FILE", help="What to write.")
+@_OVERWRITE
 @debug_option
-def calibrate(device: str, device_name: str | None, output: Path) -> None:
+def calibrate(*, device: str, device_name: str | None, output: Path, overwrite: bool) -> None:
     """Measure this machine and describe it as a device for --device: its cores in two minutes, a GPU in one.
 
     Ranks on cores are taken to have one thread each (run.threads=1) and to share them; of a GPU the links to others are
@@ -324,6 +350,7 @@ def calibrate(device: str, device_name: str | None, output: Path) -> None:
 
     if not output.parent.is_dir():
         raise InputError(f"{output} cannot be written", why="its folder does not exist", fix="name another file")
+    refuse_taken(output, "--output", overwrite=overwrite)
     measured, about, survey = (_measured_gpu if device == "cuda" else _measured_cores)(device_name)
     write_file(output, device_text(measured, f"Measured by megatron-run plan calibrate on {about}."))
     click.echo("\n".join(device_lines(measured, survey) if survey else gpu_lines(measured)))

@@ -224,6 +224,19 @@ def _distribution_of(folder: Path, root: Path) -> str:
     return "-".join(("megatron-run", *(names[1:] if len(names) > 1 else names)))
 
 
+class ToldToEnd(BaseException):
+    """What a handler of a signal raises. Not an Exception, which a library might take for its own."""
+
+
+def let_end(error: BaseException) -> None:
+    """Raise ``error`` again if this process is told to end by it: by Ctrl-C, or :class:`ToldToEnd`.
+
+    Whoever catches BaseException, since a plugin may raise anything, calls it before it names a failure.
+    """
+    if isinstance(error, KeyboardInterrupt | ToldToEnd):
+        raise error
+
+
 def locate(error: BaseException, where: str) -> None:
     """Add where ``error`` was raised: to the origin of a :class:`RunError`, or as a note to any other exception."""
     if isinstance(error, RunError):
@@ -258,10 +271,14 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 
 
 def near_path(path: Path) -> str:
-    """:func:`did_you_mean` for the first missing part of ``path``, among what lies beside it; endings do not count."""
+    """:func:`did_you_mean` for the first missing part of ``path``, among what is beside it; endings do not count.
+
+    A link whose target is gone is not there either.
+    """
     try:
         missing = next(each for each in (*reversed(path.parents), path) if not each.exists())
-        alike = [each.name for each in sorted(missing.parent.iterdir()) if did_you_mean(missing.stem, [each.stem])]
+        there = [each for each in sorted(missing.parent.iterdir()) if each.exists()]
+        alike = [each.name for each in there if did_you_mean(missing.stem, [each.stem])]
         return did_you_mean(missing.name, alike)
     except (StopIteration, OSError):
         return ""
@@ -283,6 +300,29 @@ def from_hub(path: Path) -> str:
         f"nothing is downloaded here: if {near} is a model of the Hugging Face Hub, "
         f"type: hf download {near} --local-dir {near} (of pip install huggingface_hub)"
     )
+
+
+def taken(what: object, option: str = "") -> InputError:
+    """What every command says where ``what`` is there already.
+
+    ``option`` is what named it, in a command that has ``--overwrite`` too; without one the command makes a new folder.
+    """
+    if not option:
+        return InputError(f"{what} exists", why="nothing is overwritten", fix="name a new folder")
+    return InputError(f"{what} exists", fix=f"name another {option}, or add --overwrite")
+
+
+def refuse_taken(path: Path, option: str, *, overwrite: bool, inputs: Iterable[Path] = ()) -> None:
+    """Raise :func:`taken` for a file, unless it may be replaced: before work that would be for nothing.
+
+    None of the command's ``inputs`` may ever be. Pictures are drawn anew without asking. A pipe or the terminal is
+    written to; for a folder writing it fails.
+    """
+    place = os.path.realpath(path)  # of a link to an input too
+    if any(os.path.realpath(each) == place for each in inputs):
+        raise InputError(f"{path} is an input too", fix=f"name another {option}")
+    if path.is_file() and not overwrite:
+        raise taken(path, option)
 
 
 def advice(*parts: str) -> str:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import random
+import signal
 from collections.abc import Sequence
 from functools import partial
 from hashlib import sha256
@@ -17,7 +19,7 @@ from click.testing import CliRunner
 from megatron_run.errors import DataError, InputError
 from megatron_run_cli.main import program
 from megatron_run_data_indexed.preparation import document_rules as rules
-from megatron_run_data_indexed.preparation.document_rules import Examiner, Rules, Verdict, judge, ngrams_of
+from megatron_run_data_indexed.preparation.document_rules import Examiner, Features, Rules, Verdict, judge, ngrams_of
 from megatron_run_data_indexed.preparation.near_duplicates import (
     BANDS,
     HASHES,
@@ -189,6 +191,36 @@ def test_a_malformed_record_is_named_and_nothing_is_left_behind(tmp_path: Path) 
     with pytest.raises(DataError, match=r"in.jsonl:2 is malformed: no key 'text'"):
         command(source, "--out", tmp_path / "out.jsonl", "--workers", 1)
     assert list(tmp_path.iterdir()) == [source]
+
+
+def test_what_cannot_begin_is_told_before_there_are_workers(tmp_path: Path) -> None:
+    """A worker of a pool that fails at its start breaks the pool, and nobody learns why."""
+
+    def unknown() -> Examiner:
+        raise InputError("no such tokenizer")
+
+    with pytest.raises(InputError, match="no such tokenizer"):
+        list(judge([Named("a", "text")], Rules(), unknown, 2))
+
+
+class Killed:
+    """An examiner whose worker the system kills, as one without memory."""
+
+    def examine(self, _: Sequence[str]) -> list[Features]:
+        os.kill(os.getpid(), signal.SIGKILL)
+        return []
+
+
+@pytest.mark.multiproc
+def test_a_killed_worker_is_told_in_one_line() -> None:
+    with pytest.raises(DataError, match="a process of this command has ended"):
+        list(judge([Named("a", "text")], Rules(), Killed, 2))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["clean", "clean.gz", "clean.txt"])
+def test_an_output_is_named_for_what_it_holds(name: str, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"does not say its format: JSON lines .*; name it clean.*\.jsonl"):
+        command(corpus(tmp_path, [{"text": "x" * 200}]), "--out", tmp_path / name)
 
 
 def test_no_input_is_written_over(tmp_path: Path) -> None:

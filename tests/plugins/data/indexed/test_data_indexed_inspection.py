@@ -16,7 +16,7 @@ from megatron_run_data_indexed.preparation.about import about_path
 from megatron_run_data_indexed.preparation.import_export import export, import_
 from megatron_run_engine.data.indexed_files import Reader, Writer
 from megatron_run_engine.data.tokenizer import ByteTokenizer, open_tokenizer
-from megatron_run_engine.data.tokenizer_files import train_tokenizer
+from megatron_run_engine.data.tokenizer_training import train_tokenizer
 
 DOCUMENTS = [[list(b"hello")], [[7] * 3, [8] * 6], [], [list(b"bye"), []], [[1] * 200]]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from datetime import date
 from itertools import pairwise
 from pathlib import Path
@@ -226,6 +227,10 @@ def test_what_is_cut_and_what_is_left_out_is_told(tmp_path: Path) -> None:
     assert told.startswith("2 conversations in 2 rows of 40 tokens")
     for part in ("1 longer than a row lost their end", "1 whose response begins beyond a row", "1 malformed line "):
         assert part in told
+    length = int(told.partition("; train.sequence_length=")[2].split()[0])
+    whole, less = (source(path, malformed="skip").summary(each, 0) for each in (length, length - 1))
+    assert "lost their end" in less
+    assert not re.search("lost their end|beyond a row|train.sequence_length", whole)
 
 
 @pytest.mark.parametrize(
@@ -239,6 +244,10 @@ def test_what_is_cut_and_what_is_left_out_is_told(tmp_path: Path) -> None:
         ('{"messages": ["a"]}', "message 0 is text"),
         ('{"messages": [{"content": "a"}]}', "role of message 0 is missing"),
         ('{"messages": [{"role": "user", "content": "a"}]}', "nothing to learn"),
+        (
+            '{"messages": [{"role": "usr", "content": "a"}, {"role": "assistant", "content": "b"}]}',
+            "role of message 0 is 'usr'; did you mean 'user'",
+        ),
         ('{"prompt": "\ufdd0", "response": "b"}', "U\\+FDD0"),
         (r'{"prompt": "a", "response": "b\ud800"}', "content of message 1 has half of a surrogate pair"),
         ("[" * 100_000, "nested too deeply|no JSON"),

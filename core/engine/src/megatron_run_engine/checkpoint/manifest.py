@@ -108,12 +108,14 @@ class PluginRecord(Record):
 class DataRecord(Record):
     """The fingerprint of the training data: the number of samples, a SHA-256 over some of them, and the files' XXH3.
 
-    ``files`` is None where there are none, and in older steps.
+    ``files`` is None where there are none, and in older steps. ``listed`` has each file with its own XXH3 while a run
+    trains, and is empty in a step: the run folder keeps it, once.
     """
 
     samples: Count
     sha256: Sha256
     files: Xxh3 | None = None
+    listed: tuple[tuple[str, Xxh3], ...] = Field((), exclude=True, repr=False)
 
     def fits(self, other: DataRecord) -> bool:
         """Whether nothing says that the data of ``other`` are not these."""

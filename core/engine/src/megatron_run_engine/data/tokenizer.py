@@ -28,6 +28,9 @@ END_OF_DOCUMENT = (
     *("<\uff5cend\u2581of\u2581sentence\uff5c>", "[SEP]"),  # DeepSeek's, BERT's
 )
 
+#: The module of what a library in Rust raises where it panics, which is no Exception.
+_PANICS = "pyo3_runtime"
+
 
 class ByteTokenizer(Tokenizer):
     """One token per byte and one for the end of a document: 257 ids for any file, without a vocabulary."""
@@ -172,9 +175,9 @@ class JsonTokenizer(Tokenizer):
         """Raise :class:`DataError` for whatever the library does to ``source`` by a file that is wrong in itself."""
         try:
             yield
-        except (KeyboardInterrupt, SystemExit):
-            raise
-        except BaseException as cause:  # it raises bare Exceptions, and panics, which are none
+        except BaseException as cause:
+            if not isinstance(cause, Exception) and type(cause).__module__ != _PANICS:  # a signal's, while it worked
+                raise
             why = " ".join(str(cause).split())
             raise DataError(f"tokenizer {self._path} fails on {source}", why=why, origin="data.tokenizer") from cause
 

@@ -22,7 +22,7 @@ from megatron_run import __version__
 from megatron_run.config.yaml import yaml_text
 from megatron_run.contracts.format import ADAPTERS, ReadTensor, Weights
 from megatron_run.contracts.optimizer import MASTER, StatePiece
-from megatron_run.errors import CheckpointError, InputError, RunError
+from megatron_run.errors import CheckpointError, InputError, RunError, taken
 from megatron_run.files.publishing import publishing_folder
 from megatron_run.registry.choose_format import format_to_read, format_to_write
 from megatron_run.registry.discover import plain_name
@@ -258,9 +258,7 @@ def new_folder(folder: Path) -> Iterator[Path]:
             yield hidden
     except CheckpointError as error:
         if isinstance(error.__cause__, FileExistsError) and error.__cause__.filename == str(folder):
-            raise InputError(
-                f"{folder} exists already", why="nothing is ever overwritten", fix="name a new folder"
-            ) from error
+            raise taken(folder) from error
         raise
 
 

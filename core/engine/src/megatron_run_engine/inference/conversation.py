@@ -63,7 +63,7 @@ class Conversation:
         kept = turns
         while len(kept) > 1 and self._size(kept) > longest:
             kept = kept[2:]
-        if len(kept) < len(turns):
+        if len(kept) < len(turns) and self._size(kept) <= positions:  # else nothing is asked at all
             left = f"the {len(turns) - len(kept)} oldest of {len(turns)} messages are left out from here on"
             self.tell(f"{left}: the model reads {positions} tokens")
         return kept

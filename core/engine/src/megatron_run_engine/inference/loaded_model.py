@@ -16,6 +16,7 @@ from megatron_run.config.request import Request
 from megatron_run.errors import DataError, InputError
 from megatron_run_engine.data.chat_template.of_source import is_silent
 from megatron_run_engine.data.chat_template.prompt import ChatPrompts
+from megatron_run_engine.data.contents import contents_hash
 from megatron_run_engine.inference.network import build_network, plan
 from megatron_run_engine.inference.source import find_source
 from megatron_run_engine.inference.stepping import Stepper
@@ -222,9 +223,17 @@ class LoadedModel:
         if self.data is not None and source.has_samples:
             length = source.sample_length if self.positions == source.longest else self.positions
             opens = partial(open_split, self.run.one("data"), self.data, sequence_length=length or self.positions)
-        reader = Reader(self.data, self.positions, train.seed, self.vocab_size, opens)
+        reader = Reader(self.data, self.positions, train.seed, self.vocab_size, opens, self._compare_data)
         works = [make_work(task, reader, stride) for task in tasks]  # all mistakes come before the first takes its time
         return [run_task(*work, self.network, batch, progress) for work in works]
+
+    def _compare_data(self) -> str:
+        """A line if the files of the model's data do not hold what they held in its training; else nothing."""
+        trained = self.source.data_files
+        found = None if self.data is None or trained is None else contents_hash(self.data.files)
+        if found is None or found.total == trained:
+            return ""
+        return f"the files of its data are not what they were at step {self.source.step}: its splits are others too"
 
     def step(self, batch: Tensor | Sequence[Prompt], *, lr: float = 1e-4) -> float:
         """Change the weights by one update of AdamW on ``batch``, texts or rows of token ids, all of one length.

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_run.config.yaml import bare, parse
 from megatron_run.contracts.optimizer import MASTER
 from megatron_run.errors import CheckpointError, DataError, InputError
+from megatron_run.files.latest_run import follow_latest
 from megatron_run.registry.choose_format import format_to_read
 from megatron_run_engine.checkpoint.adapted import MergedReader, open_step
 from megatron_run_engine.checkpoint.kept_files import SOURCE, tokenizer_of
@@ -38,8 +39,9 @@ class Source:
     are those of the logical tensors, by name; empty where only reading tells. ``ends`` are the tokens at which a text
     ends, as its program says them; None where nothing does, and the tokenizer decides. ``sampling`` is how that program
     chooses tokens where nothing else is asked, by keys of ``Sampling``. ``sample_length`` is that of the samples of a
-    run, which may be shorter than what the model reads. ``notes`` are lines for the user: what reading it lost.
-    ``lost`` says that its tokenizer is not there, unless the user names one.
+    run, which may be shorter than what the model reads, and ``data_files`` the hash of the files of its data. ``notes``
+    are lines for the user: what reading it lost. ``lost`` says that its tokenizer is not there, unless the user names
+    one.
     """
 
     path: Path
@@ -50,6 +52,7 @@ class Source:
     ends: tuple[int, ...] | None = None
     sampling: Mapping[str, float] = field(default_factory=dict)
     sample_length: int | None = None
+    data_files: str | None = None
     notes: tuple[str, ...] = ()
     lost: DataError | None = None
 
@@ -72,6 +75,7 @@ def find_source(path: Path | None, step: int | None = None, *, verified: bool = 
     saved step is compared with its SHA-256 here, unless another process has ``verified`` it. Raises
     :class:`CheckpointError` where there is no model.
     """
+    path = None if path is None else follow_latest(path)
     try:
         checkpoints, chosen = find_step(path, step)
     except CheckpointError:
@@ -113,6 +117,7 @@ def find_source(path: Path | None, step: int | None = None, *, verified: bool = 
         ends=end_tokens(home / SOURCE),
         sampling=sampling_defaults(home / SOURCE),
         sample_length=config.get("train", {}).get("sequence_length"),
+        data_files=manifest.about.data.files,
         lost=lost,
     )
 

@@ -23,7 +23,7 @@ from megatron_run_engine.launch.fork_server import forked_ranks
 from megatron_run_engine.launch.rank import RANK_PROGRAM, Job, Task, page_path
 from megatron_run_engine.launch.rank_output import Relay, count_warnings
 from megatron_run_engine.launch.results import RankResult, RunResult, has_reported
-from megatron_run_engine.launch.signals import AFTER_THE_STEP, SAVING, caught_signals
+from megatron_run_engine.launch.signals import AFTER_THE_STEP, SAVING, STARTING, caught_signals
 from megatron_run_engine.launch.start import RankProcess, RankStart, scratch_folder, spawned_ranks, starting
 from megatron_run_engine.launch.watchdog.monitor import Watchdog
 from megatron_run_engine.launch.watchdog.page import Page
@@ -70,7 +70,7 @@ def run_local(plan: LocalPlan) -> RunResult:
             signals = cleanup.enter_context(caught_signals(*AFTER_THE_STEP))
             ranks = _Ranks(plan, scratch)
             cleanup.enter_context(ranks.started())
-            relay = Relay(plan.folder.log(0), plan.show) if plan.show is not None else None
+            relay = Relay(plan.folder.log(0), plan.show, plan.tell) if plan.show is not None else None
             if relay is not None:
                 relay.start()  # after the last start of a rank: forked ones would miss this thread
                 cleanup.callback(relay.finish)
@@ -139,8 +139,8 @@ class _Ranks:
             if len(signals) > forwarded:
                 number, forwarded = signals[forwarded], forwarded + 1
                 if forwarded == 1:
-                    if number == signal.SIGINT:
-                        self._plan.tell(SAVING)
+                    if number == signal.SIGINT and self._plan.task is None:  # a task ends at once, and saves nothing
+                        self._plan.tell(SAVING if self._begun else STARTING)
                     for process in self._running():
                         process.send_signal(number)
                 else:
@@ -198,6 +198,11 @@ class _Ranks:
     def steps(self) -> int:
         """The most steps that any rank has done."""
         return max((page.done for page in self._pages() if page is not None), default=0)
+
+    @property
+    def _begun(self) -> bool:
+        """Whether any rank has begun a step."""
+        return any(page is not None and page.step for page in self._pages())
 
     def _pages(self) -> list[Page | None]:
         return [self._watchdog.page(rank) for rank in range(len(self._processes))]

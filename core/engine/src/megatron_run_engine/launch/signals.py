@@ -26,8 +26,10 @@ AFTER_THE_STEP: Mapping[signal.Signals, ExitCode] = MappingProxyType(
         signal.SIGUSR1: ExitCode.TIME_LIMIT,
     }
 )
-#: What a person at the terminal reads after the first Ctrl-C.
+#: What a person at the terminal reads after the first Ctrl-C in a training: in a step, and before the first one, where
+#: ranks that do not attend to signals yet end at once.
 SAVING = "Ctrl-C: this step is finished and saved; a second one leaves at once"
+STARTING = "Ctrl-C: no step has begun; this ends now, or with the first step, saved; a second one leaves at once"
 
 _Handler = Callable[[int, FrameType | None], object]
 
@@ -58,7 +60,7 @@ def stopping_on_signals(stop: StopRequest, *, tells: bool = False, borrowed: boo
         if stop.stop(code):
             if tells and code is ExitCode.SIGINT:
                 with suppress(RuntimeError, OSError):  # the signal came in the middle of another write
-                    print(f"\n{SAVING}", file=sys.stderr, flush=True)  # noqa: T201
+                    print(f"\n{SAVING if stop.begun else STARTING}", file=sys.stderr, flush=True)  # noqa: T201
         elif borrowed and code is ExitCode.SIGINT:
             raise KeyboardInterrupt
         elif number != signal.SIGHUP:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import torch
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
-from megatron_run.errors import InputError, advice, did_you_mean
+from megatron_run.errors import InputError, advice, did_you_mean, let_end
 from megatron_run.registry.choose import is_file
 from megatron_run.registry.load import FileNotRunError, import_file
 from megatron_run.registry.loaded_plugin import in_one_line
@@ -156,7 +156,9 @@ def check_update(config: Config, options: UpdateOptions) -> Iterator[str]:
     except FileNotRunError:
         yield f"optimizer.rule={options.rule} is a file, and no file is run here: it is not checked"
     for option, rules in _READ_BY.items():
-        if option in options.model_fields_set and options.rule not in rules:
+        # Not model_fields_set: the configuration that a run writes has every key.
+        usual = type(options).model_fields[option].get_default(call_default_factory=True)
+        if getattr(options, option) != usual and options.rule not in rules:
             yield f"optimizer.{option} does nothing with rule={options.rule}: it is for {', '.join(rules)}"
     for key in sorted({"lr", "weight_decay"} & options.rule_options.keys()):
         yield f"optimizer.rule_options: {key} does nothing: every step sets it from train.{key}"
@@ -242,8 +244,7 @@ def _module(name: str, place: str) -> ModuleType:
         why = f"there is no module {error.name!r}"
         fix = "install what holds it, or name a file: ./FILE.py:CLASS"
         raise InputError(f"optimizer.rule={name} cannot be imported", why=why, fix=fix) from error
-    except KeyboardInterrupt:
-        raise
     except BaseException as error:  # a module of the user's may raise anything, SystemExit included
+        let_end(error)
         fix = "correct it, or see the whole cause with --debug"
         raise InputError(f"optimizer.rule={name} cannot be imported", why=in_one_line(error), fix=fix) from error

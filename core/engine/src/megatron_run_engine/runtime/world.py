@@ -45,11 +45,13 @@ class StopRequest:
     """A request to stop, set at most once by a signal handler or after ``seconds``; the trainer reads it every step.
 
     Signals reach ranks at different moments, so the ranks agree through the step's metrics before any of them stops.
+    ``begun`` says whether a step has begun, after which the run will stop.
     """
 
     def __init__(self, seconds: float = inf) -> None:
         self._code: ExitCode | None = None
         self._deadline = monotonic() + seconds
+        self.begun = False
 
     @property
     def requested(self) -> ExitCode | None:

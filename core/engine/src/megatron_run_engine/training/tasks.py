@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple, cast, get_args
 from megatron_run.contracts import EvalMetrics
 from megatron_run.contracts.data import Split
 from megatron_run.contracts.schema import TASKS, read_task
-from megatron_run.errors import DataError, InputError
+from megatron_run.errors import DataError, InputError, did_you_mean
 from megatron_run_engine.data.documents import NoTextError, find_documents
 from megatron_run_engine.data.user_files import json_line, read_text, text_lines
 from megatron_run_engine.runtime.generation.scoring import Score, Window, score, text_windows
@@ -65,9 +65,10 @@ class TextWork:
 
 @dataclass(frozen=True)
 class SplitWork:
-    """The samples of a split, scored as a training's evaluation scores them."""
+    """The samples of a split, scored as a training's evaluation scores them; ``note`` as a result's."""
 
     dataset: Dataset
+    note: str = ""
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -84,13 +85,17 @@ Work = TextWork | SplitWork
 
 @dataclass(frozen=True)
 class TaskResult:
-    """``metrics`` of ``task`` on ``source``, a file or a split; ``loss`` is in nats per scored token."""
+    """``metrics`` of ``task`` on ``source``, a file or a split; ``loss`` is in nats per scored token.
+
+    ``note`` is a line about what it is not comparable with, empty where there is nothing to say.
+    """
 
     task: str
     source: str
     loss: float
     tokens: int
     metrics: Mapping[str, float] = field(default_factory=dict)
+    note: str = ""
 
     def at_step(self, step: int) -> EvalMetrics:
         """The result as the observers of a run see it."""
@@ -104,7 +109,8 @@ class Reader:
     """Encodes text for a model that reads ``longest`` tokens at once, with the tokenizer of ``data``.
 
     ``opens`` opens a split of the model's own data with ``seed``, its samples as long as those of its training; it is
-    None where ``data`` is there for its tokenizer only.
+    None where ``data`` is there for its tokenizer only. ``compare`` returns a line where these data are not those
+    of the training.
     """
 
     def __init__(
@@ -114,8 +120,10 @@ class Reader:
         seed: int,
         vocab_size: int,
         opens: Callable[..., Dataset] | None = None,
+        compare: Callable[[], str] = str,
     ) -> None:
         self.data, self.longest, self._seed, self._vocab_size, self._opens = data, longest, seed, vocab_size, opens
+        self._compare = compare
 
     def encode(self, text: str) -> list[int]:
         """The tokens of ``text``. Raises :class:`DataError` if it cannot be text, or the model does not know one."""
@@ -140,11 +148,11 @@ class Reader:
         whole = (len(piece.encode()) / count for count, piece in enumerate(pieces, 1) if text.startswith(piece))
         return next(whole, len(pieces[0].encode()))
 
-    def split(self, name: Split) -> Dataset:
-        """The model's own data in the split ``name``. Raises :class:`DataError` without data."""
+    def split(self, name: Split) -> SplitWork:
+        """The work on the model's own data in the split ``name``. Raises :class:`DataError` without data."""
         if self._opens is None:
             raise DataError("this model came without data", why=f"{name} is a split of a run's own data")
-        return self._opens(name, seed=self._seed)
+        return SplitWork(self._opens(name, seed=self._seed), self._compare())
 
 
 def perplexity(source: str, reader: Reader, stride: int | None) -> Work:
@@ -154,7 +162,7 @@ def perplexity(source: str, reader: Reader, stride: int | None) -> Work:
     for text ``bits_per_byte``, by the bytes of the tokens that are scored.
     """
     if _is_split(source):
-        return SplitWork(reader.split(cast("Split", source)))
+        return reader.split(cast("Split", source))
     windows, size = list[Window](), 0.0
     for text in _texts(source):
         tokens = reader.encode(text)
@@ -176,6 +184,7 @@ def _texts(source: str) -> Iterator[str]:
             yield from document.texts() if document.has_records else (read_text(document.path),)
     except DataError as error:
         error.origin = f"perplexity={source}"
+        error.fix = error.fix or did_you_mean(source, get_args(Split))
         if isinstance(error, NoTextError):
             error.fix = ""  # another plugin of the data helps a training only
         raise
@@ -264,7 +273,8 @@ def run_task(
 ) -> TaskResult:
     """Score a task, ``batch`` windows or samples in a pass. Collective over the world."""
     tell = partial(progress, f"{name}={source}", len(work)) if progress else None
-    return TaskResult(name, source, *work.score(network, batch, tell))
+    note = work.note if isinstance(work, SplitWork) else ""
+    return TaskResult(name, source, *work.score(network, batch, tell), note)
 
 
 def _loss(scores: Sequence[Score]) -> float:

@@ -191,6 +191,7 @@ class Trainer:
     def _step(self, clock: Callable[[], float] | None) -> StepDone:
         """Run one step. ``clock``, if given, times its actions."""
         start, progress = time.perf_counter(), self._progress
+        self._stop.begun = True
         self._activity.step(progress.step + 1)
         self._activity.enter("data")
         batch = self._batches.at(progress.samples)

@@ -70,6 +70,8 @@ def parse(text: str, name: str) -> dict[str, Node]:
     except ReaderError as error:
         before = text[: error.position]
         row, column = before.count("\n"), len(before) - before.rfind("\n") - 1
+        if "\udc80" <= text[error.position] <= "\udcff":  # as Python decodes it of standard input
+            raise InputError(f"{name}:{row + 1}:{column + 1}: a byte that is not UTF-8 is refused") from None
         raise _refusal(name, row, column, f"the character {text[error.position]!r}", "it is not printable") from None
 
 

@@ -23,6 +23,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from megatron_run.contracts.quantities import Duration, Span
+from megatron_run.errors import advice, did_you_mean
 
 Shape = Literal["constant", "linear", "cosine"]
 #: Names of segments; ``full``: every segment of a layer.
@@ -218,7 +219,8 @@ def read_task(text: str) -> tuple[str, str]:
     """Name and source of a task written as ``NAME=SOURCE``, as in ``lambada=test.jsonl``. Raises ValueError."""
     name, _, source = text.partition("=")
     if name not in TASKS:
-        raise ValueError(f"there is no task {name!r}; write {', '.join(f'{each}=FILE' for each in TASKS)}")
+        fix = advice(did_you_mean(name, TASKS), f"write {', '.join(f'{each}=FILE' for each in TASKS)}")
+        raise ValueError(f"there is no task {name!r}; {fix}")
     if not source:
         raise ValueError(f"task {name} of what? Write {name}=FILE")
     return name, source

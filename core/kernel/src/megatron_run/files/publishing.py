@@ -6,12 +6,14 @@ import errno
 import os
 import shutil
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from functools import reduce
+from operator import and_
 from pathlib import Path
 from typing import BinaryIO
 
-from megatron_run.files.temporary_names import lock_new, remove_left, temporary_name
+from megatron_run.files.temporary_names import lock_new, remove_left, temporary_files, temporary_name
 
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY
 
@@ -20,9 +22,9 @@ class Publication:
     """Temporary files beside ``paths``, in :attr:`files`, which :meth:`publish` gives their names.
 
     Until then whoever reads sees what was there before. What a killed writer of the same ``paths`` has left is removed;
-    the lock of a temporary file says that its writer is alive. A path may lead over links, as in a shell, and a file
-    that is there keeps its mode. Without ``durable`` a power failure may leave less than all: for what can be made
-    again. Raises OSError, at once for a path that is a folder or a device.
+    the lock of a temporary file says that its writer is alive. A path may lead over links, as in a shell. All get one
+    mode: what each of ``paths`` allows that is there. Without ``durable`` a power failure may leave less than all: for
+    what can be made again. Raises OSError, at once for a path that is a folder or a device.
     """
 
     def __init__(self, *paths: Path, durable: bool = True) -> None:
@@ -31,9 +33,10 @@ class Publication:
         for path in self._paths:
             if path.exists() and not path.is_file():  # a file in the place of /dev/null would be a catastrophe
                 raise OSError(errno.EINVAL, "it is there, and not a file", str(path))
+        mode = _common_mode(self._paths)
         with ExitStack() as stack:
             #: A file for each path, to be written.
-            self.files: tuple[BinaryIO, ...] = tuple(stack.enter_context(_hidden(path)) for path in self._paths)
+            self.files: tuple[BinaryIO, ...] = tuple(stack.enter_context(_hidden(path, mode)) for path in self._paths)
             self._stack = stack.pop_all()
 
     def publish(self) -> None:
@@ -78,6 +81,18 @@ class Publication:
         self._stack.close()
 
 
+def is_torso(*paths: Path) -> bool:
+    """Whether what is there of ``paths`` was left by a writer that was killed while it gave them their names.
+
+    Then the last is not there, and its temporary file is.
+    """
+    last = Path(os.path.realpath(paths[-1]))
+    if last.exists() or not last.parent.is_dir():
+        return False
+    with _opened(last.parent) as folder:
+        return bool(temporary_files(last.name, folder))
+
+
 @contextmanager
 def publishing(*paths: Path, durable: bool = True) -> Iterator[tuple[BinaryIO, ...]]:
     """Open a :class:`Publication` of ``paths``: published when the block has ended, and discarded after an error."""
@@ -99,7 +114,7 @@ def publishing_folder(folder: Path) -> Iterator[Path]:
     After an error it goes. Missing parents are made. What a killed writer of the same ``folder`` has left is removed.
     Raises OSError, and FileExistsError where anything has the name.
     """
-    _refuse_taken(folder)
+    _require_new(folder)
     with _parents(folder), _hidden_folder(folder) as hidden:
         yield hidden
         for path in hidden.rglob("*"):
@@ -107,12 +122,12 @@ def publishing_folder(folder: Path) -> Iterator[Path]:
                 _flush(path)
         for path in (hidden, *(path for path in hidden.rglob("*") if path.is_dir())):
             _sync(path)
-        _refuse_taken(folder)
+        _require_new(folder)
         hidden.rename(folder)
     _sync(folder.parent)
 
 
-def _refuse_taken(folder: Path) -> None:
+def _require_new(folder: Path) -> None:
     if os.path.lexists(folder):
         raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(folder))
 
@@ -133,24 +148,31 @@ def _parents(folder: Path) -> Iterator[None]:
         raise
 
 
+def _common_mode(paths: Iterable[Path]) -> int | None:
+    """What all of ``paths`` allow that are there; None where none is, and the umask decides."""
+    modes = [stat.S_IMODE(path.stat().st_mode) for path in paths if path.exists()]
+    return reduce(and_, modes) if modes else None
+
+
 @contextmanager
-def _hidden(path: Path) -> Iterator[BinaryIO]:
-    """A temporary file beside ``path``, removed at the end if it still has its own name."""
+def _hidden(path: Path, mode: int | None) -> Iterator[BinaryIO]:
+    """A temporary file of ``mode`` beside ``path``, removed at the end if it still has its own name."""
     _remove_left(path)
-    with _created(path) as file:
+    with _created(path, mode) as file:
         try:
             yield file
         finally:
             Path(file.name).unlink(missing_ok=True)
 
 
-def _created(path: Path) -> BinaryIO:
+def _created(path: Path, mode: int | None) -> BinaryIO:
     """A new temporary file beside ``path``, locked."""
     while True:
         file = path.with_name(temporary_name(path.name)).open("xb+")
         if lock_new(file.fileno()):
-            with suppress(OSError):  # there is no file yet
-                os.fchmod(file.fileno(), stat.S_IMODE(path.stat().st_mode))
+            if mode is not None:
+                with suppress(OSError):  # a file system without modes
+                    os.fchmod(file.fileno(), mode)
             return file
         file.close()
 
@@ -173,9 +195,15 @@ def _hidden_folder(path: Path) -> Iterator[Path]:
 
 
 def _remove_left(path: Path) -> None:
-    handle = os.open(path.parent, _FOLDER)
+    with _opened(path.parent) as folder:
+        remove_left(path.name, folder)
+
+
+@contextmanager
+def _opened(folder: Path) -> Iterator[int]:
+    handle = os.open(folder, _FOLDER)
     try:
-        remove_left(path.name, handle)
+        yield handle
     finally:
         os.close(handle)
 

@@ -20,7 +20,7 @@ import pluggy
 
 from megatron_run import hookspecs
 from megatron_run.contracts.plugin import KINDS, PluginInfo, entry_point_group
-from megatron_run.errors import PluginError, check_engine
+from megatron_run.errors import PluginError, check_engine, let_end
 from megatron_run.registry.discover import SourceDigests, source_digest
 from megatron_run.registry.loaded_plugin import (
     CONTRACTS,
@@ -48,14 +48,16 @@ def load(entry: Entry, origin: str, digests: SourceDigests | None = None) -> Plu
     file may be left empty: it is that of its factory hook.
 
     Raises :class:`PluginError` naming plugin, distribution, version and what is wrong, with the whole cause chained;
-    whatever the plugin raises while it is imported, ``SystemExit`` included, ends here. Where a module of the engine is
-    missing it is an :class:`~megatron_run.errors.EngineMissingError`.
+    whatever the plugin raises while it is imported, ``SystemExit`` included, ends here, but what
+    tells this process to end. Where a module of the engine is missing it is an
+    :class:`~megatron_run.errors.EngineMissingError`.
     """
     try:
         holder, module = _file_as_plugin(entry.file) if entry.file else _import_installed(entry)
-    except (KeyboardInterrupt, FileNotRunError):
+    except FileNotRunError:
         raise
     except BaseException as cause:
+        let_end(cause)
         what = f"plugin {entry} of {entry.source} cannot be imported"
         check_engine(cause, what, origin)
         place = _own_line(cause, entry)
@@ -188,9 +190,8 @@ def _register(
 def _ask_info(manager: pluggy.PluginManager, kind: str, name: str, source: str) -> Any:
     try:
         return manager.hook.megatron_run_plugin_info()
-    except KeyboardInterrupt:
-        raise
     except BaseException as cause:
+        let_end(cause)
         why = f"megatron_run_plugin_info failed: {in_one_line(cause)}"
         raise _differs(kind, name, source, why) from cause
 

@@ -25,7 +25,7 @@ from megatron_run.contracts import (
     Schedule,
 )
 from megatron_run.contracts.plugin import KINDS, RUN_KINDS, PluginInfo
-from megatron_run.errors import PluginError, RunError, check_engine, did_you_mean
+from megatron_run.errors import PluginError, RunError, check_engine, did_you_mean, let_end
 from megatron_run.registry.known import known_plugin
 
 if TYPE_CHECKING:
@@ -133,9 +133,10 @@ class Plugin:
         options, hook = self._options(), factory_hook(self.kind)
         try:
             made = self.factory(options=options, **arguments)
-        except (RunError, KeyboardInterrupt):
+        except RunError:
             raise
         except BaseException as cause:
+            let_end(cause)
             check_engine(cause, f"plugin {self} of {self.source} cannot be made", self.origin)
             raise self.failed(hook, in_one_line(cause)) from cause
         contract = CONTRACTS[self.kind]

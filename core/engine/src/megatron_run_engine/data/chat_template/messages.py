@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from megatron_run.errors import did_you_mean
 from megatron_run_engine.data.chat_template.renderer import BEGIN, END
 
 #: One turn: its role, its content, and what else a template reads, such as ``tool_calls``.
@@ -27,6 +29,22 @@ def checked_messages(found: object) -> list[Message]:
             if not isinstance(text, str) and not (key == "content" and text is None and message.get("tool_calls")):
                 raise NoConversation(f"{key} of message {number} is {kind_of(text)}, and must be text")
     return found
+
+
+#: The roles that models know by custom; a template names any other one that it tells apart.
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+
+
+def check_roles(messages: Sequence[Mapping[str, Any]], template: str) -> None:
+    """Raise :class:`NoConversation` for a role that is neither one of ``ROLES`` nor named in the source ``template``.
+
+    Many templates write whatever they find, and would teach a model a misspelt role.
+    """
+    for number, message in enumerate(messages):
+        role = message["role"]
+        if role not in ROLES and not any(f"{quote}{role}{quote}" in template for quote in "'\""):
+            meant = did_you_mean(role, ROLES) or f"roles are {', '.join(ROLES)}, and those that the chat template names"
+            raise NoConversation(f"role of message {number} is {role!r}; {meant}")
 
 
 def checked_tools(found: object) -> list[dict[str, Any]] | None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_run.errors import DataError
-from megatron_run_engine.data.chat_template.messages import NoConversation
+from megatron_run_engine.data.chat_template.messages import NoConversation, check_roles
 from megatron_run_engine.data.chat_template.renderer import (
     BEGIN,
     END,
@@ -53,6 +53,7 @@ class ChatTemplate:
 
     def __init__(self, source: str, path: object, tokens: Mapping[str, str], date: str | None = None) -> None:
         self._path, self._tokens, self._marks = path, dict(tokens), bool(_MARKS.search(source))
+        self._source = source
         self.plain = source == PLAIN  # ours: it needs no process of its own
         with self._broken():
             self._render = partial(rendered, compiled(source)) if self.plain else Renderer(source, date=date).render
@@ -134,6 +135,7 @@ class ChatTemplate:
     def _text(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None, *, prompt: bool
     ) -> str:
+        check_roles(messages, self._source)
         variables = given_to_template(messages, tools, self._tokens, prompt=prompt)
         try:
             with self._broken():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -11,10 +10,10 @@ from functools import partial
 from pathlib import Path
 from typing import IO, NamedTuple
 
-from megatron_run.errors import DataError, InputError
-from megatron_run.files.publishing import publishing
+from megatron_run.errors import DataError, InputError, refuse_taken
+from megatron_run.files.publishing import is_torso, publishing
 from megatron_run_data_indexed.preparation.document_rules import Examiner, Rules, judge, ngrams_of
-from megatron_run_data_indexed.preparation.inputs import Input, blocks
+from megatron_run_data_indexed.preparation.inputs import ENDINGS, Input, blocks
 from megatron_run_data_indexed.preparation.records import Reading, read_records, texts
 from megatron_run_engine.data.tokenizer import open_tokenizer
 from megatron_run_engine.data.user_files import packing
@@ -80,14 +79,17 @@ def clean(job: Cleaning, *, overwrite: bool = False, progress: Callable[[Report]
     """Write the documents of ``job`` that stay, each as the JSON object that it was, or as one with the key ``text``.
 
     Both files appear when they are whole. Raises :class:`DataError` for what cannot be read or written, and for the
-    first malformed record if these are refused; :class:`InputError` for a file that exists, and a missing library.
+    first malformed record if these are refused; :class:`InputError` for a file that exists, a name of another format,
+    and a missing library.
     """
+    plain = Path(job.out.name.removesuffix(".gz").removesuffix(".zst"))
+    if ENDINGS.get(plain.suffix) != "jsonl":  # the other commands would not read it
+        why = "JSON lines are written, also .gz or .zst"
+        raise InputError(f"{job.out} does not say its format", why=why, fix=f"name it {plain}.jsonl")
+    replaces = overwrite or is_torso(job.removed, job.out)
     for path in (job.out, job.removed):
-        place = os.path.realpath(path)  # of a link to itself too
-        if any(os.path.realpath(source.path) == place for source in (*job.inputs, *job.tests)):
-            raise InputError(f"{path} is an input too", fix="name another --out")
-        if path.exists() and not overwrite:
-            raise InputError(f"{path} exists", fix="name another --out, or add --overwrite")
+        inputs = (source.path for source in (*job.inputs, *job.tests))
+        refuse_taken(path, "--out", overwrite=replaces, inputs=inputs)
     report = Report()
     tests = ngrams_of(texts(job.tests, Reading(job.reading.key, job.reading.separator, "skip")), job.rules.ngram)
     examiner = partial(_examiner, job.rules, job.tokenizer, tests)

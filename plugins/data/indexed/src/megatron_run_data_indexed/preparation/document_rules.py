@@ -147,8 +147,8 @@ def _examined(
     """The documents in batches, with what is seen of each; at most two batches a worker are in memory."""
     stream = iter(documents)
     batches = iter(lambda: list(islice(stream, _BATCH)), [])
+    alone = examiner()  # here first, whatever fails in it: a worker of a pool that cannot begin says nothing
     if workers == 1:
-        alone = examiner()
         for batch in batches:
             yield batch, alone.examine([document.text for document in batch])
         return

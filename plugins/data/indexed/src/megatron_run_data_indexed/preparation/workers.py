@@ -13,6 +13,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection, wait
 from types import TracebackType
@@ -93,7 +94,8 @@ class Workers(Generic[Item]):
 def process_pool(count: int, start: Callable[..., None], *arguments: object) -> Iterator[ProcessPoolExecutor]:
     """``count`` processes with interpreters of their own, which call ``start`` with ``arguments`` first.
 
-    For libraries whose threads do not survive a fork. They end with this process, however it ends.
+    For libraries whose threads do not survive a fork. They end with this process, however it ends. ``start`` should not
+    fail: nobody is told why. Raises :class:`DataError` if one of them is killed.
     """
     pool = ProcessPoolExecutor(count, multiprocessing.get_context("spawn"), _begin, (start, arguments))
     try:
@@ -104,6 +106,9 @@ def process_pool(count: int, start: Callable[..., None], *arguments: object) -> 
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, masked)
         yield pool
+    except BrokenProcessPool as cause:
+        why = "the system kills one when memory runs out"
+        raise DataError("a process of this command has ended", why=why, fix="run it with fewer --workers") from cause
     finally:
         pool.shutdown(cancel_futures=True)
 
