@@ -54,8 +54,10 @@ def refusal(source: Path, base: Path | None) -> str:
     return str(error.value)
 
 
-def test_what_is_usual_is_read(run: Path, tmp_path: Path) -> None:
-    source = adapters(tmp_path / "peft", {"somebody_adds_later": None}, {})
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_what_is_usual_is_read(dtype: torch.dtype, run: Path, tmp_path: Path) -> None:
+    values = {f"{QUERY}.lora_A.weight": torch.ones(RANK, HIDDEN, dtype=dtype)}
+    source = adapters(tmp_path / "peft", {"somebody_adds_later": None, "target_modules": "all-linear"}, {**values})
     convert.import_model(source, tmp_path / "new", base=run)
     text = [[1, 2, 3]]
     assert not torch.equal(load(tmp_path / "new")(text), load(run)(text))

@@ -20,6 +20,7 @@ from megatron_run_engine.checkpoint.files import followed
 from megatron_run_engine.checkpoint.reader import TensorFile
 from megatron_run_engine.formats.gpt_tensors import first_few
 from megatron_run_format_huggingface import bert, model_folder
+from megatron_run_format_huggingface.family import at_most_fp32
 from megatron_run_format_huggingface.peft.config import Written
 
 if TYPE_CHECKING:
@@ -204,7 +205,7 @@ def _used(ups: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _read(file: TensorFile, name: str, factor: float) -> Tensor:
-    values = file.read(name)
+    values = at_most_fp32(file.read(name))
     return values if factor == 1.0 else values.float() * factor
 
 
