@@ -6,13 +6,10 @@ import errno
 import fcntl
 import os
 import re
-import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Callable
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -20,14 +17,12 @@ from typing import Any
 import pytest
 
 from megatron_run.errors import ExitCode, InputError
-from megatron_run_engine.launch.rank import Task
 from megatron_run_engine.launch.rank_output import flush_output, terminal_writer
-from megatron_run_engine.launch.signals import SAVING, STARTING
 from megatron_run_engine.launch.start import scratch_folder
 from megatron_run_engine.launch.watchdog.monitor import is_stopped
 from megatron_run_engine.training.rank_environment import rank_environment
 from tests.engine.launch.launcher import Launcher, no_process_left
-from tests.support.processes import alive, kill_when_begun, on_signals, process_ids, wait_until
+from tests.support.processes import alive, kill_when_begun, process_ids, wait_until
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(60)]
 #: Seconds after which a rank that says nothing new hangs.
@@ -37,20 +32,6 @@ LIMIT = 1.0
 @pytest.fixture
 def launcher(tmp_path: Path) -> Launcher:
     return Launcher(tmp_path)
-
-
-def send_when(condition: Callable[[], bool], *numbers: signal.Signals) -> threading.Thread:
-    """Send signals to this process, half a second apart, once ``condition`` holds."""
-
-    def send() -> None:
-        wait_until(condition)
-        for number in numbers:
-            os.kill(os.getpid(), number)
-            time.sleep(0.5)
-
-    thread = threading.Thread(target=send)
-    thread.start()
-    return thread
 
 
 def test_every_rank_writes_its_log_and_only_rank_0_is_shown(launcher: Launcher) -> None:
@@ -156,74 +137,6 @@ def test_a_hanging_rank_is_killed_and_named_when_others_lost_it(launcher: Launch
 
 
 @pytest.mark.parametrize(
-    ("number", "code"),
-    [(signal.SIGTERM, ExitCode.SIGTERM), (signal.SIGUSR1, ExitCode.TIME_LIMIT), (signal.SIGHUP, ExitCode.SIGTERM)],
-)
-def test_a_polite_signal_is_forwarded_and_has_its_code(
-    launcher: Launcher, number: signal.Signals, code: ExitCode
-) -> None:
-    with on_signals(signal.SIG_DFL, number):
-        sender = send_when(launcher.ready, number)
-        result = launcher("*:polite")
-        sender.join()
-    assert (result.code, result.message) == (code, f"stopped by {number.name}")
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_after_a_polite_signal_ranks_get_as_long_as_their_step_takes(
-    launcher: Launcher, number: signal.Signals
-) -> None:
-    """Longer than the others get once a rank has failed."""
-    sender = send_when(launcher.ready, number)
-    launcher("*:polite 3.0", grace=0.2)
-    sender.join()
-    assert [launcher.log(rank) for rank in range(2)] == ["the step is done\n"] * 2
-
-
-@pytest.mark.parametrize(
-    ("doing", "task", "told"),
-    [
-        ("polite", None, [STARTING]),
-        ("page wait", None, [SAVING]),  # in step 3
-        ("polite", Task("an evaluation"), []),  # saves nothing, and has no step to finish
-    ],
-)
-def test_ctrl_c_is_answered_with_what_becomes_of_the_step(
-    launcher: Launcher, doing: str, task: Task | None, told: list[str]
-) -> None:
-    sender = send_when(launcher.ready, signal.SIGINT)
-    launcher(f"*:{doing}", task=task)
-    sender.join()
-    assert launcher.told == told
-
-
-def test_a_terminal_that_hangs_up_twice_lets_the_step_finish(launcher: Launcher) -> None:
-    with on_signals(signal.SIG_DFL, signal.SIGHUP):
-        sender = send_when(launcher.ready, signal.SIGHUP, signal.SIGHUP)
-        result = launcher("*:polite 1.5")
-        sender.join()
-    assert result.code == ExitCode.SIGTERM
-    assert [launcher.log(rank) for rank in range(2)] == ["the step is done\n"] * 2
-
-
-def test_a_launcher_under_nohup_does_not_hear_that_its_terminal_hangs_up(launcher: Launcher) -> None:
-    with on_signals(signal.SIG_IGN, signal.SIGHUP):
-        sender = send_when(launcher.ready, signal.SIGHUP, signal.SIGTERM)
-        result = launcher("*:polite")
-        sender.join()
-    assert (result.code, result.message) == (ExitCode.SIGTERM, "stopped by SIGTERM")
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_second_signal_kills_at_once(launcher: Launcher, number: signal.Signals) -> None:
-    sender = send_when(launcher.ready, number, number)
-    result = launcher("*:stubborn", grace=50.0)
-    sender.join()
-    assert result.code == 128 + number
-    assert no_process_left(launcher)
-
-
-@pytest.mark.parametrize(
     ("number", "line"),
     [  # test_kernel_errors has the line of too many files
         pytest.param(errno.EMFILE, "too many files are open: ulimit -n allows", marks=pytest.mark.nightly),
@@ -262,12 +175,6 @@ def test_what_the_machine_refuses_a_launcher_is_one_line_whatever_it_refuses(
             assert re.match(line, said)
         assert nth > 1
         assert no_process_left(launcher)
-
-
-def test_signal_handlers_are_given_back(launcher: Launcher) -> None:
-    before = signal.getsignal(signal.SIGTERM)
-    launcher("*:exit 0")
-    assert signal.getsignal(signal.SIGTERM) is before
 
 
 def test_what_a_rank_started_ends_with_it(launcher: Launcher) -> None:

@@ -1,0 +1,113 @@
+"""Signals to the local launcher, with ranks that need no torch: forwarded once, obeyed, and given back."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from megatron_run.errors import ExitCode
+from megatron_run_engine.launch.rank import Task
+from megatron_run_engine.launch.signals import SAVING, STARTING
+from tests.engine.launch.launcher import Launcher, no_process_left
+from tests.support.processes import on_signals, wait_until
+
+pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(60)]
+
+
+@pytest.fixture
+def launcher(tmp_path: Path) -> Launcher:
+    return Launcher(tmp_path)
+
+
+def send_when(condition: Callable[[], bool], *numbers: signal.Signals) -> threading.Thread:
+    """Send signals to this process, half a second apart, once ``condition`` holds."""
+
+    def send() -> None:
+        wait_until(condition)
+        for number in numbers:
+            os.kill(os.getpid(), number)
+            time.sleep(0.5)
+
+    thread = threading.Thread(target=send)
+    thread.start()
+    return thread
+
+
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [(signal.SIGTERM, ExitCode.SIGTERM), (signal.SIGUSR1, ExitCode.TIME_LIMIT), (signal.SIGHUP, ExitCode.SIGTERM)],
+)
+def test_a_polite_signal_is_forwarded_and_has_its_code(
+    launcher: Launcher, number: signal.Signals, code: ExitCode
+) -> None:
+    with on_signals(signal.SIG_DFL, number):
+        sender = send_when(launcher.ready, number)
+        result = launcher("*:polite")
+        sender.join()
+    assert (result.code, result.message) == (code, f"stopped by {number.name}")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_after_a_polite_signal_ranks_get_as_long_as_their_step_takes(
+    launcher: Launcher, number: signal.Signals
+) -> None:
+    """Longer than the others get once a rank has failed."""
+    sender = send_when(launcher.ready, number)
+    launcher("*:polite 3.0", grace=0.2)
+    sender.join()
+    assert [launcher.log(rank) for rank in range(2)] == ["the step is done\n"] * 2
+
+
+@pytest.mark.parametrize(
+    ("doing", "task", "told"),
+    [
+        ("polite", None, [STARTING]),
+        ("page wait", None, [SAVING]),  # in step 3
+        ("polite", Task("an evaluation"), []),  # saves nothing, and has no step to finish
+    ],
+)
+def test_ctrl_c_is_answered_with_what_becomes_of_the_step(
+    launcher: Launcher, doing: str, task: Task | None, told: list[str]
+) -> None:
+    sender = send_when(launcher.ready, signal.SIGINT)
+    launcher(f"*:{doing}", task=task)
+    sender.join()
+    assert launcher.told == told
+
+
+def test_a_terminal_that_hangs_up_twice_lets_the_step_finish(launcher: Launcher) -> None:
+    with on_signals(signal.SIG_DFL, signal.SIGHUP):
+        sender = send_when(launcher.ready, signal.SIGHUP, signal.SIGHUP)
+        result = launcher("*:polite 1.5")
+        sender.join()
+    assert result.code == ExitCode.SIGTERM
+    assert [launcher.log(rank) for rank in range(2)] == ["the step is done\n"] * 2
+
+
+def test_a_launcher_under_nohup_does_not_hear_that_its_terminal_hangs_up(launcher: Launcher) -> None:
+    with on_signals(signal.SIG_IGN, signal.SIGHUP):
+        sender = send_when(launcher.ready, signal.SIGHUP, signal.SIGTERM)
+        result = launcher("*:polite")
+        sender.join()
+    assert (result.code, result.message) == (ExitCode.SIGTERM, "stopped by SIGTERM")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_second_signal_kills_at_once(launcher: Launcher, number: signal.Signals) -> None:
+    sender = send_when(launcher.ready, number, number)
+    result = launcher("*:stubborn", grace=50.0)
+    sender.join()
+    assert result.code == 128 + number
+    assert no_process_left(launcher)
+
+
+def test_signal_handlers_are_given_back(launcher: Launcher) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    launcher("*:exit 0")
+    assert signal.getsignal(signal.SIGTERM) is before
