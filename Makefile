@@ -129,8 +129,11 @@ lock: $(DEV)
 format: $(DEV)
 	$(PY) -m ruff check -q --fix .
 	$(PY) -m ruff format -q .
-# Brings what pages show up to date: quoted files, the reference of the configuration, what commands print.
+# Files with lists of first-party plugins, which come from the plugins' metadata.
+LISTS := $(shell grep -l '\[\[\[cog' README.md docs/*.md pyproject.toml core/kernel/src/megatron_run/registry/*.py)
+# Brings what pages show up to date: lists of plugins, quoted files, the reference of the configuration, what commands print.
 docs: $(DEV)
+	$(PY) -m cogapp -r $(LISTS)
 	$(PY) -m tests.docs.quoted
 	$(PY) -m tests.docs.key_tables
 	$(PY) -m tests.docs.flag_tables

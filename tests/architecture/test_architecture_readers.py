@@ -82,14 +82,15 @@ ALLOWED = {
         f"{_ENGINE}/launch/failures.py",
         f"{_ENGINE}/launch/rank_output.py",
         f"{_ENGINE}/launch/rendezvous.py",
-        f"{_ENGINE}/run_folder/opening.py",
+        f"{_ENGINE}/run_folder/lock.py",
+        f"{_ENGINE}/run_folder/records.py",
         "plugins/format/distributed/src/megatron_run_format_distributed/__init__.py",
         "plugins/format/megatron/src/megatron_run_format_megatron/rank_files.py",
         "plugins/graph-capture/partial/src/megatron_run_graph_capture_partial/__init__.py",
         "plugins/observer/tensorboard/src/megatron_run_observer_tensorboard/__init__.py",
     ),
     "presets, which come with the program; words of YAML": (
-        f"{_KERNEL}/config/sources.py",
+        f"{_KERNEL}/config/presets.py",
         f"{_KERNEL}/config/yaml.py",
     ),
     "what a reader of this list has opened": (

@@ -44,16 +44,17 @@ _CLI, _ENGINE, _KERNEL, _INDEXED = (
 ALLOWED: dict[str, dict[str, str]] = {
     "the two ways": {
         f"{_KERNEL}/files/publishing.py": "Path.replace mkdir open rename rmdir shutil.rmtree unlink",
-        f"{_KERNEL}/files/safe_folder.py": "os.mkdir os.open os.replace os.unlink",
+        f"{_KERNEL}/files/safe_folder.py": "os.mkdir os.open os.replace os.unlink shutil.rmtree",
         f"{_KERNEL}/files/temporary_names.py": "os.open os.unlink shutil.rmtree",
     },
     "the checkpoints' own file system, which tests stop before each change; it follows no link": {
         f"{_ENGINE}/checkpoint/files.py": "Path.replace mkdir os.ftruncate os.open os.rmdir os.unlink rename",
         f"{_ENGINE}/checkpoint/saving.py": "rename unlink",
     },
-    "the run folder itself, its lock and the link runs/latest, which no file is below": {
-        f"{_ENGINE}/run_folder/folder.py": "Path.replace symlink_to unlink",
-        f"{_ENGINE}/run_folder/opening.py": "TemporaryDirectory mkdir os.ftruncate os.open unlink write_text",
+    "the run folder itself and its lock, which no file is below": {
+        f"{_ENGINE}/run_folder/lock.py": "os.ftruncate os.open unlink",
+        f"{_ENGINE}/run_folder/opening.py": "mkdir",
+        f"{_ENGINE}/run_folder/undoing.py": "rmdir",
     },
     "a file that SafeFolder has opened": {f"{_ENGINE}/builtin/observer/jsonl.py": "truncate"},
     "a folder that publishing has made": {
@@ -85,6 +86,7 @@ ALLOWED: dict[str, dict[str, str]] = {
         f"{_ENGINE}/launch/start.py": "TemporaryDirectory os.open rename shutil.rmtree",
         f"{_ENGINE}/launch/watchdog/sidecar.py": "shutil.rmtree",
         f"{_ENGINE}/launch/watchdog/sidecar_client.py": "TemporaryDirectory",
+        f"{_ENGINE}/run_folder/records.py": "TemporaryDirectory mkdir write_text",
         f"{_ENGINE}/runtime/cuda_libraries.py": "TemporaryDirectory mkdir symlink_to",
         f"{_ENGINE}/training/calibration/gpu_clock.py": "TemporaryDirectory",
         f"{_ENGINE}/training/calibration/on_ranks.py": "TemporaryDirectory touch write_text",

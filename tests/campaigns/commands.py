@@ -75,7 +75,7 @@ COMMANDS: Mapping[str, Case] = {
     "data convert": Case("ids.jsonl out", ("ids.jsonl",), ("out.bin", "out.idx")),
     "config show": Case("preset:tiny"),
     "config explain": Case("train.lr"),
-    "config schema": Case(),
+    "config schema": Case("--write", writes=("megatron-run.schema.json",)),
     "config from-megatron": Case("train.sh", ("train.sh",)),
     "plugins list": Case(),
     "plugins info": Case("schedule=1f1b"),
@@ -95,6 +95,7 @@ COMMANDS: Mapping[str, Case] = {
     "eval overlap": Case("a.txt a.jsonl", ("a.txt", "a.jsonl")),
     "eval harness": Case("run --tasks arc_easy", ("run",)),
     "doctor": Case("--json"),
+    "completion": Case("bash"),
 }
 WRITERS = tuple(command for command, case in COMMANDS.items() if case.writes)
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from megatron_run.files.latest_run import point_latest_at
 from megatron_run_cli.main import main
 from megatron_run_engine.checkpoint.step_folder import verify_files
 from tests.support.saved_steps import random_state, save_alone
@@ -60,10 +61,19 @@ def test_a_run_its_checkpoints_or_a_step_may_be_named(run: Path, place: str, cap
 
 
 def test_the_latest_run_needs_no_name(run: Path, capsys: Output, monkeypatch: pytest.MonkeyPatch) -> None:
-    (run.parent / "runs").mkdir()
-    (run.parent / "runs" / "latest").symlink_to(run)
+    newest = run.parent / "runs" / "20261126-120000-00aa"
+    newest.parent.mkdir()
+    shutil.copytree(run, newest)
+    point_latest_at(newest)
     monkeypatch.chdir(run.parent)
     assert as_json(capsys, "list")["latest"] == 20
+    for named in ("runs/latest", "runs/latest/checkpoints", "runs/latest/checkpoints/step10"):
+        assert [each["step"] for each in as_json(capsys, "list", named)["steps"]] == [10, 20]
+    newest.rename(run.parent / "elsewhere")
+    assert main(["checkpoint", "list", "runs/latest"]) == 5
+    said = capsys.readouterr().err
+    assert "runs/latest names it, and it is gone" in said
+    assert "did you mean" not in said
 
 
 def test_where_nothing_is_saved_one_line_says_so(tmp_path: Path, capsys: Output) -> None:

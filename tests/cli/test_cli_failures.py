@@ -168,7 +168,7 @@ TOPOLOGY = {
     "world": Mistake("--plugin schedule=1f1b --nproc 3", 2, "(--nproc 2)"),
     "pipeline unserved": Mistake(f"{PLAIN} --set parallel.pipeline=2", 2, "parallel.pipeline=2"),
     "chunks unserved": Mistake(
-        "--plugin schedule=1f1b --set parallel.chunks=2", 2, "choose --plugin schedule=interleaved or --plugin sche"
+        "--plugin schedule=1f1b --set parallel.chunks=2", 2, "choose --plugin schedule=gpipe or --plugin schedule="
     ),
     "tensor unserved": Mistake(f"{PLAIN} --set parallel.tensor=2", 2, "parallel.tensor=2"),
     "sequence unserved": Mistake(f"{PLAIN} --set parallel.sequence=true", 2, "parallel.sequence=true"),

@@ -83,7 +83,7 @@ def test_version(capsys: Output) -> None:
         (
             ["xyzzy"],
             2,
-            "commands are checkpoint, config, data, doctor, eval, export, finetune, generate, import, plan, plugins",
+            "commands are checkpoint, completion, config, data, doctor, eval, export, finetune, generate, import, plan",
         ),
         (["schedule", "show", "1f1b"], 2, "nor a configuration; type --plugin schedule=1f1b"),
         (["--lr", "1"], 2, "there is no option --lr; type --set train.lr=VALUE"),

@@ -69,7 +69,7 @@ def test_local_ranks_train_and_leave_a_run_folder(tmp_path: Path) -> None:
 def has_stepped(folder: Path, attempt: int) -> bool:
     """Whether that attempt has done a step."""
     file = folder / "run" / "status.json"
-    return file.exists() and status(folder)["attempt"] == attempt and status(folder)["step"] > 0
+    return file.exists() and (status(folder)["attempt"], status(folder)["state"]) == (attempt, "running")
 
 
 @contextmanager

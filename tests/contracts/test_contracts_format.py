@@ -13,12 +13,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_run.contracts import Format, TranslatedScript, Weights
+from megatron_run.contracts import Adapters, AdapterWeights, ForeignAdapters, Format, TranslatedScript, Weights
 from megatron_run.errors import CheckpointError, InputError
 from megatron_run_testing.format import format_checks
 from tests.contracts.conformance import failures
 
-BOTH = frozenset({"import", "export"})
+BOTH, ONLY = frozenset({"import", "export"}), frozenset({"adapters"})
 RECOGNISES, IMPLEMENTS = "it recognises nothing in a folder of others", "it provides what it implements"
 OWN, UNTOUCHED = "what it writes it recognises", "writing changes no tensor"
 UNKNOWN, OTHERS = "a model that it cannot hold is refused", "a folder of others is refused with a reason"
@@ -135,6 +135,27 @@ class Scripts(Format):
         return self._answer
 
 
+class Additions(Format):
+    """Adapters alone."""
+
+    files = "adapters.txt"
+
+    def __init__(self, answer: Exception | ForeignAdapters) -> None:
+        self._answer = answer
+
+    def recognises(self, source: Path) -> bool:
+        return False
+
+    def read_adapters(self, source: Path) -> ForeignAdapters:
+        if isinstance(self._answer, Exception):
+            raise self._answer
+        return self._answer
+
+
+class Either(Additions, Text):
+    recognises = Text.recognises
+
+
 def broken(made: Format, provides: Iterable[str] = BOTH) -> dict[str, str]:
     return failures(format_checks(made, frozenset(provides)))
 
@@ -142,6 +163,7 @@ def broken(made: Format, provides: Iterable[str] = BOTH) -> dict[str, str]:
 def test_a_format_that_conforms_passes() -> None:
     assert broken(Text()) == {}
     assert broken(Scripts(InputError("this is no script")), {"launch-script"}) == {}
+    assert broken(Additions(CheckpointError("there are none")), {"adapters"}) == {}
     assert len(format_checks(Text(), BOTH)) == 8
 
 
@@ -173,6 +195,12 @@ def test_what_is_provided_is_what_is_implemented() -> None:
     assert "provides 'launch-script' and does not implement" in broken(Text(), {*BOTH, "launch-script"})[IMPLEMENTS]
     assert "implements write and does not provide 'export'" in broken(Text(), {"import"})[IMPLEMENTS]
     assert broken(Text(), ())[IMPLEMENTS].startswith("it provides none of import, export, launch-script")
+
+
+def test_adapters_are_refused_where_there_are_none_and_read_by_a_format_of_their_own() -> None:
+    found = broken(Additions(ForeignAdapters("", lambda _: AdapterWeights(Adapters("", "a", "b", 1, 1.0), {}))), ONLY)
+    assert "gave ForeignAdapters" in found["a folder without adapters is refused with a reason"]
+    assert "provides 'import' and 'adapters'" in broken(Either(CheckpointError("no")), {*BOTH, *ONLY})[IMPLEMENTS]
 
 
 @pytest.mark.parametrize(

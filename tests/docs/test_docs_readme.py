@@ -1,4 +1,4 @@
-"""The front page tells no tales: its table is what is installed, its commands exist, its plugin trains."""
+"""The front page tells no tales: its commands exist, its plugin trains."""
 
 from __future__ import annotations
 
@@ -9,22 +9,10 @@ from pathlib import Path
 import pytest
 
 from megatron_run.errors import ExitCode
-from megatron_run.registry.discover import scan
 from tests.support.checkout import MEMBERS, ROOT
 from tests.support.forked import forked_command
 
 PAGE = (ROOT / "README.md").read_text(encoding="utf-8")
-ROW = re.compile(r"^\| `([\w-]+)` \| [^|]+ \| ([^|]*)\| ([^|]*)\|$", re.MULTILINE)
-
-
-def test_the_table_lists_what_is_built_in_and_what_is_a_package() -> None:
-    shown = {(kind, name, built_in) for kind, *cells in ROW.findall(PAGE) for name, built_in in _named(*cells)}
-    ours = {member.name for member in MEMBERS}
-    assert shown == {(each.kind, each.name, each.builtin) for each in scan().entries if each.distribution in ours}
-
-
-def _named(built_in: str, packages: str) -> list[tuple[str, bool]]:
-    return [(name, cell is built_in) for cell in (built_in, packages) for name in re.findall(r"`([\w-]+)`", cell)]
 
 
 def test_the_make_targets_exist() -> None:

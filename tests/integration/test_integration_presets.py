@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import tokenizers
 
-from megatron_run.config.sources import presets
+from megatron_run.config.presets import presets
 from megatron_run.planning import ResolvedRun, load_config
 from megatron_run_cli.main import main
 from megatron_run_cli.reports import dry_run

@@ -133,6 +133,8 @@ def test_the_part_of_a_path_that_is_missing_is_compared_with_its_neighbours(tmp_
     assert near_path(tmp_path / "run" / "latest") == "did you mean 'runs'?"
     assert near_path(tmp_path / "runs" / "latest") == ""
     assert near_path(tmp_path / "runs" / "zzz") == ""
+    (tmp_path / "runs" / "gone").symlink_to("nowhere")
+    assert (near_path(tmp_path / "runs" / "gone"), near_path(tmp_path / "runs" / "gnoe")) == ("", ""), "not itself"
     for name in ("list.yaml", "unknown.yaml"):
         (tmp_path / name).touch()
     assert (near_path(tmp_path / "missng.yaml"), near_path(tmp_path / "none.yaml")) == ("", ""), "endings do not count"

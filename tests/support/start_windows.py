@@ -1,4 +1,4 @@
-"""A launcher that is killed while it opens its run folder, before any one of its changes to the disk."""
+"""A start that is killed while it opens its run folder and begins, before any one of its changes to the disk."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _CHANGES = frozenset({"os.mkdir", "os.rename", "os.remove", "os.symlink", "os.tr
 
 
 def killed_before(count: int, run: ResolvedRun) -> bool:
-    """Open the folder in a child that is killed before its change number ``count``; whether it lived to the end."""
+    """Open the folder, and begin, in a child that is killed before its change number ``count``; whether it did both."""
     child = os.fork()
     if child == 0:
         left = count
@@ -29,7 +29,7 @@ def killed_before(count: int, run: ResolvedRun) -> bool:
 
         sys.addaudithook(kill)
         try:
-            open_run_folder(run)
+            open_run_folder(run).folder.begin(0)
         except BaseException:
             os._exit(1)
         os._exit(0)

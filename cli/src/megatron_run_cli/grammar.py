@@ -14,8 +14,10 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import click
+from click.shell_completion import CompletionItem
 
 from megatron_run.errors import InputError, PluginError, RunError, did_you_mean, near_path
+from megatron_run_cli.completion import words
 from megatron_run_cli.termination import ending_in_order
 
 _CONFIG_ENDINGS = (".yaml", ".yml", ".json")
@@ -60,11 +62,24 @@ class DefaultGroup(click.Group):
     default: str
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Put the command in front unless the first word is a command or an option of the group."""
+        """Put the command in front unless the first word is a command or an option of the group.
+
+        A first word that a shell completes, which is not among ``args``, may still become either.
+        """
+        if ctx.resilient_parsing and not args:
+            return super().parse_args(ctx, args)
         first = args[0] if args else ""
         if first not in self.commands and first not in ("-h", "--help", "--version"):
             args = [self.default, *args]
         return super().parse_args(ctx, args)
+
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem[str]]:
+        """The commands, and what may be the first word of the one that may be left out."""
+        command = self.commands[self.default]
+        with command.make_context(self.default, [], parent=ctx, resilient_parsing=True) as inner:
+            first = next(each for each in command.params if isinstance(each, click.Argument))
+            place = command if incomplete.startswith("-") else first
+            return [*super().shell_complete(ctx, incomplete), *place.shell_complete(inner, incomplete)]
 
 
 class Program(DefaultGroup):
@@ -77,7 +92,7 @@ class Program(DefaultGroup):
     ) -> tuple[str | None, click.Command | None, list[str]]:
         """The command that ``args`` name, which a signal ends in order unless it is one ``OF_RANKS``."""
         name, command, rest = super().resolve_command(ctx, args)
-        if name not in OF_RANKS:
+        if name not in OF_RANKS and not ctx.resilient_parsing:
             ctx.with_resource(ending_in_order())
         return name, command, rest
 
@@ -123,7 +138,7 @@ class ConfigWord(click.ParamType[str]):
 
 def _preset_meant(word: str) -> str:
     """``type preset:tiny`` for the name of a preset, else an empty string."""
-    from megatron_run.config.sources import presets
+    from megatron_run.config.presets import presets
 
     return f"type preset:{word}" if word in presets() else ""
 
@@ -167,6 +182,8 @@ class RankCount(click.ParamType[int]):
     def convert(self, value: str | int, param: click.Parameter | None, ctx: click.Context | None) -> int:
         """The number; counts the GPUs when asked to."""
         if value == "gpus":
+            if ctx is not None and ctx.resilient_parsing:  # a shell asks, and has no time for torch
+                return 1
             import torch
 
             return torch.cuda.device_count() or self._refuse("there is no GPU on this machine", param, ctx)
@@ -191,20 +208,40 @@ class SavedStep(click.ParamType[str]):
         return word
 
 
+def step_option(whose: str, otherwise: str = "the newest") -> Callable[[Command], Command]:
+    """``--step`` of a command that reads the saved steps of the argument ``whose``."""
+    return click.option(
+        "--step",
+        type=click.IntRange(min=0),
+        metavar="N",
+        help=f"Number of the step [default: {whose}'s, else {otherwise}].",
+        shell_complete=words.step,
+    )
+
+
 _RUN_OPTIONS = (
-    click.argument("configs", nargs=-1, type=ConfigWord(), metavar="[CONFIG]..."),
+    click.argument("configs", nargs=-1, type=ConfigWord(), metavar="[CONFIG]...", shell_complete=words.config),
     click.option(
         "--plugin",
         "plugins",
         multiple=True,
         metavar="KIND=NAME[,OPT=VAL...]",
+        shell_complete=words.plugin_choice,
         help="Choose a plugin and its options; repeatable.",
     ),
-    click.option("--set", "sets", multiple=True, metavar="KEY=VALUE", help="Set a configuration key; repeatable."),
+    click.option(
+        "--set",
+        "sets",
+        multiple=True,
+        metavar="KEY=VALUE",
+        help="Set a configuration key; repeatable.",
+        shell_complete=words.setting,
+    ),
     click.option(
         "--nproc",
         type=RankCount(),
         metavar="N|gpus",
+        shell_complete=words.one_of("gpus"),
         help="Ranks on this machine; gpus: one per GPU [default: tensor x pipeline x data].",
     ),
 )

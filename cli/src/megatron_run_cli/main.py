@@ -5,6 +5,7 @@ What a command needs is imported in its body, so that ``plugins list`` loads nei
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from collections.abc import Sequence
@@ -14,6 +15,7 @@ import click
 from megatron_run import __version__
 from megatron_run.errors import EngineMissingError, ExitCode, RunError, check_engine, system_limit
 from megatron_run_cli.commands.checkpoint import checkpoint, export, import_
+from megatron_run_cli.commands.completion import completion
 from megatron_run_cli.commands.config import config
 from megatron_run_cli.commands.data import data
 from megatron_run_cli.commands.doctor import doctor
@@ -23,6 +25,7 @@ from megatron_run_cli.commands.plan import plan
 from megatron_run_cli.commands.plugins import plugins
 from megatron_run_cli.commands.schedule import schedule
 from megatron_run_cli.commands.train import finetune, train
+from megatron_run_cli.completion.shells import VARIABLE, answer
 from megatron_run_cli.grammar import Program, option_meant
 from megatron_run_cli.output import print_refusal, start_answer, tell_error
 from megatron_run_cli.streams import check_folder, full_disk
@@ -55,6 +58,7 @@ for _command in (
     generate,
     evaluate,
     doctor,
+    completion,
 ):
     program.add_command(_command)
 
@@ -65,8 +69,13 @@ _VALID = re.compile(r"a valid (integer|float)( range)?")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; the exit code. Only a bug shows a traceback."""
-    words = list(sys.argv[1:] if arguments is None else arguments)
+    """Run the command line, or tell a shell how it may go on; the exit code. Only a bug shows a traceback."""
+    if asked := os.environ.get(VARIABLE):
+        return answer(program, asked)
+    return _obey(list(sys.argv[1:] if arguments is None else arguments))
+
+
+def _obey(words: list[str]) -> int:
     start_answer()
     try:
         check_folder()
@@ -99,6 +108,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 #: A whole command for each that wants an argument or option.
 EXAMPLES = {
+    "completion": "bash",
     "finetune": "gpt2 --data 'texts/*.txt'",
     "config explain": "train.lr",
     "config from-megatron": "pretrain.sh",

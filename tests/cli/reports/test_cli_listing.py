@@ -96,7 +96,7 @@ def test_info_shows_options_with_their_bounds_and_defaults(site: FakeSite) -> No
     found = plugin_info("schedule", "zigzag", scan(site.path))
     assert found.options == (
         KeyInfo("size", "int", "4", "at least 1, below 64", "how large"),
-        KeyInfo("shape", "one of round, square", "round", "", ""),
+        KeyInfo("shape", "one of round, square", "round", "", "", choices=("round", "square")),
         KeyInfo("paths", "list of text", '["a", "b"]', "", ""),
         KeyInfo("needed", "number", None, "", ""),
     )

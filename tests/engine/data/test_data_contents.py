@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import xxhash
 
 from megatron_run.errors import DataError
 from megatron_run_engine.data import contents
@@ -46,7 +47,7 @@ def reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     found: list[int] = []
     read = contents._hash
 
-    def counted(*arguments: Any) -> str:
+    def counted(*arguments: Any) -> contents.Hashes:
         found.append(len(found))
         return read(*arguments)
 
@@ -70,6 +71,15 @@ def test_a_copy_has_the_same_hash_and_another_order_another(file: Path, tmp_path
     assert contents_hash([file, other]) == contents_hash([copy, other])
     assert contents_hash([file, other]) != contents_hash([other, file])
     assert contents_hash([]) is None
+
+
+def test_each_file_has_its_own_hash_from_the_cache_too(file: Path, tmp_path: Path, later: None) -> None:
+    other = tmp_path / "b.txt"
+    other.write_text("b")
+    both = contents_hash([file, other])
+    assert both is not None
+    assert both == contents_hash([file, other]), "of the cache"
+    assert both.each == tuple(xxhash.xxh3_128_hexdigest(path.read_bytes()) for path in (file, other))
 
 
 def test_a_file_is_read_once_until_it_changes(file: Path, later: None, reads: list[int]) -> None:

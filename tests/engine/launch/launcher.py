@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
+import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 from megatron_run.config.request import Request
 from megatron_run_engine.launch.local import LocalPlan, run_local
 from megatron_run_engine.launch.results import RunResult
 from megatron_run_engine.run_folder import RunFolder
-from tests.support.processes import alive, process_ids
+from tests.support.processes import alive, process_ids, wait_until
 
 STAND_IN = Path(__file__).with_name("stand_in_rank.py")
 
@@ -49,3 +53,17 @@ class Launcher:
 
 def no_process_left(launcher: Launcher) -> bool:
     return not any(alive(process) for process in process_ids(launcher.pids))
+
+
+def send_when(condition: Callable[[], bool], *numbers: signal.Signals) -> threading.Thread:
+    """Send signals to this process, half a second apart, once ``condition`` holds."""
+
+    def send() -> None:
+        wait_until(condition)
+        for number in numbers:
+            os.kill(os.getpid(), number)
+            time.sleep(0.5)
+
+    thread = threading.Thread(target=send)
+    thread.start()
+    return thread

@@ -6,6 +6,7 @@ import errno
 import fcntl
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -175,6 +176,12 @@ def test_what_the_machine_refuses_a_launcher_is_one_line_whatever_it_refuses(
             assert re.match(line, said)
         assert nth > 1
         assert no_process_left(launcher)
+
+
+def test_signal_handlers_are_given_back(launcher: Launcher) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    launcher("*:exit 0")
+    assert signal.getsignal(signal.SIGTERM) is before
 
 
 def test_what_a_rank_started_ends_with_it(launcher: Launcher) -> None:

@@ -1,12 +1,8 @@
-"""Signals to the local launcher, with ranks that need no torch: forwarded once, obeyed, and given back."""
+"""Signals to the local launcher: what its ranks are told, and how long they get."""
 
 from __future__ import annotations
 
-import os
 import signal
-import threading
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,29 +10,17 @@ import pytest
 from megatron_run.errors import ExitCode
 from megatron_run_engine.launch.rank import Task
 from megatron_run_engine.launch.signals import SAVING, STARTING
-from tests.engine.launch.launcher import Launcher, no_process_left
-from tests.support.processes import on_signals, wait_until
+from tests.engine.launch.launcher import Launcher, no_process_left, send_when
+from tests.support.processes import on_signals
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(60)]
+#: Seconds after which a rank that says nothing new hangs.
+LIMIT = 1.0
 
 
 @pytest.fixture
 def launcher(tmp_path: Path) -> Launcher:
     return Launcher(tmp_path)
-
-
-def send_when(condition: Callable[[], bool], *numbers: signal.Signals) -> threading.Thread:
-    """Send signals to this process, half a second apart, once ``condition`` holds."""
-
-    def send() -> None:
-        wait_until(condition)
-        for number in numbers:
-            os.kill(os.getpid(), number)
-            time.sleep(0.5)
-
-    thread = threading.Thread(target=send)
-    thread.start()
-    return thread
 
 
 @pytest.mark.parametrize(
@@ -105,9 +89,3 @@ def test_a_second_signal_kills_at_once(launcher: Launcher, number: signal.Signal
     sender.join()
     assert result.code == 128 + number
     assert no_process_left(launcher)
-
-
-def test_signal_handlers_are_given_back(launcher: Launcher) -> None:
-    before = signal.getsignal(signal.SIGTERM)
-    launcher("*:exit 0")
-    assert signal.getsignal(signal.SIGTERM) is before

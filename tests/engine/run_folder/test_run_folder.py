@@ -1,11 +1,8 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import json
 import os
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -18,6 +15,7 @@ from unittest import mock
 import pytest
 
 from megatron_run.errors import CheckpointError, ExitCode, InputError
+from megatron_run.files.latest_run import follow_latest
 from megatron_run.files.safe_folder import SafeFolder
 from megatron_run.planning import ResolvedRun, load_config
 from megatron_run.planning.run import comparison_table
@@ -27,7 +25,7 @@ from megatron_run_engine.run_folder import (
     RunFolder,
     join_run_folder,
     open_run_folder,
-    opening,
+    records,
 )
 from tests.support.installed import found_once
 
@@ -37,8 +35,8 @@ def _looked_up_once() -> Iterator[None]:
     """What is installed and what describes this machine, a tenth of a second each time that a folder is opened."""
     with (
         found_once(),
-        mock.patch.object(opening, "environment_record", cache(opening.environment_record)),
-        mock.patch.object(opening, "git_record", cache(opening.git_record)),
+        mock.patch.object(records, "environment_record", cache(records.environment_record)),
+        mock.patch.object(records, "git_record", cache(records.git_record)),
     ):
         yield
 
@@ -49,8 +47,10 @@ def tiny(path: Path | None = None, **sets: Any) -> ResolvedRun:
 
 
 def opened(run: ResolvedRun, *arguments: str) -> OpenedFolder:
-    """Open and let go, as a job that has ended."""
+    """Open, begin and let go, as a job that has ended."""
     result = open_run_folder(run, arguments)
+    if not result.finished:
+        result.folder.begin(0)
     result.lock.release()
     return result
 
@@ -74,14 +74,22 @@ def test_an_absent_folder_is_created_and_described(tmp_path: Path) -> None:
 
 def test_broken_metadata_is_left_out_of_the_record(monkeypatch: pytest.MonkeyPatch) -> None:
     raises = type("Raises", (), {"metadata": property(mock.Mock(side_effect=FileNotFoundError))})  # as a backport
-    monkeypatch.setattr(opening, "distributions", lambda: [raises(), mock.Mock(metadata={}), *distributions()])
-    assert opening.environment_record.__wrapped__()["packages"].keys() >= {"torch"}  # type: ignore[attr-defined]
+    monkeypatch.setattr(records, "distributions", lambda: [raises(), mock.Mock(metadata={}), *distributions()])
+    assert records.environment_record.__wrapped__()["packages"].keys() >= {"torch"}  # type: ignore[attr-defined]
 
 
 def test_the_written_configuration_resolves_to_the_same_run(tmp_path: Path) -> None:
     run = tiny(tmp_path / "run", train__lr=0.5)
     result = opened(run)
     assert comparison_table(load_config(result.folder.path / "config.yaml")) == comparison_table(run)
+
+
+@pytest.mark.parametrize("rule", ["adamw", "sgd", "muon"])
+@pytest.mark.parametrize("preset", ["tiny", "laptop"])
+def test_the_written_configuration_says_nothing_that_the_first_did_not(tmp_path: Path, preset: str, rule: str) -> None:
+    run = load_config(f"preset:{preset}", sets={"run.folder": tmp_path / "run", "optimizer.rule": rule})
+    again = load_config(opened(run).folder.path / "config.yaml")
+    assert set(again.notices) <= set(run.notices)
 
 
 def test_without_a_name_a_new_folder_is_made_and_latest_points_at_the_last_that_took_a_step(
@@ -92,15 +100,14 @@ def test_without_a_name_a_new_folder_is_made_and_latest_points_at_the_last_that_
     assert first.path != second.path
     assert first.path.parent == second.path.parent == tmp_path / "runs"
     latest = tmp_path / "runs" / "latest"
-    assert not latest.is_symlink(), "a run that ends at its start is nothing to look at"
+    assert not latest.exists(), "a run that ends at its start is nothing to look at"
     second.heartbeat(1)
     RunFolder(first.path, 1, rank=1).heartbeat(1)
-    assert latest.readlink() == Path(second.path.name), "rank 0 alone writes"
+    assert follow_latest(latest) == second.path, "rank 0 alone writes"
     opened(tiny(tmp_path / "runs" / "mine")).folder.heartbeat(1)
-    assert latest.readlink() == Path(second.path.name), "a run with a name is found by it"
-    (tmp_path / "runs" / f".latest-{first.path.name}").symlink_to("of a job that was killed")
+    assert follow_latest(latest) == second.path, "a run with a name is found by it"
     first.heartbeat(1)
-    assert latest.readlink() == Path(first.path.name)
+    assert follow_latest(latest) == first.path
 
 
 def test_latest_stands_for_the_run_beside_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,13 +116,10 @@ def test_latest_stands_for_the_run_beside_it(tmp_path: Path, monkeypatch: pytest
     first.heartbeat(1)
     again = opened(tiny(Path("runs/latest"))).folder
     assert (again.path, again.attempt) == (first.path, 2)
-
-
-def test_a_folder_named_latest_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "runs" / "latest").mkdir(parents=True)
-    opened(tiny()).folder.heartbeat(1)
-    assert not (tmp_path / "runs" / "latest").is_symlink()
+    assert load_config("runs/latest/config.yaml").config.run.folder == Path("runs", first.path.name), "not latest"
+    for key, word in (("init_from", "runs/latest"), ("branch_from", "runs/latest@3")):
+        named = load_config("preset:tiny", sets={f"run.{key}": word}).config.run
+        assert str(getattr(named, key)) == word.replace("latest", first.path.name)
 
 
 def test_an_empty_folder_is_taken(tmp_path: Path) -> None:
@@ -124,7 +128,7 @@ def test_an_empty_folder_is_taken(tmp_path: Path) -> None:
 
 def test_the_same_run_is_another_attempt_and_overwrites_nothing(tmp_path: Path) -> None:
     opened(tiny(tmp_path))
-    before = {path: path.read_bytes() for path in tmp_path.glob("*.*") if path.name not in ("run.json", "status.json")}
+    before = {path: path.read_bytes() for path in (tmp_path / "logs").rglob("*.*")}
     second = opened(tiny(tmp_path, run__threads=1), "again").folder
     assert second.attempt == 2
     assert (tmp_path / "logs" / "attempt-002" / "config.yaml").exists()
@@ -250,52 +254,6 @@ def test_a_refused_folder_is_not_kept_locked(tmp_path: Path) -> None:
 def test_two_jobs_cannot_share_a_folder(tmp_path: Path) -> None:
     with open_run_folder(tiny(tmp_path)).lock, pytest.raises(InputError, match=f"process {os.getpid()} on .* writes"):
         open_run_folder(tiny(tmp_path))
-
-
-def test_the_lock_of_a_killed_job_is_free(tmp_path: Path) -> None:
-    code = "import os,sys,pathlib; from megatron_run_engine.run_folder.opening import FolderLock\n"
-    code += "FolderLock(pathlib.Path(sys.argv[1])); os.kill(os.getpid(), 9)"
-    assert subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=False).returncode == -9
-    FolderLock(tmp_path).release()
-
-
-@pytest.mark.parametrize("call", ["ftruncate", "write"])
-def test_a_lock_that_does_not_get_its_holders_name_is_not_kept(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
-) -> None:
-    def refuse(*_: object) -> None:
-        raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
-
-    with monkeypatch.context() as patched:
-        patched.setattr(os, call, refuse)
-        with pytest.raises(OSError, match="quota"):
-            FolderLock(tmp_path)
-    FolderLock(tmp_path).release()
-
-
-def test_a_lock_whose_close_fails_is_released(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real, lock = os.close, FolderLock(tmp_path)
-
-    def close(handle: int) -> None:
-        real(handle)
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-    with monkeypatch.context() as patched:
-        patched.setattr(os, "close", close)
-        lock.release()
-    lock.release()
-    FolderLock(tmp_path).release()
-
-
-def test_without_flock_a_file_stands_for_the_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def unsupported(*_: object) -> None:
-        raise OSError(errno.ENOLCK, "No locks available")
-
-    monkeypatch.setattr(fcntl, "flock", unsupported)
-    expected = r"if that process is gone, delete .*\.lock-exclusive"
-    with FolderLock(tmp_path), pytest.raises(InputError, match=expected):
-        FolderLock(tmp_path)
-    FolderLock(tmp_path).release()
 
 
 def test_another_host_finds_the_folder_that_rank_0_opened(tmp_path: Path) -> None:

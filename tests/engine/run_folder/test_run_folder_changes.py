@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from megatron_run.errors import InputError
-from megatron_run_engine.run_folder import check_run_folder
+from megatron_run.planning import ResolvedRun, load_config
+from megatron_run_engine.run_folder import check_run_folder, open_run_folder
 from megatron_run_engine.run_folder.changes import find_changes, identity, with_added_options
 from tests.support.resolving import resolved
 
@@ -56,13 +58,43 @@ def test_another_models_options_are_left_as_they_were_saved() -> None:
         ({"resume": "3"}, "--resume 3"),
     ],
 )
-def test_a_word_about_a_run_that_goes_on_needs_that_run(given: dict[str, Any], option: str) -> None:
-    run = resolved()
-    with pytest.raises(InputError, match=f"^{option} is about a run that goes on, and run.folder names none"):
-        check_run_folder(replace(run, request=replace(run.request, **given)))
-    for sets in (("run.folder=new",), ("run.branch_from=old@3",)):
+def test_a_word_about_a_run_that_goes_on_needs_that_run(given: dict[str, Any], option: str, tmp_path: Path) -> None:
+    def asked(*sets: str) -> ResolvedRun:
         run = resolved(sets=sets)
-        check_run_folder(replace(run, request=replace(run.request, **given)))
+        return replace(run, request=replace(run.request, **given))
+
+    with pytest.raises(InputError, match=f"^{option} is about a run that goes on, and run.folder names none; add"):
+        check_run_folder(asked())
+    new = tmp_path / "new"
+    with pytest.raises(InputError, match=f"^{option} is about .*, and there is none in {new} .*or leave {option} out"):
+        check_run_folder(asked(f"run.folder={new}"))
+    with pytest.raises(InputError, match=f"^{option} is about .*, and there is none in {new} "):
+        open_run_folder(asked(f"run.folder={new}"))
+    assert not list(tmp_path.iterdir()), "nothing is made for it"
+    check_run_folder(asked("run.branch_from=old@3", f"run.folder={new}"))
     for resume in ("auto", "never"):
         run = resolved()
         check_run_folder(replace(run, request=replace(run.request, resume=resume)))
+
+
+def test_weights_of_another_tokenizer_may_be_allowed_where_no_run_goes_on(tmp_path: Path) -> None:
+    run = resolved(sets=("run.init_from=old", f"run.folder={tmp_path / 'new'}"))
+    check_run_folder(replace(run, request=replace(run.request, allow_change=("data.tokenizer",))))
+
+
+def test_a_run_that_was_moved_with_its_configuration_is_named(tmp_path: Path) -> None:
+    here, there = tmp_path / "here", tmp_path / "there"
+    open_run_folder(resolved(sets=(f"run.folder={here}",))).lock.release()
+    here.rename(there)
+    run = load_config(there / "config.yaml")
+    (notice,) = run.notices
+    assert notice == (
+        f"{there / 'config.yaml'} lies in the run folder {there}, and its run.folder is {here}: "
+        f"to go on with the run in {there} add --set run.folder={there}"
+    )
+    with pytest.raises(InputError, match=f"none in {here} .from {there}/config.yaml .*add --set run.folder={there}"):
+        check_run_folder(replace(run, request=replace(run.request, extend=True)))
+    assert not load_config(there / "config.yaml", sets={"run.folder": there}).notices
+    assert not load_config(there / "config.yaml", sets={"run.folder": tmp_path / "new"}).notices, "it is meant so"
+    attempt = load_config(there / "logs" / "attempt-001" / "config.yaml")
+    assert f"lies in the run folder {there}" in attempt.notices[0]

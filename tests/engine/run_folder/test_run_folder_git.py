@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_run_engine.run_folder.opening import git_record
+from megatron_run_engine.run_folder.records import git_record
 
 pytestmark = pytest.mark.skipif(shutil.which("git") is None, reason="needs git")
 IDENTITY = ("-c", "user.name=me", "-c", "user.email=me@example.org")

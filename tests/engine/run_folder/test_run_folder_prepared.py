@@ -17,7 +17,7 @@ from megatron_run.planning import ResolvedRun, load_config
 from megatron_run_engine.builtin.observer.jsonl import LineFile
 from megatron_run_engine.launch.rank_output import redirect_output
 from megatron_run_engine.run_folder import History, RunFolder, open_run_folder
-from megatron_run_engine.run_folder.folder import last_config
+from megatron_run_engine.run_folder.folder import DESCRIPTION, last_config
 from megatron_run_observer_tensorboard.events import EventFile
 from megatron_run_observer_trace import trace_path, write_new
 from tests.support.start_windows import killed_before
@@ -31,7 +31,7 @@ def tiny(path: Path, **sets: Any) -> ResolvedRun:
 def _quick_records(monkeypatch: pytest.MonkeyPatch) -> None:
     """What describes the machine takes long to find out, and says nothing here."""
     for name in ("environment_record", "git_record"):
-        monkeypatch.setattr(f"megatron_run_engine.run_folder.opening.{name}", dict)
+        monkeypatch.setattr(f"megatron_run_engine.run_folder.records.{name}", dict)
 
 
 @pytest.fixture
@@ -39,6 +39,12 @@ def run(tmp_path: Path) -> Path:
     """A run folder after its first attempt."""
     open_run_folder(tiny(tmp_path / "run")).lock.release()
     return tmp_path / "run"
+
+
+def early_version(run: Path) -> None:
+    """Leave what describes the first attempt in the run folder alone, as early versions wrote it."""
+    for name in DESCRIPTION:
+        (run / "logs" / "attempt-001" / name).unlink()
 
 
 @pytest.fixture
@@ -151,6 +157,7 @@ def test_whenever_the_launcher_is_killed_at_its_start_the_same_command_goes_on(t
         if killed_before(count, run):
             break
         opened = open_run_folder(run)
+        opened.folder.begin(0)
         opened.lock.release()
         assert opened.folder.attempt in (attempts + 1, attempts + 2)
         assert len(json.loads((opened.folder.path / "run.json").read_text())["attempts"]) == opened.folder.attempt
@@ -170,6 +177,7 @@ def test_a_start_that_was_killed_before_anything_was_trained_binds_nobody(tmp_pa
 
 @pytest.mark.parametrize("link", ["logs", "logs/attempt-002", "logs/attempt-002/config.yaml"])
 def test_the_last_configuration_is_not_looked_for_behind_a_link(run: Path, tmp_path: Path, link: str) -> None:
+    early_version(run)
     open_run_folder(tiny(run)).lock.release()
     found = last_config(run)
     assert found is not None

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
+import shutil
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,7 @@ from megatron_run.errors import CheckpointError, ExitCode, InputError, Problems
 from megatron_run.planning import load_config
 from megatron_run_engine.builtin.observer.jsonl import JsonLines
 from megatron_run_engine.checkpoint.step_folder import Checkpoints
-from megatron_run_engine.run_folder import open_run_folder
+from megatron_run_engine.run_folder import check_run_folder, open_run_folder
 from megatron_run_engine.run_folder.folder import History
 from megatron_run_engine.training.state.init_from import check_source
 from megatron_run_testing.observer import example_run, example_step
@@ -153,6 +155,8 @@ def test_the_folder_refuses_asks_and_remembers(tmp_path: Path) -> None:
     def opened(asked: dict[str, Any], **sets: Any) -> Any:
         run = load_config("preset:tiny", sets={**STEADY, "run.folder": tmp_path, **sets})
         found = open_run_folder(replace(run, request=replace(run.request, **asked)))
+        if not found.finished:
+            found.folder.begin(4)
         found.lock.release()
         return found
 
@@ -178,6 +182,37 @@ def test_the_folder_refuses_asks_and_remembers(tmp_path: Path) -> None:
     assert extended.folder.changed_keys == {"train.steps"}
     opened({}, **{"train.steps": 8})  # allowed once: the run now has 8 steps
     assert "train.steps=8, now 4" in refused({})
+
+
+@pytest.mark.parametrize(
+    ("sets", "asked", "said"),
+    [
+        (
+            {"train.steps": 3},
+            {},
+            "train.steps=3 ends before step 4, .*: it has 4 steps .*--set train.steps=4",
+        ),
+        ({"train.steps": 3}, {"extend": True}, r"to end there, branch .*--set run\.branch_from=.*run@2$"),
+        ({"train.steps": 1}, {}, "least is --set train.steps=4$"),
+        ({"train.steps": None, "train.samples": 15}, {}, "train.samples=15 ends .* 16 samples .*train.samples=16"),
+        ({"train.steps": 1}, {"resume": "2"}, "train.steps=1 ends before step 2, "),
+        ({"train.steps": 3}, {"resume": "2"}, ""),
+        ({"train.steps": 3}, {"resume": "never"}, ""),
+        ({"train.steps": 4}, {}, ""),
+    ],
+)
+def test_no_permission_makes_a_run_shorter_than_it_has_trained(
+    sets: dict[str, Any], asked: dict[str, Any], said: str, short: Path, tmp_path: Path
+) -> None:
+    run = load_config("preset:tiny", sets={**LONGER, "run.folder": tmp_path / "run"})
+    open_run_folder(run).lock.release()
+    shutil.copytree(short / "checkpoints", tmp_path / "run" / "checkpoints")
+    now = load_config("preset:tiny", sets={**LONGER, **sets, "run.folder": tmp_path / "run"})
+    now = replace(now, request=replace(now.request, allow_change=("train.steps", "train.samples"), **asked))
+    with pytest.raises(InputError, match=said) if said else nullcontext():
+        check_run_folder(now)
+    with pytest.raises(InputError, match=said) if said else nullcontext():
+        open_run_folder(now).lock.release()
 
 
 def test_an_attempt_that_saved_nothing_needs_no_second_permission(short: Path, tmp_path: Path) -> None:

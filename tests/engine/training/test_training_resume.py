@@ -209,7 +209,7 @@ def test_one_byte_of_a_text_that_changed_is_refused(tmp_path: Path) -> None:
     content = bytearray(texts.read_bytes())
     content[len(content) * 3 // 5] ^= 1
     texts.write_bytes(content)
-    assert "as many samples, with other contents" in refused(tmp_path / "run", values)
+    assert f"{texts} has other contents; give the same data" in refused(tmp_path / "run", values)
     content[len(content) * 3 // 5] ^= 1
     texts.write_bytes(content)
     assert attempt(tmp_path / "run", values).first == 3

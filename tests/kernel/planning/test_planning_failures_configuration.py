@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_run.config.sources import presets
+from megatron_run.config.presets import presets
 from megatron_run.errors import ExitCode, Problems
 from megatron_run.planning import load_config, resolver
 from megatron_run.planning.choosing import EnvironmentNotice

@@ -28,7 +28,7 @@ class Mine(Format):
 
 @hookimpl
 def megatron_run_plugin_info():
-    return PluginInfo("format", "{name}", provides=frozenset({"import"}){more})
+    return PluginInfo("format", "{name}", provides=frozenset({"{provides}"}){more})
 
 @hookimpl
 def megatron_run_create_format():
@@ -37,7 +37,13 @@ def megatron_run_create_format():
 
 
 def source(name: str = "mine", **parts: str) -> str:
-    given = {"recognises": '(source / "mine.bin").is_file()', "read": "Weights({}, {})", "more": "", **parts}
+    given = {
+        "recognises": '(source / "mine.bin").is_file()',
+        "read": "Weights({}, {})",
+        "provides": "import",
+        "more": "",
+    }
+    given |= parts
     text = SOURCE.replace("{name}", name)
     for part, code in given.items():
         text = text.replace(f"{{{part}}}", code)
@@ -86,6 +92,18 @@ def test_two_that_recognise_a_source_are_named_and_neither_wins(site: FakeSite, 
     assert format_to_read(model, "second", scan(site.path)).name == "second"
 
 
+def test_adapters_are_no_model_unless_they_are_asked_for(site: FakeSite, model: Path) -> None:
+    install(site, provides="adapters")
+    catalog = scan(site.path)
+    assert refusal(model, None, catalog, ExitCode.INPUT) == (
+        f"{model} holds adapters, and not the model that they adapt; "
+        f"import them: megatron-run import {model} NEW --base MODEL, then name NEW"
+    )
+    assert "format=mine cannot be imported" in refusal(model, "mine", catalog, ExitCode.INPUT)
+    for word in (None, "mine"):
+        assert format_to_read(model, word, catalog, adapters=True).name == "mine"
+
+
 def test_a_broken_format_is_in_nobodys_way_and_told_when_nothing_is_found(site: FakeSite, model: Path) -> None:
     site.module("acme_broken", "1/0")
     site.distribution("acme-broken", {"format": {"broken": "acme_broken"}})
@@ -109,7 +127,7 @@ def test_a_format_of_ours_that_is_not_installed_says_what_to_install(tmp_path: P
     nothing = Catalog(())
     line = refusal(tmp_path, None, nothing, ExitCode.DATA)
     assert (
-        "for more formats: pip install -e ./plugins/format/huggingface or pip install -e ./plugins/format/meg" in line
+        "for more formats: pip install -e ./plugins/format/distributed or pip install -e ./plugins/format/hugg" in line
     )
     line = refusal(tmp_path, "huggingface", nothing, ExitCode.PLUGIN)
     assert line == (
@@ -124,9 +142,11 @@ def test_an_unknown_name_gets_the_nearest_or_all_that_can_do_it(tmp_path: Path) 
     assert refusal(tmp_path, "hugingface", scan(), ExitCode.INPUT) == (
         "there is no format 'hugingface'; did you mean 'huggingface'?"
     )
-    with pytest.raises(InputError, match=r"there is no format 'gguf'; known are distributed, huggingface$"):
+    with pytest.raises(InputError, match=r"there is no format 'gguf'; known are distributed, huggingface, peft$"):
         format_to_write("gguf")
-    with pytest.raises(InputError, match=r"format=megatron cannot be exported to; known are distributed, huggingface$"):
+    with pytest.raises(
+        InputError, match=r"format=megatron cannot be exported to; known are distributed, huggingface, peft$"
+    ):
         format_to_write("megatron")
     with pytest.raises(InputError, match=r"format=distributed translates no launch scripts; known are megatron$"):
         format_of_scripts("distributed", "a test")

@@ -96,8 +96,8 @@ def test_a_word_is_served_by_the_ability_of_key_and_word() -> None:
     (problem,) = unserved({"train.precision": "fp16"}, [plugin("scaler", "none")], NOTHING)
     assert str(problem) == (
         "train.precision=fp16 needs a plugin that serves it: scaler=none does not; "
-        "pip install -e ./plugins/scaler/dynamic and choose --plugin scaler=dynamic "
-        "or pip install -e ./plugins/scaler/constant and choose --plugin scaler=constant; "
+        "pip install -e ./plugins/scaler/constant and choose --plugin scaler=constant "
+        "or pip install -e ./plugins/scaler/dynamic and choose --plugin scaler=dynamic; "
         "or set train.precision=bf16"
     )
 
@@ -114,8 +114,8 @@ def test_an_unserved_size_names_the_installed_plugin_to_choose() -> None:
 def test_an_unserved_size_names_the_package_to_install() -> None:
     (problem,) = unserved({"parallel.chunks": 2}, [SEQUENTIAL], NOTHING)
     assert problem.fix == (
-        "pip install -e ./plugins/schedule/interleaved and choose --plugin schedule=interleaved "
-        "or pip install -e ./plugins/schedule/gpipe and choose --plugin schedule=gpipe "
+        "pip install -e ./plugins/schedule/gpipe and choose --plugin schedule=gpipe "
+        "or pip install -e ./plugins/schedule/interleaved and choose --plugin schedule=interleaved "
         "or pip install -e ./plugins/schedule/zero-bubble and choose --plugin schedule=zero-bubble; "
         "or set parallel.chunks=1"
     )
@@ -124,8 +124,8 @@ def test_an_unserved_size_names_the_package_to_install() -> None:
 def test_a_switch_is_served_or_set_back_like_a_size() -> None:
     problems = unserved({"parallel.tensor": 2, "parallel.sequence": True}, [plugin("parallel-layer", "dense")], NOTHING)
     install = (
-        "pip install -e ./plugins/parallel-layer/tensor and choose --plugin parallel-layer=tensor "
-        "or pip install -e ./plugins/parallel-layer/te and choose --plugin parallel-layer=te"
+        "pip install -e ./plugins/parallel-layer/te and choose --plugin parallel-layer=te "
+        "or pip install -e ./plugins/parallel-layer/tensor and choose --plugin parallel-layer=tensor"
     )
     assert "\n".join(map(str, problems)) == (
         f"parallel.tensor=2 needs a plugin that serves it: parallel-layer=dense does not; {install}; "

@@ -11,13 +11,11 @@ from pathlib import Path
 import click
 
 from megatron_run.errors import ExitCode
-from megatron_run_cli.grammar import Commands, debug_option, json_option
+from megatron_run_cli.completion import words as places
+from megatron_run_cli.grammar import Commands, debug_option, json_option, step_option
 from megatron_run_cli.output import print_json, print_table, tell
 
 _FOLDER = click.argument("folder", required=False, type=click.Path(path_type=Path), metavar="[FOLDER]")
-_STEP = click.option(
-    "--step", type=click.IntRange(min=0), metavar="N", help="Number of the step [default: FOLDER's, else the newest]."
-)
 
 
 @click.group(cls=Commands)
@@ -48,9 +46,7 @@ def list_(folder: Path | None, *, as_json: bool) -> None:
 
 @checkpoint.command()
 @_FOLDER
-@click.option(
-    "--step", type=click.IntRange(min=0), metavar="N", help="Number of the step [default: FOLDER's, else all]."
-)
+@step_option("FOLDER", otherwise="all")
 @json_option
 @debug_option
 def verify(folder: Path | None, *, step: int | None, as_json: bool) -> int:
@@ -72,7 +68,7 @@ def verify(folder: Path | None, *, step: int | None, as_json: bool) -> int:
 
 @checkpoint.command()
 @_FOLDER
-@_STEP
+@step_option("FOLDER")
 @json_option
 @debug_option
 def inspect(folder: Path | None, *, step: int | None, as_json: bool) -> None:
@@ -94,19 +90,34 @@ _PATH = click.Path(path_type=Path)
 @click.command("import")
 @click.argument("source", type=_PATH)
 @click.argument("folder", type=_PATH)
-@click.option("--from", "name", metavar="FORMAT", help="Format of SOURCE [default: detected from its files].")
+@click.option(
+    "--from",
+    "name",
+    metavar="FORMAT",
+    help="Format of SOURCE [default: detected from its files].",
+    shell_complete=places.formats,
+)
 @click.option("--trust-pickle", is_flag=True, help="Execute SOURCE's pickles; only if you trust their writer.")
+@click.option(
+    "--base",
+    type=_PATH,
+    metavar="MODEL",
+    help="Imported folder or run whose weights the adapters at SOURCE adapt [default: the folder that they name].",
+)
 @json_option
 @debug_option
-def import_(source: Path, folder: Path, *, name: str | None, trust_pickle: bool, as_json: bool) -> None:
+def import_(
+    source: Path, folder: Path, *, name: str | None, trust_pickle: bool, base: Path | None, as_json: bool
+) -> None:
     """Write the model at SOURCE as the new FOLDER: config.yaml and a saved step from which a run can start.
 
-    FORMAT is an installed plugin of kind format, as huggingface, megatron or distributed: `megatron-run plugins list
-    format` shows them. It is NAME, DIST:NAME or a file ./mine.py.
+    SOURCE may hold adapters (LoRA) of a model that has been imported, --base. FORMAT is an installed plugin of kind
+    format, as huggingface, megatron or distributed: `megatron-run plugins list format` shows them. It is NAME,
+    DIST:NAME or a file ./mine.py.
     """
     from megatron_run_engine.formats.convert import import_model
 
-    done = import_model(source, folder, name, trust_pickle=trust_pickle)
+    done = import_model(source, folder, name, trust_pickle=trust_pickle, base=base)
     for note in done.notes:
         tell(note)
     if as_json:
@@ -124,17 +135,22 @@ def import_(source: Path, folder: Path, *, name: str | None, trust_pickle: bool,
 
 @click.command("export")
 @click.argument("words", nargs=-1, type=_PATH, metavar="[SOURCE] FOLDER")
-@click.option("--to", "name", required=True, metavar="FORMAT", help="Format to write, as huggingface.")
 @click.option(
-    "--step", type=click.IntRange(min=0), metavar="N", help="Number of the step [default: SOURCE's, else the newest]."
+    "--to",
+    "name",
+    required=True,
+    metavar="FORMAT",
+    help="Format to write, as huggingface.",
+    shell_complete=places.formats,
 )
+@step_option("SOURCE")
 @json_option
 @debug_option
 def export(words: tuple[Path, ...], *, name: str, step: int | None, as_json: bool) -> None:
     """Write a saved step as the new FOLDER, in another format.
 
     SOURCE is a run folder, its checkpoints, or one saved step [runs/latest]. FORMAT is an installed plugin of kind
-    format, as huggingface or distributed: `megatron-run plugins list format` shows them.
+    format, as huggingface, peft or distributed: `megatron-run plugins list format` shows them.
     """
     if not 1 <= len(words) <= 2:
         raise click.UsageError(f"expected [SOURCE] FOLDER, got {len(words)} words")

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
+from megatron_run_cli.completion import words
 from megatron_run_cli.grammar import Commands, debug_option, json_option, run_options
-from megatron_run_cli.output import print_json, tell
+from megatron_run_cli.output import print_json, tell, write_file
+from megatron_run_cli.reports.editor_schema import SCHEMA, schema_line
 
 if TYPE_CHECKING:
     from megatron_run.config.request import Request
@@ -45,7 +48,7 @@ def show(
 
 
 @config.command()
-@click.argument("key")
+@click.argument("key", shell_complete=words.key)
 @run_options
 @debug_option
 def explain(
@@ -66,11 +69,12 @@ def explain(
 
 
 @config.command()
+@click.option("--write", is_flag=True, help=f"Write it as {SCHEMA} into the current folder.")
 @debug_option
-def schema() -> None:
+def schema(*, write: bool) -> None:
     """Print a JSON schema of the configuration.
 
-    It covers all installed plugins and is meant for editors.
+    It covers all installed plugins and is meant for editors. YAML that other commands write beside it names it.
     """
     from megatron_run_cli.reports.config_report import json_schema
     from megatron_run_cli.reports.keys import installed_plugins, without_engine
@@ -79,7 +83,13 @@ def schema() -> None:
     lacking = [str(without_engine(installed.lacking))] if installed.lacking else []
     for notice in (*installed.notices, *lacking):
         tell(notice)
-    print_json(json_schema(installed.plugins))
+    content = json_schema(installed.plugins)
+    if not write:
+        print_json(content)
+        return
+    write_file(Path(SCHEMA), json.dumps(content, indent=2) + "\n")
+    click.echo(f"written: {SCHEMA}; for editors let a configuration begin with")
+    click.echo(schema_line(Path()), nl=False)
 
 
 @config.command("from-megatron")
@@ -96,4 +106,4 @@ def from_megatron(script: Path) -> None:
     translated = format_of_scripts("megatron", "config from-megatron").translate_script(script)
     for warning in translated.warnings:
         tell(warning)
-    click.echo(translated.yaml, nl=False)
+    click.echo(schema_line(Path()) + translated.yaml, nl=False)

@@ -11,31 +11,23 @@ from typing import Any
 import click
 
 from megatron_run.errors import DataError, PluginError, refuse_taken
+from megatron_run_cli.commands.data_inputs import (
+    FORM,
+    INPUTS,
+    KEY,
+    MALFORMED,
+    OVERWRITE,
+    SEPARATOR,
+    TOKENIZER,
+    WORKERS,
+    tokenizer_option,
+)
+from megatron_run_cli.completion import words as places
 from megatron_run_cli.grammar import Commands, debug_option, json_option, naming
 from megatron_run_cli.output import print_json, print_table, tell
 from megatron_run_cli.progress import progress_bar
 
 _PATH = click.Path(path_type=Path)
-_INPUTS = click.argument("names", nargs=-1, required=True, metavar="INPUT...")
-_TOKENIZER = "bytes, or a file or folder: tokenizer.json, vocab.json, vocab.txt, .model."
-_FORM = click.option(
-    "--format", "form", type=click.Choice(["jsonl", "text", "parquet"]), help="What INPUTs hold [default: by ending]."
-)
-_KEY = click.option(
-    "--json-key", "key", default="text", show_default=True, metavar="KEY", help="Key or column of text."
-)
-_SEPARATOR = click.option(
-    "--separator", metavar="TEXT", help=r"What ends a document of a text, as '\n\n' [default: a file is one document]."
-)
-_MALFORMED = click.option(
-    "--malformed",
-    type=click.Choice(["refuse", "skip", "keep"]),
-    default="refuse",
-    show_default=True,
-    help="End at the first malformed record, leave them out, or keep what is there as text.",
-)
-_OVERWRITE = click.option("--overwrite", is_flag=True, help="Replace what is there.")
-_WORKERS = click.option("--workers", type=click.IntRange(min=1), metavar="N", help="Processes [default: one a core].")
 
 
 class _DataCommand(click.Command):
@@ -68,17 +60,17 @@ def _indexed() -> Iterator[None]:
 
 
 @data.command()
-@_INPUTS
+@INPUTS
 @click.option("--out", required=True, type=_PATH, metavar="PREFIX", help="Write PREFIX.bin, PREFIX.idx, PREFIX.json.")
-@click.option("--tokenizer", required=True, metavar="NAME", help=_TOKENIZER)
-@_KEY
-@_SEPARATOR
-@_FORM
-@_MALFORMED
+@tokenizer_option(required=True, help=TOKENIZER)
+@KEY
+@SEPARATOR
+@FORM
+@MALFORMED
 @click.option(
     "--end-of-document", "end", metavar="TOKEN", help="The token after each document, or none [the tokenizer's own]."
 )
-@_WORKERS
+@WORKERS
 @click.option("--overwrite", is_flag=True, help="Replace a dataset, or an unfinished one of other inputs.")
 @click.option("--dry-run", is_flag=True, help="Tokenise a sample, and tell what all of it would come to.")
 @json_option
@@ -151,9 +143,9 @@ def _unescaped(separator: str | None) -> bytes | None:
 
 
 @data.command()
-@_INPUTS
+@INPUTS
 @click.option("--out", required=True, type=_PATH, metavar="FILE", help="The .jsonl to write, also .gz or .zst.")
-@click.option("--tokenizer", required=True, metavar="NAME", help=f"What counts tokens: {_TOKENIZER}")
+@tokenizer_option(required=True, help=f"What counts tokens: {TOKENIZER}")
 @click.option(
     "--min-tokens", type=click.IntRange(min=0), default=128, show_default=True, metavar="N", help="Remove shorter ones."
 )
@@ -168,19 +160,26 @@ def _unescaped(separator: str | None) -> bytes | None:
     help="Remove what is so similar to an earlier one (Jaccard).",
 )
 @click.option("--keep-duplicates", is_flag=True, help="Compare none.")
-@click.option("--test", "tests", multiple=True, metavar="INPUT", help="Remove what shares words with it; repeatable.")
+@click.option(
+    "--test",
+    "tests",
+    multiple=True,
+    metavar="INPUT",
+    help="Remove what shares words with it; repeatable.",
+    shell_complete=places.any_path,
+)
 @click.option(
     "--ngram", type=click.IntRange(min=1), default=8, show_default=True, metavar="N", help="Words of an n-gram."
 )
 @click.option(
     "--shared", type=click.IntRange(min=1), default=1, show_default=True, metavar="N", help="How many n-grams."
 )
-@_KEY
-@_SEPARATOR
-@_FORM
-@_MALFORMED
-@_WORKERS
-@_OVERWRITE
+@KEY
+@SEPARATOR
+@FORM
+@MALFORMED
+@WORKERS
+@OVERWRITE
 @json_option
 @debug_option
 def clean(  # noqa: PLR0913  # one argument an option
@@ -242,14 +241,14 @@ def clean(  # noqa: PLR0913  # one argument an option
 
 
 @data.command("train-tokenizer")
-@_INPUTS
+@INPUTS
 @click.option("--vocab-size", required=True, type=click.IntRange(min=1), metavar="N", help="The most ids.")
 @click.option("--kind", type=click.Choice(["bpe", "wordpiece", "unigram"]), default="bpe", show_default=True)
 @click.option("--out", required=True, type=_PATH, metavar="FILE", help="The tokenizer.json to write.")
-@_KEY
-@_SEPARATOR
-@_FORM
-@_OVERWRITE
+@KEY
+@SEPARATOR
+@FORM
+@OVERWRITE
 @debug_option
 def train_tokenizer_(
     names: tuple[str, ...],
@@ -268,8 +267,8 @@ def train_tokenizer_(
         from megatron_run_data_indexed.preparation.records import Reading, texts
     from megatron_run_engine.data.tokenizer_training import train_tokenizer
 
-    refuse_taken(out, "--out", overwrite=overwrite)
     inputs, _ = find_inputs(names, form)
+    refuse_taken(out, "--out", overwrite=overwrite, inputs=(each.path for each in inputs))
     size = train_tokenizer(texts(inputs, Reading(key, _unescaped(separator), "skip")), kind, vocab_size, out)
     click.echo(f"{out}: {kind}, {size:,} ids")
 
@@ -309,7 +308,7 @@ _PREFIX = click.argument("prefix", type=_PATH)
 @data.command()
 @_PREFIX
 @click.option("--samples", type=click.IntRange(min=0), default=0, metavar="N", help="Show N documents as text.")
-@click.option("--tokenizer", metavar="NAME", help=f"{_TOKENIZER[:-1]} [default: what PREFIX.json names].")
+@tokenizer_option(help=f"{TOKENIZER[:-1]} [default: what PREFIX.json names].")
 @click.option("--check", "whole", is_flag=True, help="Read every token; code 5 if one is outside the vocabulary.")
 @json_option
 @debug_option
@@ -348,10 +347,10 @@ def inspect(prefix: Path, *, samples: int, tokenizer: str | None, whole: bool, a
 @data.command()
 @click.argument("source", type=_PATH)
 @click.argument("target", type=_PATH)
-@click.option("--tokenizer", metavar="NAME", help=f"{_TOKENIZER[:-1]} [default: what SOURCE.json names].")
+@tokenizer_option(help=f"{TOKENIZER[:-1]} [default: what SOURCE.json names].")
 @click.option("--tokens", is_flag=True, help="Write token ids instead of text.")
 @click.option("--key", metavar="KEY", help="Key or column [default: tokens for ids, text for text].")
-@_OVERWRITE
+@OVERWRITE
 @json_option
 @debug_option
 def convert(

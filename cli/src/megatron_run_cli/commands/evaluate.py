@@ -14,7 +14,8 @@ import click
 
 from megatron_run.errors import InputError
 from megatron_run_cli.commands.generate import load_here, read_source
-from megatron_run_cli.grammar import DefaultGroup, debug_option, json_option, naming, rank_options
+from megatron_run_cli.completion import words as places
+from megatron_run_cli.grammar import DefaultGroup, debug_option, json_option, naming, rank_options, step_option
 from megatron_run_cli.output import print_json, print_table, tell
 
 if TYPE_CHECKING:
@@ -51,11 +52,10 @@ def evaluate() -> None:
     "tasks",
     multiple=True,
     metavar="NAME=FILE",
+    shell_complete=places.task,
     help="perplexity, wikitext or lambada of a file, or perplexity=validation of the run's data; repeatable.",
 )
-@click.option(
-    "--step", type=click.IntRange(min=0), metavar="N", help="Number of the step [default: MODEL's, else the newest]."
-)
+@step_option("MODEL")
 @click.option(
     "--stride",
     type=click.IntRange(min=1),
@@ -110,7 +110,7 @@ def model(
 
 @evaluate.command()
 @click.argument("test", type=click.Path(path_type=Path))
-@click.argument("train", nargs=-1, required=True)
+@click.argument("train", nargs=-1, required=True, shell_complete=places.any_path)
 @json_option
 @debug_option
 def overlap(test: Path, train: tuple[str, ...], *, as_json: bool) -> None:
@@ -140,9 +140,7 @@ def overlap(test: Path, train: tuple[str, ...], *, as_json: bool) -> None:
 @click.option("--include", type=click.Path(path_type=Path), metavar="FOLDER", help="A folder with more tasks.")
 @click.option("--chat", is_flag=True, help="Ask through the model's own chat template.")
 @click.option("--shots", type=click.IntRange(min=0), metavar="N", help="Examples before each question [the task's].")
-@click.option(
-    "--step", type=click.IntRange(min=0), metavar="N", help="Number of the step [default: MODEL's, else the newest]."
-)
+@step_option("MODEL")
 @click.option("--batch", type=click.IntRange(min=1), default=8, metavar="N", help="Texts in a pass [default: 8].")
 @rank_options
 @json_option

@@ -16,7 +16,7 @@ import click
 from megatron_run.errors import DataError, InputError
 from megatron_run.files.safe_folder import parse_json
 from megatron_run_cli.commands.chat import ANEW, BETWEEN, END, ChatOptions, chat_options, greeting, lines_typed
-from megatron_run_cli.grammar import debug_option, json_option, rank_options
+from megatron_run_cli.grammar import debug_option, json_option, rank_options, step_option
 from megatron_run_cli.output import print_json, show_piece, tell
 from megatron_run_cli.streams import typed_text
 
@@ -30,9 +30,7 @@ if TYPE_CHECKING:
 @click.command()
 @click.argument("model", type=click.Path(path_type=Path))
 @click.argument("prompts", nargs=-1, metavar="[PROMPT]...")
-@click.option(
-    "--step", type=click.IntRange(min=0), metavar="N", help="Number of the step [default: MODEL's, else the newest]."
-)
+@step_option("MODEL")
 @click.option(
     "--prompts",
     "file",

@@ -11,8 +11,10 @@ import click
 
 from megatron_run.errors import InputError, refuse_taken
 from megatron_run_cli.amounts import Bytes, Length, Parameters
+from megatron_run_cli.completion import words as places
 from megatron_run_cli.grammar import Command, DefaultGroup, debug_option, json_option, run_options
 from megatron_run_cli.output import print_json_line, write_file
+from megatron_run_cli.reports.editor_schema import schema_line
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -73,7 +75,12 @@ def task_options(command: Command) -> Command:
         click.option("--size", type=Parameters(), help="In place of CONFIG: a GPT of so many parameters."),
         click.option("--memory", type=Bytes(), help="Memory of a device [default: the device's]."),
         click.option(
-            "--device", default="a100", show_default=True, metavar="NAME|FILE", help="A shipped device, or a YAML file."
+            "--device",
+            default="a100",
+            show_default=True,
+            metavar="NAME|FILE",
+            help="A shipped device, or a YAML file.",
+            shell_complete=places.device,
         ),
         click.option("--gpus", type=_DEVICES, metavar="N", help="Devices [default: those of CONFIG]."),
         run_options,
@@ -185,7 +192,7 @@ def search(
         tasks = [task]
     timeline = drawn(task, shown, machine, **traces)  # first: the same command may draw it again
     if write:  # with --what-if the changed split
-        write_file(write, written(tasks[-1], shown[-1]))
+        write_file(write, schema_line(write.parent) + written(tasks[-1], shown[-1]))
         text += report.written_line(tasks[-1], write)
     text += timeline
     if as_json:
@@ -284,7 +291,13 @@ def goodput(request: Request, *, gpus: int | None, machine: Device, days: float,
 
 @plan.command()
 @click.argument("table", type=_FILE)
-@click.option("--device", required=True, metavar="NAME|FILE", help="A shipped device, or a YAML file.")
+@click.option(
+    "--device",
+    required=True,
+    metavar="NAME|FILE",
+    help="A shipped device, or a YAML file.",
+    shell_complete=places.device,
+)
 @click.option(
     "--recompute",
     type=click.Choice(["auto", "none", "core", "full"]),

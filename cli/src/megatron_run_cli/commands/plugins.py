@@ -21,6 +21,7 @@ from megatron_run.contracts.plugin import RUN_KINDS, check_kind, entry_point_gro
 from megatron_run.errors import ExitCode, InputError, taken
 from megatron_run.files.publishing import publishing_folder
 from megatron_run.registry.discover import KERNEL, Catalog, scan
+from megatron_run_cli.completion import words as places
 from megatron_run_cli.grammar import Commands, debug_option, json_option, run_options
 from megatron_run_cli.output import print_json, print_table, tell
 
@@ -35,7 +36,7 @@ def plugins() -> None:
 
 
 @plugins.command("list")
-@click.argument("kind", required=False)
+@click.argument("kind", required=False, shell_complete=places.kinds)
 @click.option("--check", is_flag=True, help="Also import each plugin, in its own process.")
 @json_option
 @debug_option
@@ -63,7 +64,7 @@ def list_(kind: str | None, *, check: bool, as_json: bool) -> None:
 
 
 @plugins.command()
-@click.argument("plugin", metavar="KIND=NAME")
+@click.argument("plugin", metavar="KIND=NAME", shell_complete=places.plugin_name)
 @json_option
 @debug_option
 def info(plugin: str, *, as_json: bool) -> None:
@@ -81,7 +82,7 @@ def info(plugin: str, *, as_json: bool) -> None:
 
 
 @plugins.command()
-@click.argument("kind")
+@click.argument("kind", shell_complete=places.run_kinds)
 @run_options
 @json_option
 @debug_option
@@ -113,7 +114,7 @@ def why(
 
 
 @plugins.command()
-@click.argument("kind")
+@click.argument("kind", shell_complete=places.kinds)
 @click.argument("name")
 @click.option("--folder", type=click.Path(path_type=Path), help="New folder [default: named like the distribution].")
 @json_option
@@ -133,7 +134,7 @@ def new(kind: str, name: str, folder: Path | None, *, as_json: bool) -> None:
 
 
 @plugins.command()
-@click.argument("target", metavar="KIND=NAME|FOLDER|FILE|PACKAGE")
+@click.argument("target", metavar="KIND=NAME|FOLDER|FILE|PACKAGE", shell_complete=places.plugin_or_path)
 @click.option("--set", "sets", multiple=True, metavar="KEY=VALUE", help="Set an option of the plugin; repeatable.")
 @click.option("--compose", is_flag=True, help="Instead train random configurations with the plugin, on 1 to 4 ranks.")
 @click.option("--count", type=click.IntRange(min=1), metavar="N", help="With --compose: how many [default: 20].")

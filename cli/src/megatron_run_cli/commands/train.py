@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from megatron_run.errors import CheckpointError, DataError, InputError
+from megatron_run_cli.completion import words as places
 from megatron_run_cli.grammar import SavedStep, json_option, naming, run_options
 from megatron_run_cli.output import print_json, tell, tell_error
 
@@ -40,6 +41,7 @@ _FILE = click.Path(path_type=Path, dir_okay=False)
     type=SavedStep(),
     default="auto",
     metavar="auto|never|STEP",
+    shell_complete=places.resumed,
     help="Saved step to resume from; auto: the newest; never: start anew [default: auto].",
 )
 @click.option(
@@ -54,6 +56,7 @@ _FILE = click.Path(path_type=Path, dir_okay=False)
     "--allow-change",
     multiple=True,
     metavar="KEY[,KEY...]",
+    shell_complete=places.keys,
     help="Resume with another value of these keys or sections, as train.lr,data; repeatable.",
 )
 @click.option(
@@ -64,7 +67,12 @@ _FILE = click.Path(path_type=Path, dir_okay=False)
     help="Drop the saved state of the optimizer or scaler; repeatable.",
 )
 @click.option("--dry-run", is_flag=True, help="Check and print everything, train nothing.")
-@click.option("--device", metavar="NAME|FILE", help="With --dry-run: whether it fits a100, h100, ..., or a YAML file.")
+@click.option(
+    "--device",
+    metavar="NAME|FILE",
+    help="With --dry-run: whether it fits a100, h100, ..., or a YAML file.",
+    shell_complete=places.device,
+)
 @click.option("--svg", type=_FILE, metavar="FILE", help="With --dry-run: also draw the memory of each rank.")
 @json_option
 @click.option("--quiet", is_flag=True, help="Print errors only.")
@@ -272,11 +280,13 @@ finetune = click.Command(
             ["--data"],
             multiple=True,
             metavar="PATTERN",
+            shell_complete=places.any_path,
             help="Text files, folders or patterns; repeatable. The same as --set data.paths=...",
         ),
         click.Option(
             ["--task"],
             metavar="TASK",
+            shell_complete=places.finetune_task,
             help="Train BERT as the Megatron-LM paper does, on mnli, qqp, squad1, squad2 or race; --data names the "
             "folder of its published files.",
         ),

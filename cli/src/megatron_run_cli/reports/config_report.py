@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel
 
-from megatron_run.config.merge import SEPARATORS
 from megatron_run.config.origin import DEFAULT, KIND_SECTIONS, Key, Origin, dotted
 from megatron_run.config.yaml import yaml_lines
-from megatron_run.contracts.plugin import RUN_KINDS
+from megatron_run.contracts.plugin import RUN_KINDS, SEPARATORS
 from megatron_run.contracts.schema import SECTIONS, Header
 from megatron_run.planning.run import leaves, sections
 from megatron_run.registry.loaded_plugin import Plugin

@@ -13,12 +13,11 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from megatron_run.config.merge import SEPARATORS
 from megatron_run.config.origin import KIND_SECTIONS, Key, dotted, section_of
 from megatron_run.config.sources import DEFAULT_PLUGINS, RULES
 from megatron_run.config.validate import fields_of, submodel
 from megatron_run.config.values import members, plain, typed
-from megatron_run.contracts.plugin import RUN_KINDS
+from megatron_run.contracts.plugin import RUN_KINDS, SEPARATORS
 from megatron_run.contracts.quantities import Duration, Span
 from megatron_run.contracts.schema import SECTIONS, Header
 from megatron_run.errors import ENGINE, EngineMissingError, InputError, PluginError, did_you_mean, how_to_install
@@ -56,6 +55,7 @@ class KeyInfo:
     """One key of the kernel or one option of a plugin, named as it is written.
 
     ``default`` is as a file writes it, None where the key must be set. ``owner`` is the plugin whose option it is.
+    ``choices`` are the words that it takes, where its type names some.
     """
 
     name: str
@@ -64,6 +64,7 @@ class KeyInfo:
     bounds: str
     description: str
     owner: str = ""
+    choices: tuple[str, ...] = ()
 
     @property
     def kind(self) -> str:
@@ -185,9 +186,8 @@ def model_keys(model: type[BaseModel], prefix: Key, owner: str = "") -> Iterator
             for attribute, text in _BOUNDS.items()
             if getattr(rule, attribute, None) is not None
         )
-        yield KeyInfo(
-            dotted(key), _type_text(field.annotation), _default(field), bounds, field.description or "", owner
-        )
+        described = (_type_text(field.annotation), _default(field), bounds, field.description or "", owner)
+        yield KeyInfo(dotted(key), *described, choices=tuple(_choices(field.annotation)))
         inner = submodel(field.annotation)
         if inner is not None:
             yield from model_keys(inner, key, owner)
@@ -214,6 +214,17 @@ def _word(member: Any) -> str:
         items = [_type_text(each) for each in get_args(member) if each is not Ellipsis]
         return f"list of {' or '.join(dict.fromkeys(items)) or 'any'}"
     return _NAMES.get(member, getattr(member, "__name__", str(member)))
+
+
+def _choices(annotation: object) -> Iterator[str]:
+    """The words that a type names: of literals and enumerations, and of a truth value."""
+    for member in members(annotation):
+        if member is bool:
+            yield from (typed(True), typed(False))
+        elif get_origin(member) is Literal:
+            yield from map(str, get_args(member))
+        elif isinstance(member, type) and issubclass(member, Enum):
+            yield from (str(each.value) for each in member)
 
 
 def _default(field: FieldInfo) -> str | None:
@@ -247,7 +258,11 @@ class Description:
     def from_json(cls, data: Mapping[str, Any]) -> Description:
         """Read the form that ``dataclasses.asdict`` writes, after a trip through JSON."""
         words = {field: tuple(data[field]) for field in ("provides", "requires", "conflicts")}
-        return cls(**{**data, **words, "options": tuple(KeyInfo(**row) for row in data["options"])})
+        return cls(**{**data, **words, "options": tuple(map(_key_info, data["options"]))})
+
+
+def _key_info(row: Mapping[str, Any]) -> KeyInfo:
+    return KeyInfo(**{**row, "choices": tuple(row["choices"])})
 
 
 def describe(plugin: Plugin) -> Description:

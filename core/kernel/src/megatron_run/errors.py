@@ -271,10 +271,14 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 
 
 def near_path(path: Path) -> str:
-    """:func:`did_you_mean` for the first missing part of ``path``, among what lies beside it; endings do not count."""
+    """:func:`did_you_mean` for the first missing part of ``path``, among what is beside it; endings do not count.
+
+    A link whose target is gone is not there either.
+    """
     try:
         missing = next(each for each in (*reversed(path.parents), path) if not each.exists())
-        alike = [each.name for each in sorted(missing.parent.iterdir()) if did_you_mean(missing.stem, [each.stem])]
+        there = [each for each in sorted(missing.parent.iterdir()) if each.exists()]
+        alike = [each.name for each in there if did_you_mean(missing.stem, [each.stem])]
         return did_you_mean(missing.name, alike)
     except (StopIteration, OSError):
         return ""
@@ -308,11 +312,15 @@ def taken(what: object, option: str = "") -> InputError:
     return InputError(f"{what} exists", fix=f"name another {option}, or add --overwrite")
 
 
-def refuse_taken(path: Path, option: str, *, overwrite: bool) -> None:
+def refuse_taken(path: Path, option: str, *, overwrite: bool, inputs: Iterable[Path] = ()) -> None:
     """Raise :func:`taken` for a file, unless it may be replaced: before work that would be for nothing.
 
-    Pictures are drawn anew without asking. A pipe or the terminal is written to; for a folder writing it fails.
+    None of the command's ``inputs`` may ever be. Pictures are drawn anew without asking. A pipe or the terminal is
+    written to; for a folder writing it fails.
     """
+    place = os.path.realpath(path)  # of a link to an input too
+    if any(os.path.realpath(each) == place for each in inputs):
+        raise InputError(f"{path} is an input too", fix=f"name another {option}")
     if path.is_file() and not overwrite:
         raise taken(path, option)
 

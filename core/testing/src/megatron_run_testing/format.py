@@ -12,7 +12,16 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from megatron_run.contracts.format import EXPORT, FORMAT_ABILITIES, IMPORT, LAUNCH_SCRIPT, Format, ReadTensor, Weights
+from megatron_run.contracts.format import (
+    ADAPTERS,
+    EXPORT,
+    FORMAT_ABILITIES,
+    IMPORT,
+    LAUNCH_SCRIPT,
+    Format,
+    ReadTensor,
+    Weights,
+)
 from megatron_run.errors import RunError
 from megatron_run_engine.formats.gpt_tensors import gpt_options, logical_shapes, shapes_fault
 from megatron_run_testing import Check, CheckFailed
@@ -49,7 +58,9 @@ def format_checks(made: Format, provides: Collection[str]) -> tuple[Check, ...]:
             "a model that it cannot hold is refused": partial(_unknown_model, made, both=both),
         }
     if IMPORT in provides:
-        checks["a folder of others is refused with a reason"] = partial(_refuses_others, made)
+        checks["a folder of others is refused with a reason"] = partial(_refuses_others, made.read)
+    if ADAPTERS in provides:
+        checks["a folder without adapters is refused with a reason"] = partial(_refuses_others, made.read_adapters)
     if both:
         checks |= {
             "a model comes back as it was written": partial(_each_model, made, _comes_back),
@@ -88,7 +99,7 @@ def _implements(made: Format, provides: Collection[str]) -> None:
     abilities = [ability for ability in FORMAT_ABILITIES if ability in provides]
     if not abilities:
         raise CheckFailed(f"it provides none of {', '.join(FORMAT_ABILITIES)}, so that nothing can be done with it")
-    methods = dict(zip(FORMAT_ABILITIES, ("read", "write", "translate_script"), strict=True))
+    methods = dict(zip(FORMAT_ABILITIES, ("read", "write", "translate_script", "read_adapters"), strict=True))
     for ability, method in methods.items():
         written = getattr(type(made), method) is not getattr(Format, method)
         if written != (ability in provides):
@@ -97,6 +108,8 @@ def _implements(made: Format, provides: Collection[str]) -> None:
                 if written
                 else f"it provides {ability!r} and does not implement {method}"
             )
+    if {IMPORT, ADAPTERS} <= set(provides):
+        raise CheckFailed(f"it provides {IMPORT!r} and {ADAPTERS!r}: what it recognises is a model, or adapters of one")
     if not isinstance(made.files, str) or not made.files or "\n" in made.files:
         raise CheckFailed(f"files is {made.files!r}, expected a line that says what lies in such a folder")
     if not isinstance(made.executes, str):
@@ -123,10 +136,10 @@ def _recognises_nothing(made: Format) -> None:
                 raise CheckFailed(f"recognises gives {found!r} for {what}, expected False")
 
 
-def _refuses_others(made: Format) -> None:
+def _refuses_others(read: Callable[[Path], object]) -> None:
     with TemporaryDirectory() as folder:
         for what, source in _others(Path(folder)):
-            _refused(partial(made.read, source), f"reading {what}")
+            _refused(partial(read, source), f"reading {what}")
 
 
 def _refuses_scripts(made: Format) -> None:

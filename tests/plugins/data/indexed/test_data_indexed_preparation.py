@@ -328,7 +328,7 @@ def test_finished_parts_are_not_made_again(tmp_path: Path, monkeypatch: pytest.M
 
 def killed_in_writer(asked: Preparation) -> int:
     def work() -> None:
-        vars(preparation)["Writer"] = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+        vars(preparation)["writing"] = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
         run(asked)
 
     return child(work)

@@ -16,6 +16,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from megatron_run.contracts import Action, Bar, EvalMetrics, Timeline
 from megatron_run.contracts.observer import STEP_CURVES
 from megatron_run.contracts.schedule import Op
+from megatron_run.files.latest_run import point_latest_at
 from megatron_run_observer_tensorboard import TensorBoard, shown_by
 from megatron_run_observer_tensorboard.picture import COLOURS, draw
 from megatron_run_testing.observer import example_run, example_step
@@ -216,6 +217,12 @@ def test_the_end_says_what_to_type(
         assert capsys.readouterr().out == f"to see it in TensorBoard: {program} --logdir_spec 'a run:a run'\n"
 
 
+def shown(*words: str) -> list[str]:
+    """The runs that TensorBoard lists by these words of its command."""
+    listing = (sys.executable, "-c", LISTING, *words)
+    return subprocess.run(listing, capture_output=True, text=True, check=True).stdout.splitlines()
+
+
 @pytest.mark.multiproc
 @pytest.mark.parametrize(("name", "listed"), [("a run", "a run/tensorboard"), ("1,2", "tensorboard")])
 def test_what_is_typed_lists_the_run_by_its_name(
@@ -225,7 +232,14 @@ def test_what_is_typed_lists_the_run_by_its_name(
     folder.mkdir(parents=True)
     trained(folder, attempt=1).on_train_end("finished")
     monkeypatch.chdir(tmp_path)
-    done = subprocess.run(
-        [sys.executable, "-c", LISTING, *shlex.split(shown_by(folder))], capture_output=True, text=True, check=True
-    )
-    assert done.stdout.splitlines() == [listed]
+    assert shown(*shlex.split(shown_by(folder))) == [listed]
+
+
+@pytest.mark.multiproc
+def test_the_newest_run_is_shown_once_of_all_runs(tmp_path: Path) -> None:
+    runs = [tmp_path / name for name in ("20261126-120000-00aa", "20261126-130000-00bb", "mine")]
+    for folder in runs:
+        folder.mkdir()
+        trained(folder).on_train_end("finished")
+    point_latest_at(runs[1])
+    assert sorted(shown("tensorboard", "--logdir", str(tmp_path))) == [f"{folder.name}/tensorboard" for folder in runs]

@@ -36,6 +36,7 @@ def record_of(adapters: Adapters, base: Path | None) -> AdaptersRecord:
         up=adapters.up,
         rank=adapters.rank,
         scale=adapters.scale,
+        dropout=adapters.dropout,
         base=where,
         sha256=sha256,
     )
@@ -88,33 +89,48 @@ class MergedReader:
     """
 
     def __init__(self, base: Reader | MergedReader, own: Reader, record: AdaptersRecord) -> None:
-        self._base, self._own, self._record = base, own, record
+        self.base, self._own, self.record = base, own, record
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         """Return the global shape of each logical tensor of the model, adapters left out."""
-        return self._base.shapes()
+        return self.base.shapes()
 
     def with_adapters(self) -> Mapping[str, tuple[int, ...]]:
         """Return the global shape of each logical tensor that can be read."""
-        return {**self._base.shapes(), **self._own.shapes()}
+        return {**self.base.shapes(), **self._own.shapes()}
+
+    def stems(self) -> list[str]:
+        """The names of the matrices that have adapters, without ``.weight``."""
+        end = f".{self.record.up}.weight"
+        return [name.removesuffix(end) for name in self._own.shapes() if name.endswith(end)]
+
+    def low_rank(self, stem: str) -> tuple[Tensor, Tensor]:
+        """``up`` [o, r] and ``down`` [r, i] of the matrix ``stem``. Never write to them."""
+        up, down = (self._whole(f"{stem}.{end}.weight") for end in (self.record.up, self.record.down))
+        return up, down
+
+    def _whole(self, name: str) -> Tensor:
+        shape = self._own.shape(name, MASTER) or ()
+        return self._own.read(name, MASTER, (0,) * len(shape), shape)
 
     def read(self, name: str, field: str, starts: Sequence[int], sizes: Sequence[int]) -> Tensor:
         """Return a box as :meth:`Reader.read` does; there are no fields but masters."""
         if field != MASTER:
             raise CheckpointError(f"merged weights have no {field!r}", why=f"{name} was frozen")
-        if name.endswith(f".{self._record.up}.weight"):
+        if name.endswith(f".{self.record.up}.weight"):
             return torch.zeros(tuple(sizes))
-        if name.endswith(f".{self._record.down}.weight"):
+        if name.endswith(f".{self.record.down}.weight"):
             return self._own.read(name, field, starts, sizes)
-        weight = self._base.read(name, field, starts, sizes)
+        weight = self.base.read(name, field, starts, sizes)
         stem = name.removesuffix(".weight")
-        up, down = (f"{stem}.{each}.weight" for each in (self._record.up, self._record.down))
-        if self._own.shape(up, MASTER) is None:
+        up, down = (f"{stem}.{each}.weight" for each in (self.record.up, self.record.down))
+        shape = self._own.shape(up, MASTER)
+        if shape is None:
             return weight
-        rank = self._record.rank
+        rank = shape[1]  # of this matrix: those of other programs may have one each
         left = self._own.read(up, MASTER, (starts[0], 0), (sizes[0], rank))
         right = self._own.read(down, MASTER, (0, starts[1]), (rank, sizes[1]))
-        return weight + self._record.scale * (left @ right)
+        return weight + self.record.scale * (left @ right)
 
 
 def adapters_fault(saved: AdaptersRecord | None, now: Adapters | None) -> Iterator[str]:

@@ -108,12 +108,14 @@ class PluginRecord(Record):
 class DataRecord(Record):
     """The fingerprint of the training data: the number of samples, a SHA-256 over some of them, and the files' XXH3.
 
-    ``files`` is None where there are none, and in older steps.
+    ``files`` is None where there are none, and in older steps. ``listed`` has each file with its own XXH3 while a run
+    trains, and is empty in a step: the run folder keeps it, once.
     """
 
     samples: Count
     sha256: Sha256
     files: Xxh3 | None = None
+    listed: tuple[tuple[str, Xxh3], ...] = Field((), exclude=True, repr=False)
 
     def fits(self, other: DataRecord) -> bool:
         """Whether nothing says that the data of ``other`` are not these."""
@@ -147,6 +149,7 @@ class AdaptersRecord(Record):
     scale: float
     base: str
     sha256: Sha256 | Literal[""]
+    dropout: float = 0.0
 
 
 class About(Record):
@@ -158,7 +161,8 @@ class About(Record):
     axes. ``identity`` holds the configuration keys that decide what is learned, and ``config`` their SHA-256.
     ``tokenizer`` is None for data without a tokenizer's file, ``adapters`` for a step that holds all weights.
     ``positions`` is the longest sequence that the model reads, where samples may be shorter: see :attr:`longest`.
-    ``programs`` are the files of code that the configuration names.
+    ``programs`` are the files of code that the configuration names. ``source`` is the path that an import read, empty
+    for a run.
     """
 
     step: Count
@@ -177,6 +181,7 @@ class About(Record):
     adapters: AdaptersRecord | None = None
     positions: Count | None = None
     programs: Mapping[str, Sha256] = {}
+    source: str = ""
 
     @property
     def longest(self) -> int | None:

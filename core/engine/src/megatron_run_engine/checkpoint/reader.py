@@ -58,6 +58,11 @@ class Reader:
         self.folder, self._manifest = folder, manifest
         self._mapped = cache(lambda file: TensorFile(folder / file))
 
+    @property
+    def source(self) -> str:
+        """The path that an import read, empty for a run."""
+        return self._manifest.about.source
+
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         """Return the global shape of each logical tensor."""
         return {name: fields[MASTER].shape for name, fields in self._manifest.tensors.items() if MASTER in fields}

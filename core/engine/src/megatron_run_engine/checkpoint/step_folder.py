@@ -17,6 +17,7 @@ from pathlib import Path
 import xxhash
 
 from megatron_run.errors import CheckpointError, advice, from_hub, near_path
+from megatron_run.files.latest_run import follow_latest
 from megatron_run_engine.checkpoint.files import hash_of, no_heartbeat, reading, size_of
 from megatron_run_engine.checkpoint.manifest import MANIFEST, Manifest, read_manifest
 
@@ -123,7 +124,8 @@ def find_checkpoints(path: Path | None) -> tuple[Checkpoints, int | None]:
     ``path`` is a run folder, its checkpoints, or one step; None means the latest run. Raises :class:`CheckpointError`
     if there are no checkpoints.
     """
-    start = Path("runs/latest") if path is None else path
+    named = Path("runs/latest") if path is None else path
+    start = follow_latest(named)
     if (start / MANIFEST).is_file():
         siblings = Checkpoints(start.absolute().parent)
         step = next((step for step in siblings.steps() if siblings.folder(step) == start.absolute()), None)
@@ -136,9 +138,10 @@ def find_checkpoints(path: Path | None) -> tuple[Checkpoints, int | None]:
     if match := _STEP.fullmatch(start.name):
         Checkpoints(start.parent).find(int(match[1]))  # raises with the steps that are there
     newest, there = _newest_beside(start), start.exists()
+    absent = f"{named} names it, and it is gone" if start != named else "there is no such folder"
     raise CheckpointError(
         f"no checkpoints in {start}",
-        why="no step is saved there" if there else "there is no such folder",
+        why="no step is saved there" if there else absent,
         fix=near_path(start)
         or advice(
             "name a run folder, its checkpoints, or one of its steps",

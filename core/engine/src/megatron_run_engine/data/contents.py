@@ -1,7 +1,7 @@
-"""One hash of all that the files of a run's data hold, so that a run does not go on with other data.
+"""One hash of all that the files of a run's data hold, so that a run does not go on with other data, and one of each.
 
-Of files that lie as they lay, by path, inode, size and times, the user's cache has the hash. Others are read once on a
-machine: the ranks that come later wait.
+Of files that lie as they lay, by path, inode, size and times, the user's cache has the hashes. Others are read once on
+a machine: the ranks that come later wait.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, NamedTuple
 
 import xxhash
 
@@ -24,16 +24,25 @@ from megatron_run_engine.data.user_cache import YOUNG, cached, keep
 WHOLE = 64 << 30
 #: Bytes that are read at once, and from how many on it is told that this takes a while.
 _PIECE, _LONG = 16 << 20, 8 << 30
+#: Hexadecimal digits of a hash.
+_DIGITS = 32
 #: Seconds between two looks at a lock.
 _LOOK = 0.2
+
+
+class Hashes(NamedTuple):
+    """The 128-bit XXH3 of the sizes and contents of files in their order, and of the contents of ``each``."""
+
+    total: str
+    each: tuple[str, ...]
 
 
 def contents_hash(
     files: Sequence[Path],
     alive: Callable[[], object] = lambda: None,
     tell: Callable[[str], object] = lambda _: None,
-) -> str | None:
-    """The 128-bit XXH3 of the contents of ``files`` in their order; None without files.
+) -> Hashes | None:
+    """The hashes of the contents of ``files``; None without files.
 
     Copied files have the same. ``alive`` is called while this goes on, and ``tell`` with a line where it takes minutes.
     Raises :class:`DataError` for a file that cannot be read.
@@ -51,14 +60,14 @@ def contents_hash(
 _Stats = Sequence[tuple[Path, os.stat_result]]
 
 
-def _kept_hash(kept: Path, stats: _Stats, alive: Callable[[], object], tell: Callable[[str], object]) -> str:
+def _kept_hash(kept: Path, stats: _Stats, alive: Callable[[], object], tell: Callable[[str], object]) -> Hashes:
     with _alone(kept.with_suffix(".lock"), alive):
-        found = _found(kept)
+        found = _found(kept, len(stats))
         if found is None:
             begun, found = time.time_ns(), _hash(stats, alive, tell)
             if not _may_change(stats, begun):
                 with suppress(OSError):  # a cache that is full
-                    keep(kept, found.encode())
+                    keep(kept, "\n".join((found.total, *found.each)).encode())
     return found
 
 
@@ -68,12 +77,13 @@ def _place(stats: _Stats) -> Path | None:
     return cached("hashes", f"{xxhash.xxh3_128_hexdigest(repr((lie, WHOLE)).encode())}.hash")
 
 
-def _found(kept: Path) -> str | None:
+def _found(kept: Path, count: int) -> Hashes | None:
     try:
-        text = read_file(kept, 64).decode("ascii")
+        total, *each = read_file(kept, (count + 2) * (_DIGITS + 1)).decode("ascii").split("\n")
     except (OSError, UnicodeDecodeError):
         return None
-    return text if len(text) == 32 else None
+    sound = len(each) == count and all(len(word) == _DIGITS for word in (total, *each))
+    return Hashes(total, tuple(each)) if sound else None
 
 
 def _may_change(stats: _Stats, begun: int) -> bool:
@@ -113,18 +123,21 @@ def _alone(lock: Path, alive: Callable[[], object]) -> Iterator[None]:
         yield
 
 
-def _hash(stats: _Stats, alive: Callable[[], object], tell: Callable[[str], object]) -> str:
+def _hash(stats: _Stats, alive: Callable[[], object], tell: Callable[[str], object]) -> Hashes:
     size = sum(min(each.st_size, WHOLE) for _, each in stats)
     if size > _LONG:
         tell(f"reading {size / 2**30:.0f} GiB of data once, so that a run which goes on knows them again")
-    total = xxhash.xxh3_128()
+    total, found = xxhash.xxh3_128(), []
     for path, each in stats:
+        own = xxhash.xxh3_128()
         total.update(f"{each.st_size} ".encode())
         with open_file(path) as file:
             for piece in _pieces(file, each.st_size):
                 total.update(piece)
+                own.update(piece)
                 alive()
-    return total.hexdigest()
+        found.append(own.hexdigest())
+    return Hashes(total.hexdigest(), tuple(found))
 
 
 def _pieces(file: BinaryIO, size: int) -> Iterator[bytes]:

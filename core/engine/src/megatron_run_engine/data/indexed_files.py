@@ -77,11 +77,14 @@ class Writer:
     """Writes a dataset, sequence by sequence. As a context manager it closes, or after an error discards.
 
     Nothing is visible under the final names before :meth:`close`, which replaces an older dataset. ``modes``: the
-    dataset is multimodal, and each sequence has a mode. Memory: 12 bytes a sequence.
+    dataset is multimodal, and each sequence has a mode. The file ``beside`` appears with the dataset, or
+    none of all does. Memory: 12 bytes a sequence.
     Raises :class:`DataError` for a type without a code and for a file that cannot be written.
     """
 
-    def __init__(self, prefix: str | Path, dtype: DTypeLike, *, modes: bool = False) -> None:
+    def __init__(
+        self, prefix: str | Path, dtype: DTypeLike, *, modes: bool = False, beside: Path | None = None
+    ) -> None:
         self._prefix = prefix
         self._dtype = np.dtype(dtype).newbyteorder("<")
         self._code = next((code for code, known in CODES.items() if known == self._dtype), None)
@@ -91,12 +94,9 @@ class Writer:
         self._lengths, self._documents = array("i"), array("q", [0])
         self._modes = array("b") if modes else None
         with self._naming():
-            self._publication = Publication(*self._paths)
-        self._tokens, self._index = self._publication.files
-
-    @property
-    def _paths(self) -> tuple[Path, Path]:
-        return tokens_path(self._prefix), index_path(self._prefix)
+            between = () if beside is None else (beside,)
+            self._publication = Publication(tokens_path(prefix), *between, index_path(prefix))
+        self._tokens, *self._beside, self._index = self._publication.files
 
     def add(self, tokens: ArrayLike, mode: int = 0) -> None:
         """Append one sequence of ``tokens`` [n] to the current document.
@@ -136,8 +136,13 @@ class Writer:
         """End the current document after the sequences added so far."""
         self._documents.append(len(self._lengths))
 
+    def write_beside(self, content: bytes) -> None:
+        """Append ``content`` to the file beside the dataset."""
+        with self._naming():
+            self._beside[0].write(content)
+
     def close(self) -> None:
-        """End the last document and put both files on disk, then under their names.
+        """End the last document and put all files on disk, then under their names.
 
         The index comes last: where it is, the dataset is whole.
         """

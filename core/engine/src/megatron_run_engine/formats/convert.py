@@ -8,9 +8,9 @@ from __future__ import annotations
 import platform
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -20,13 +20,13 @@ import torch
 
 from megatron_run import __version__
 from megatron_run.config.yaml import yaml_text
-from megatron_run.contracts.format import ReadTensor, Weights
+from megatron_run.contracts.format import ADAPTERS, ReadTensor, Weights
 from megatron_run.contracts.optimizer import MASTER, StatePiece
-from megatron_run.errors import CheckpointError, RunError, taken
+from megatron_run.errors import CheckpointError, InputError, RunError, taken
 from megatron_run.files.publishing import publishing_folder
 from megatron_run.registry.choose_format import format_to_read, format_to_write
 from megatron_run.registry.discover import plain_name
-from megatron_run_engine.checkpoint.adapted import MergedReader, open_step
+from megatron_run_engine.checkpoint.adapted import MergedReader, open_step, record_of
 from megatron_run_engine.checkpoint.files import FileSystem, followed, lock, read_whole, saving
 from megatron_run_engine.checkpoint.kept_files import SOURCE, TokenizerFiles, exported_tokenizer, source_files
 from megatron_run_engine.checkpoint.manifest import About, DataRecord, make_manifest
@@ -34,14 +34,16 @@ from megatron_run_engine.checkpoint.saving import LOCK, Commit
 from megatron_run_engine.checkpoint.shard_file import NAMES, write_shard, written_type
 from megatron_run_engine.checkpoint.step_folder import CHECKPOINTS, IMPORTED, Checkpoints, find_step
 from megatron_run_engine.data.tokenizer import open_tokenizer
+from megatron_run_engine.formats.adapters import check_adapters, find_adapted, saved_adapters
 from megatron_run_engine.formats.exported_files import files_beside, given_tokenizer, special_tokens
-from megatron_run_engine.formats.gpt_tensors import gpt_options, logical_shapes, names_fault
+from megatron_run_engine.formats.gpt_tensors import Shape, gpt_options, logical_shapes, names_fault
 from megatron_run_engine.run_folder.changes import digest
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from megatron_run_engine.checkpoint.manifest import Manifest
+    from megatron_run.registry.choose_format import ChosenFormat
+    from megatron_run_engine.checkpoint.manifest import AdaptersRecord, Manifest
     from megatron_run_engine.checkpoint.reader import Reader
 
 
@@ -89,23 +91,47 @@ class Exported:
     format: str
 
 
-def import_model(source: Path, folder: Path, name: str | None = None, *, trust_pickle: bool = False) -> Imported:
+def import_model(
+    source: Path, folder: Path, name: str | None = None, *, trust_pickle: bool = False, base: Path | None = None
+) -> Imported:
     """Write the model at ``source`` as the new ``folder``. Its format is ``name``, else recognised from its files.
 
     ``name`` is that of an installed format, DIST:NAME, or a plugin file. A format that executes what it reads needs
-    ``trust_pickle``. Raises a RunError, and then leaves nothing behind.
+    ``trust_pickle``. Adapters are written as a step that names the one that they adapt: that of the run or import
+    ``base``, by default of the folder that they name. Raises a RunError, and then leaves nothing behind.
     """
-    chosen = format_to_read(source, name)
+    chosen = format_to_read(source, name, adapters=True)
     if chosen.made.executes and not trust_pickle:
         raise CheckpointError(
             f"{source} is not read", why=chosen.made.executes, fix="if you trust whoever wrote it: --trust-pickle"
         )
-    weights = chosen.read(source)
-    bad = Counter[str]()
-    manifest = write_folder(weights, folder, f"{source} ({chosen.name})", bad)
+    if ADAPTERS in chosen.plugin.provides:
+        weights, record = _read_adapters(chosen, source, base)
+    elif base is not None:
+        raise InputError(f"{source} holds a whole model", why="only adapters have a base", fix="leave out --base")
+    else:
+        weights, record = chosen.read(source), None
+    bad, path = Counter[str](), str(source.absolute())
+    manifest = write_folder(weights, folder, f"{source} ({chosen.name})", bad, origin=path, adapters=record)
     moments = tuple(sorted(field for field, readers in weights.moments.items() if readers))
     notes = (*weights.notes, *_not_finite(bad), *_too_many_ids(weights))
     return Imported(str(folder), chosen.name, weights.step, count_values(manifest), moments, notes)
+
+
+def _read_adapters(chosen: ChosenFormat, source: Path, base: Path | None) -> tuple[Weights, AdaptersRecord]:
+    """The adapters at ``source`` in the place of the weights of their model, and what a step says of them.
+
+    Raises a RunError where that model is not here, or is another one.
+    """
+    found = chosen.read_adapters(source)
+    checkpoints, step = find_adapted(source, found.base, base)
+    model = read_step(checkpoints, step)
+    adapters = found.upon(model)
+    check_adapters(adapters, open_step(checkpoints, step, checkpoints.manifest(step), verify=False).shapes(), source)
+    under = checkpoints.folder(step)
+    note = f"they adapt the weights in {under}, which must stay"
+    weights = replace(model, tensors=adapters.tensors, step=0, moments={}, adapters=None, notes=(note,))
+    return weights, record_of(adapters.how, under)
 
 
 def export_model(source: Path | None, folder: Path, name: str, step: int | None = None) -> Exported:
@@ -120,7 +146,9 @@ def export_model(source: Path | None, folder: Path, name: str, step: int | None 
         with checkpoints.offering_older(chosen, lambda older: f"to export step {older}: --step {older}"):
             weights = read_step(checkpoints, chosen)
         target.write(weights, temporary)
-        for beside, content in files_beside(weights, checkpoints, chosen):
+        # The tokenizer of adapters is their model's.
+        beside_it = () if ADAPTERS in target.plugin.provides else files_beside(weights, checkpoints, chosen)
+        for beside, content in beside_it:
             if not (temporary / beside).exists():  # what was imported with the model has been written
                 _write_file(temporary / beside, content, files)
     return Exported(str(checkpoints.path), chosen, str(folder), target.name)
@@ -146,6 +174,7 @@ def read_step(checkpoints: Checkpoints, step: int) -> Weights:
     config["use"] = plain_name(str(config.get("use", "")))
     if config.get("vocab_size") is None and _WORD in reader.shapes():
         config["vocab_size"] = reader.shapes()[_WORD][0]
+    adapters = saved_adapters(reader) if isinstance(reader, MergedReader) else None
     if isinstance(reader, MergedReader):
         readers = {MASTER: {name: _whole(reader, name, MASTER, shape) for name, shape in reader.shapes().items()}}
     else:
@@ -161,6 +190,7 @@ def read_step(checkpoints: Checkpoints, step: int) -> Weights:
         tokenizer=exported_tokenizer(home, manifest.about),
         special_tokens=special_tokens(checkpoints, manifest),
         files=source_files(home),
+        adapters=adapters,
     )
 
 
@@ -173,15 +203,25 @@ def _whole(reader: Reader | MergedReader, name: str, field: str, shape: tuple[in
     return partial(reader.read, name, field, (0,) * len(shape), shape)
 
 
-def write_folder(weights: Weights, folder: Path, source: str, bad: Counter[str] | None = None) -> Manifest:
+def write_folder(
+    weights: Weights,
+    folder: Path,
+    source: str,
+    bad: Counter[str] | None = None,
+    *,
+    origin: str = "",
+    adapters: AdaptersRecord | None = None,
+) -> Manifest:
     """Write ``weights`` as the new ``folder``: ``config.yaml`` and ``checkpoints/step<N>``, committed as a run's steps.
 
-    ``source`` enters ``config.yaml`` as a comment. ``bad`` is filled with the number of values that are not finite, by
-    tensor. Raises :class:`InputError` when the folder exists,
-    :class:`CheckpointError` when the tensors are not those of the model or the disk fails. Then nothing is left behind.
+    ``source`` enters ``config.yaml`` as a comment, its path ``origin`` the step. ``bad`` is filled with the number of
+    values that are not finite, by tensor. With ``adapters`` the tensors are those alone, and have been checked. Raises
+    :class:`InputError` when the folder exists, :class:`CheckpointError` when the tensors are not those of the model or
+    the disk fails. Then nothing is left behind.
     """
     identity = _identity(weights)
-    _check_names(weights)
+    shapes = {} if adapters else _shapes(weights)
+    _check_names(weights, shapes)
     files, kept = FileSystem(), given_tokenizer(weights)
     with new_folder(folder) as temporary:
         _write_file(temporary / CONFIG, _config_text(weights, source, folder, kept).encode(), files)
@@ -192,7 +232,8 @@ def write_folder(weights: Weights, folder: Path, source: str, bad: Counter[str] 
         for name, path in weights.files.items():
             _write_file(temporary / SOURCE / name, _given(path), files)
         bad = Counter[str]() if bad is None else bad
-        return _write_step(weights, Checkpoints(temporary / CHECKPOINTS), _about(weights, identity, kept), files, bad)
+        about = _about(weights, identity, kept).model_copy(update={"source": origin, "adapters": adapters})
+        return _write_step(_parts(weights, shapes, bad), Checkpoints(temporary / CHECKPOINTS), about, files)
 
 
 def _given(path: Path) -> bytes:
@@ -222,15 +263,15 @@ def new_folder(folder: Path) -> Iterator[Path]:
 
 
 def _write_step(
-    weights: Weights, checkpoints: Checkpoints, about: About, files: FileSystem, bad: Counter[str]
+    parts: Iterable[list[StatePiece]], checkpoints: Checkpoints, about: About, files: FileSystem
 ) -> Manifest:
     commit = Commit(checkpoints, IMPORTED, files)
     commit.make_home()
     with lock(checkpoints.path / LOCK, IMPORTED):
-        temporary = commit.begin(weights.step)
+        temporary = commit.begin(about.step)
         written: dict[str, dict[str, Any]] = {}
         tensors: dict[str, dict[str, Any]] = {}
-        for number, pieces in enumerate(_parts(weights, bad)):
+        for number, pieces in enumerate(parts):
             name = f"part-{number:05d}.safetensors"
             written[name] = write_shard(temporary / name, pieces, files, widen=True)._asdict()
             for piece in pieces:
@@ -243,13 +284,13 @@ def _write_step(
     return manifest
 
 
-def _parts(weights: Weights, bad: Counter[str]) -> Iterator[list[StatePiece]]:
+def _parts(weights: Weights, shapes: Mapping[str, Shape], bad: Counter[str]) -> Iterator[list[StatePiece]]:
     """All fields of all tensors in lists of about :data:`PART` bytes, each tensor read when its turn comes.
 
     A list is cleared before the next one is filled, so that its tensors are freed.
     ``bad`` is filled with the number of values that are not finite, by tensor.
     """
-    shapes, held, size = _shapes(weights), list[StatePiece](), 0
+    held, size = list[StatePiece](), 0
     for name, field, read in _everything(weights):
         tensor = read()
         if field == MASTER:
@@ -275,7 +316,7 @@ def _everything(weights: Weights) -> Iterator[tuple[str, str, ReadTensor]]:
                 yield name, field, readers[name]
 
 
-def _check_values(name: str, tensor: Tensor, shapes: Mapping[str, tuple[int, ...]]) -> None:
+def _check_values(name: str, tensor: Tensor, shapes: Mapping[str, Shape]) -> None:
     if tensor.dtype not in _MASTERS:
         raise CheckpointError(f"{name} has values of type {tensor.dtype}", why="masters are fp32, bf16 or fp16")
     if name in shapes and tuple(tensor.shape) != shapes[name]:
@@ -284,7 +325,7 @@ def _check_values(name: str, tensor: Tensor, shapes: Mapping[str, tuple[int, ...
         )
 
 
-def _shapes(weights: Weights) -> dict[str, tuple[int, ...]]:
+def _shapes(weights: Weights) -> dict[str, Shape]:
     """The shape of every tensor of a model ``gpt``; empty for another model, whose shapes only its plugin knows."""
     if weights.config.get("use", "gpt") != "gpt":
         return {}
@@ -292,8 +333,8 @@ def _shapes(weights: Weights) -> dict[str, tuple[int, ...]]:
     return logical_shapes(gpt_options(weights), weights.sequence_length, most, most)
 
 
-def _check_names(weights: Weights) -> None:
-    fault = names_fault(weights.tensors, shapes) if (shapes := _shapes(weights)) else ""
+def _check_names(weights: Weights, shapes: Mapping[str, Shape]) -> None:
+    fault = names_fault(weights.tensors, shapes) if shapes else ""
     if fault:
         raise CheckpointError("the source does not hold one whole model", why=fault)
 

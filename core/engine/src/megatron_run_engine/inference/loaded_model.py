@@ -230,7 +230,8 @@ class LoadedModel:
     def _compare_data(self) -> str:
         """A line if the files of the model's data do not hold what they held in its training; else nothing."""
         trained = self.source.data_files
-        if self.data is None or trained is None or contents_hash(self.data.files) in (None, trained):
+        found = None if self.data is None or trained is None else contents_hash(self.data.files)
+        if found is None or found.total == trained:
             return ""
         return f"the files of its data are not what they were at step {self.source.step}: its splits are others too"
 

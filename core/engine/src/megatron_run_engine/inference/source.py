@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_run.config.yaml import bare, parse
 from megatron_run.contracts.optimizer import MASTER
 from megatron_run.errors import CheckpointError, DataError, InputError
+from megatron_run.files.latest_run import follow_latest
 from megatron_run.registry.choose_format import format_to_read
 from megatron_run_engine.checkpoint.adapted import MergedReader, open_step
 from megatron_run_engine.checkpoint.kept_files import SOURCE, tokenizer_of
@@ -74,6 +75,7 @@ def find_source(path: Path | None, step: int | None = None, *, verified: bool = 
     saved step is compared with its SHA-256 here, unless another process has ``verified`` it. Raises
     :class:`CheckpointError` where there is no model.
     """
+    path = None if path is None else follow_latest(path)
     try:
         checkpoints, chosen = find_step(path, step)
     except CheckpointError:

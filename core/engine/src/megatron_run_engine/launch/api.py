@@ -24,6 +24,7 @@ from megatron_run_engine.launch.failures import (
     last_line,
     last_saved,
     resumed,
+    without_logs,
 )
 from megatron_run_engine.launch.rank_output import flush_output, terminal_environment, terminal_writer, untold
 from megatron_run_engine.launch.results import RunResult
@@ -227,11 +228,11 @@ def _train_here(run: ResolvedRun) -> RunResult:
                 code = train_in_folder(run, world, opened.folder)
             except BaseException as error:
                 with suppress(CheckpointError):  # the first failure is told
-                    opened.folder.end(exit_code(error), last_line(error, opened.folder.path, run))
+                    opened.end(exit_code(error), last_line(error, opened.folder.path, run))
                 raise
             how = f"stopped by {code.name}"
             message = interrupted(how, opened.folder.path, run) if code is ExitCode.SIGINT else ""
-            opened.folder.end(code, message)
+            opened.end(code, message)
         gc.collect()  # what was trained is full of cycles, and Python counts objects, not bytes
         return RunResult(code, opened.folder.path, message, steps=_last_step(opened.folder))
 
@@ -273,10 +274,12 @@ def _attempt(
                 result = replace(result, message=interrupted(result.message, result.folder, typed))
         except BaseException as error:
             with suppress(CheckpointError):  # the first failure is told
-                opened.folder.end(exit_code(error), last_line(error, opened.folder.path, typed))
+                opened.end(exit_code(error), last_line(error, opened.folder.path, typed), keep=options.debug)
             raise
         with suppress(CheckpointError) if result.code else nullcontext():
-            opened.folder.end(result.code, result.message)
+            if opened.end(result.code, result.message, keep=options.debug):  # its logs are gone
+                folder = opened.folder.path if opened.folder.path.exists() else None
+                return replace(result, folder=folder, message=without_logs(result.message, opened.folder))
     return result
 
 
@@ -331,10 +334,7 @@ def run_task(run: ResolvedRun, request: Request, task: Task, options: LaunchOpti
         if result.code:
             if result.code == ExitCode.BUG:
                 options.tell(folder.log(0).read_text(errors="replace"))  # it is about to be removed
-            message = result.message
-            for rank in range(run.sizes.world):
-                message = message.replace(f", log: {folder.log(rank)}", "")
-            raise FailedRunError(replace(result, folder=None, message=message))
+            raise FailedRunError(replace(result, folder=None, message=without_logs(result.message, folder)))
         return replace(result, folder=None)
 
 
@@ -352,6 +352,7 @@ def _last_step(folder: RunFolder) -> int:
 def _join(resolve_run: Callable[[], ResolvedRun], world: World, options: LaunchOptions) -> RunResult:
     """This process is a rank of a world that torchrun or Slurm made: run it, with its message if it is to print one."""
     from megatron_run_engine.launch.worker import RankWorker
+    from megatron_run_engine.run_folder import REFUSALS
 
     with _kept_descriptors(1, 2), kept_settings():
         worker = RankWorker(
@@ -362,6 +363,8 @@ def _join(resolve_run: Callable[[], ResolvedRun], world: World, options: LaunchO
     if message and folder is not None and world.rank > 0:
         first, newline, others = message.partition("\n")
         message = f"{first} (rank {world.rank}, log: {folder.log(world.rank)}){newline}{others}"
+        if result.code in REFUSALS and not options.debug:  # rank 0 may take the start back, with its logs
+            message = without_logs(message, folder)
     return RunResult(result.code, folder.path if folder else None, message)
 
 

@@ -47,6 +47,7 @@ from megatron_run_engine.launch.results import RankResult, RunResult
 if TYPE_CHECKING:
     from megatron_run.config.request import Request
     from megatron_run.planning import ResolvedRun
+    from megatron_run_engine.run_folder import RunFolder
 
 #: What gloo, NCCL and the store say when a peer is gone or silent. gloo throws plain RuntimeErrors.
 _CONNECTION = re.compile(
@@ -179,6 +180,12 @@ def describe(cause: RankResult, results: Sequence[RankResult]) -> str:
         missed = [each for each in results if each.reported and each.lost == cause.rank]
         line += "".join(f"; {each.message}" for each in sorted(missed, key=lambda each: each.order)[:1])
     return "\n".join([line, *others])
+
+
+def without_logs(message: str, folder: RunFolder) -> str:
+    """``message`` of :func:`describe` without the names of logs in ``folder``, which are gone."""
+    log = rf"log: {re.escape(str(folder.logs))}/rank-\d+\.log"
+    return re.sub(rf" \({log}\)|, {log}", "", message)
 
 
 def _reason(cause: RankResult) -> str:

@@ -9,6 +9,7 @@ import os
 import shutil
 import sys
 import threading
+from codecs import getincrementaldecoder
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from functools import partial
@@ -23,6 +24,8 @@ from megatron_run_engine.run_folder.folder import open_log
 
 #: Seconds between two looks at rank 0's log: a progress bar moves ten times a second at most.
 _RELAY = 0.05
+#: Bytes that a reader is given at once: what a slow one takes shows by these.
+_PIECE = 4096
 
 
 def redirect_output(log: Path) -> None:
@@ -115,6 +118,7 @@ class Relay:
     def __init__(self, log: Path, write: Callable[[bytes], None], tell: Callable[[str], None]) -> None:
         self._log, self._write, self._tell = log, write, tell
         self._ended = threading.Event()
+        self._taken = 0  # pieces
         self._thread = threading.Thread(target=self._run, name="relay", daemon=True)
 
     def start(self) -> None:
@@ -122,9 +126,12 @@ class Relay:
         self._thread.start()
 
     def finish(self, within: float = 2.0) -> None:
-        """Copy what is left and end; a terminal that does not take it in time is left alone."""
+        """Copy what is left and end; a reader that takes nothing for ``within`` seconds is left alone."""
         self._ended.set()
-        self._thread.join(within)
+        taken = -1
+        while self._thread.is_alive() and taken != self._taken:
+            taken = self._taken
+            self._thread.join(within)
 
     def _run(self) -> None:
         try:
@@ -143,8 +150,9 @@ class Relay:
             return
 
     def _copy(self, data: bytes) -> None:
-        if data:
-            self._write(data)
+        for start in range(0, len(data), _PIECE):
+            self._write(data[start : start + _PIECE])
+            self._taken += 1
 
 
 def terminal_writer() -> Callable[[bytes], None]:
@@ -152,7 +160,8 @@ def terminal_writer() -> Callable[[bytes], None]:
     try:
         descriptor = sys.stdout.fileno()
     except (OSError, ValueError, AttributeError):
-        return lambda data: print(data.decode(errors="replace"), end="", flush=True)  # noqa: T201  # the only way there
+        text = getincrementaldecoder("utf-8")(errors="replace")  # a piece may end within a character
+        return lambda data: print(text.decode(data), end="", flush=True)  # noqa: T201  # the only way there
 
     sys.stdout.flush()
     return partial(_write, descriptor)

@@ -106,7 +106,7 @@ class RankWorker:
         if self._opened is not None:
             if not self._opened.finished:
                 with suppress(OSError, CheckpointError):  # a full disk or a moved folder must not change the exit code
-                    self._opened.folder.end(result.code, result.message)
+                    self._opened.end(result.code, result.message, keep=self._debug)
             self._opened.lock.release()
         self._shown.close()
         if self._sidecar is not None:

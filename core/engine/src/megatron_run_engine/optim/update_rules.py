@@ -156,7 +156,9 @@ def check_update(config: Config, options: UpdateOptions) -> Iterator[str]:
     except FileNotRunError:
         yield f"optimizer.rule={options.rule} is a file, and no file is run here: it is not checked"
     for option, rules in _READ_BY.items():
-        if option in options.model_fields_set and options.rule not in rules:
+        # Not model_fields_set: the configuration that a run writes has every key.
+        usual = type(options).model_fields[option].get_default(call_default_factory=True)
+        if getattr(options, option) != usual and options.rule not in rules:
             yield f"optimizer.{option} does nothing with rule={options.rule}: it is for {', '.join(rules)}"
     for key in sorted({"lr", "weight_decay"} & options.rule_options.keys()):
         yield f"optimizer.rule_options: {key} does nothing: every step sets it from train.{key}"

@@ -9,15 +9,17 @@ Imports: checkpoint, config, data, errors, files, planning.
 from __future__ import annotations
 
 from megatron_run_engine.run_folder.folder import History, RunFolder, open_log
+from megatron_run_engine.run_folder.lock import FolderLock
 from megatron_run_engine.run_folder.opening import (
-    FolderLock,
     OpenedFolder,
     check_run_folder,
     join_run_folder,
     open_run_folder,
 )
+from megatron_run_engine.run_folder.undoing import REFUSALS
 
 __all__ = [
+    "REFUSALS",
     "FolderLock",
     "History",
     "OpenedFolder",

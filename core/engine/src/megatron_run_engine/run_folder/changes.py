@@ -15,6 +15,8 @@ from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from megatron_run.config.origin import DEFAULT
+from megatron_run.config.run_home import config_file, run_home
 from megatron_run.errors import InputError, advice, did_you_mean
 from megatron_run.planning.run import leaves, sections
 
@@ -232,19 +234,31 @@ def check_names(request: Request, run: ResolvedRun) -> None:
             )
 
 
-def check_goes_on(run: ResolvedRun) -> None:
-    """Raise :class:`InputError` for an option about going on (``--extend``, ...) where ``run`` goes on from nothing."""
+def check_goes_on(run: ResolvedRun, looked: Path | None = None) -> None:
+    """Raise :class:`InputError` for an option about going on (``--extend``, ...) where ``run`` goes on from nothing.
+
+    ``looked`` is where no run was found; None before that is known.
+    """
     folders, request = run.config.run, run.request
-    if folders.folder or folders.branch_from:
+    if folders.branch_from or (folders.folder and looked is None):
         return
     about = {
         "--extend": request.extend,
-        "--allow-change": request.allow_change,
+        "--allow-change": request.allow_change and not folders.init_from,  # which asks for it with another tokenizer
         "--allow-plugin-change": request.allow_plugin_change,
         f"--resume {request.resume}": request.resume not in ("auto", "never"),
     }
-    if option := next((option for option, given in about.items() if given), None):
-        raise InputError(
-            f"{option} is about a run that goes on, and run.folder names none",
-            fix="add --set run.folder=FOLDER, as runs/latest",
-        )
+    option = next((option for option, given in about.items() if given), None)
+    if option is None:
+        return
+    origin = run.origins.get(("run", "folder"), DEFAULT)
+    config = config_file(origin)
+    home = None if config is None else run_home(config)
+    if looked is None or home is not None:  # a configuration that was moved with its run says where the run was
+        fix = f"add --set {quote(f'run.folder={home}')}" if home else "add --set run.folder=FOLDER, as runs/latest"
+    else:
+        fix = f"name the folder of a run with --set run.folder=FOLDER, or leave {option} out to begin one"
+    there = f"there is none in {looked}" if looked else "run.folder names none"
+    raise InputError(
+        f"{option} is about a run that goes on, and {there}", origin=str(origin) if looked else "", fix=fix
+    )

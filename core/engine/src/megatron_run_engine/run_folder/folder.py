@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from megatron_run.errors import CheckpointError, ExitCode, InputError
+from megatron_run.files.latest_run import follow_latest, is_unnamed, point_latest_at
 from megatron_run.files.safe_folder import SafeFolder, parse_json
 from megatron_run_engine.checkpoint.step_folder import CHECKPOINTS, Checkpoints
 from megatron_run_engine.data.user_files import byte_lines
@@ -21,10 +22,12 @@ State = Literal["starting", "running", "finished", "stopped", "failed"]
 
 #: Seconds between two heartbeats: often enough to notice a hang, rare enough for a network file system.
 HEARTBEAT = 1.0
-#: What a run that its user did not name is called: date, time and a random part.
-_UNNAMED = re.compile(r"\d{8}-\d{6}-[0-9a-f]{4}")
 #: The most bytes of numbers that are read: those of millions of steps.
 LARGEST = 1 << 32
+#: What describes a run as it now is: that of its newest attempt, which also lies in the folder of the attempt's logs.
+DESCRIPTION = ("config.yaml", "plan.json", "environment.json")
+#: What says that an attempt is open, and what it changes of the run once nothing refuses it.
+ATTEMPT = "attempt.json"
 #: A column: one value for each row, None where a row has none.
 Columns = dict[str, list[Any]]
 
@@ -42,14 +45,16 @@ class SavedConfig(NamedTuple):
 
 
 def last_config(folder: Path) -> SavedConfig | None:
-    """The configuration of the last attempt of the run in ``folder``, or the one beside an import; None without any.
+    """The configuration of the run in ``folder``, or the one beside an import; None without any.
 
-    Attempts may differ in their plugins, and in what they were allowed to change. Links are passed over.
+    It is that of the newest attempt. Early versions left that of the first one in the run folder, and have no
+    ``logs/attempt-001/config.yaml``. Links are passed over.
     """
     files = SafeFolder(folder)
     attempts = [path.name for path in folder.glob("logs/attempt-*") if path.name[8:].isdecimal()]
     attempts.sort(key=lambda name: int(name[8:]), reverse=True)
-    for name in (*(f"logs/{attempt}/config.yaml" for attempt in attempts), "config.yaml"):
+    early = not os.path.lexists(folder / "logs" / "attempt-001" / "config.yaml")
+    for name in (*(f"logs/{attempt}/config.yaml" for attempt in attempts if early), "config.yaml"):
         with suppress(OSError):
             return SavedConfig(folder / name, files.read(name).decode(errors="replace"))
     return None
@@ -87,6 +92,7 @@ class RunFolder:
         self.files = SafeFolder(path)
         self._beat = 0.0
         self._step = 0
+        self._stepped = False
 
     def __repr__(self) -> str:
         return f"RunFolder({str(self.path)!r}, attempt={self.attempt})"
@@ -117,16 +123,64 @@ class RunFolder:
         attempts = (self.files.read_json("run.json") or {}).get("attempts", [])
         return frozenset(key for attempt in attempts for key in attempt.get("changes", {}))
 
-    def write_record(self, name: str, content: Any) -> None:
-        """Write a part of this attempt's description: in the run folder for the first one, else in that of its logs.
+    @property
+    def records(self) -> str:
+        """The folder of what describes this attempt, by its name in the run folder."""
+        return self.logs.relative_to(self.path).as_posix()
 
-        ``content`` is text, or what becomes JSON.
-        """
-        where = name if self.attempt == 1 else f"{self.logs.relative_to(self.path)}/{name}"
+    def write_record(self, name: str, content: Any) -> None:
+        """Write a part of this attempt's description; ``content`` is text, or what becomes JSON."""
+        where = f"{self.files.make(self.records).relative_to(self.path)}/{name}"
         if isinstance(content, str):
             self.files.replace(where, content.encode())
         else:
             self.files.write_json(where, content)
+
+    def show_record(self, name: str) -> None:
+        """Let a part of this attempt's description be that of the run."""
+        self.files.replace(name, self.files.read(f"{self.records}/{name}"))
+
+    @property
+    def begun(self) -> bool:
+        """Whether nothing refuses this attempt any more."""
+        return bool((self.files.read_json(f"{self.records}/{ATTEMPT}") or {}).get("begun"))
+
+    def begin(self, step: int) -> None:
+        """Make this attempt, which goes on from ``step``, what the run is: nothing refuses it any more.
+
+        Before, nothing in the folder says that the run has changed: a refusal leaves it as it was.
+        """
+        self._step = step
+        if self.rank:
+            return
+        prepared = self.files.read_json(f"{self.records}/{ATTEMPT}")
+        if prepared is not None:  # else nobody has opened the folder: it is a scratch folder
+            self.publish(prepared)
+            self.write_record(ATTEMPT, prepared | {"begun": True})
+        self._write(Status("starting", step, self.attempt, time.time()))
+
+    def publish(self, prepared: Mapping[str, Any]) -> None:
+        """Let the run be what the ``prepared`` record of this attempt says; ``run.json`` comes last, in one rename."""
+        self._keep_first()
+        for name in DESCRIPTION:
+            self.show_record(name)
+        self._list(prepared, prepared["becomes"])
+
+    def _list(self, prepared: Mapping[str, Any], becomes: Mapping[str, Any]) -> None:
+        """Add this attempt to ``run.json`` unless it has it, with what the run ``becomes`` by it."""
+        record = self.files.read_json("run.json") or {}
+        others = record.get("attempts", [])[: self.attempt - 1]
+        entry = dict(prepared["entry"])
+        self.files.write_json("run.json", record | {"attempts": [*others, entry]} | dict(becomes))
+
+    def _keep_first(self) -> None:
+        """Keep the description of the first attempt, which early versions wrote into the run folder alone."""
+        for name in DESCRIPTION if self.attempt > 1 else ():
+            kept = f"logs/attempt-001/{name}"
+            with suppress(FileNotFoundError):
+                if not os.path.lexists(self.path / kept):
+                    self.files.make("logs/attempt-001")
+                    self.files.replace(kept, self.files.read(name))
 
     def read_status(self) -> Status | None:
         """Return the content of ``status.json``, or None if it cannot be read."""
@@ -141,9 +195,9 @@ class RunFolder:
 
         The first one makes the run the latest, if its user did not name it: before, there was nothing to look at.
         """
-        if not self._step and self.rank == 0 and _UNNAMED.fullmatch(self.path.name):
-            _point_latest_at(self.path)
-        self._step = step
+        if not self._stepped and self.rank == 0 and is_unnamed(self.path):
+            point_latest_at(self.path)
+        self._step, self._stepped = step, True
         if time.time() - self._beat >= HEARTBEAT:
             with suppress(OSError):  # a full disk must not end a training that saves only now and then
                 self.flush()
@@ -151,11 +205,12 @@ class RunFolder:
     def flush(self) -> None:
         """Write the last heartbeat now."""
         self._beat = time.time()
-        self._write(Status("running" if self._step else "starting", self._step, self.attempt, self._beat))
+        self._write(Status("running" if self._stepped else "starting", self._step, self.attempt, self._beat))
 
     def start(self) -> None:
-        """Report that this attempt begins."""
-        self._write(Status("starting", 0, self.attempt, time.time()))
+        """Report that this attempt begins; the step is the last one that the run has saved."""
+        saved = Checkpoints(self.checkpoints).steps()
+        self._write(Status("starting", saved[-1] if saved else 0, self.attempt, time.time()))
 
     def end(self, code: ExitCode, message: str = "") -> None:
         """Report how this attempt ended. The step is the one of the last heartbeat.
@@ -167,6 +222,7 @@ class RunFolder:
         state: State = "finished" if code == ExitCode.DONE else "stopped" if stopped else "failed"
         final = replace(last, state=state, attempt=self.attempt, heartbeat=time.time(), message=message)
         try:
+            self._list_ended()
             self._write(replace(final, exit_code=int(code), retry=code.retry))
         except FileNotFoundError as cause:
             raise CheckpointError(
@@ -181,26 +237,23 @@ class RunFolder:
                 fix="once the folder can be written, the same command goes on",
             ) from cause
 
+    def _list_ended(self) -> None:
+        """Let ``run.json`` have this attempt though it has not begun, so that the next one gets another number."""
+        attempts = (self.files.read_json("run.json") or {}).get("attempts", [])
+        prepared = self.files.read_json(f"{self.records}/{ATTEMPT}")
+        if self.rank == 0 and prepared is not None and len(attempts) < self.attempt:
+            self._list(prepared | {"entry": prepared["entry"] | {"changes": {}}}, {})
+
     def _write(self, status: Status) -> None:
         if self.rank == 0:
             self.files.write_json("status.json", asdict(status))
-
-
-def _point_latest_at(path: Path) -> None:
-    """Make ``latest`` a link to ``path``, unless something else lies there or the file system has no links."""
-    link, temporary = path.parent / "latest", path.parent / f".latest-{path.name}"
-    with suppress(OSError):
-        if link.is_symlink() or not link.exists():
-            temporary.unlink(missing_ok=True)  # of a job that was killed here
-            temporary.symlink_to(path.name)
-            temporary.replace(link)
 
 
 class History:
     """Steps and evaluations of the run in ``folder``, read when they are first asked for."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
+        self.folder = follow_latest(folder)
 
     @cached_property
     def metrics(self) -> Columns:

@@ -1,33 +1,19 @@
-"""Creates, joins or refuses a run folder, locks it, and records each attempt. No file of another run is overwritten.
-
-An attempt's records are its configuration, plan, environment, command and host.
-"""
+"""Creates, joins or refuses a run folder, locks it, and opens each attempt. No file of another run is overwritten."""
 
 from __future__ import annotations
 
-import fcntl
 import os
-import platform
 import re
 import secrets
-import subprocess
-import sys
-import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from importlib.metadata import distributions
 from pathlib import Path
-from socket import gethostname
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from megatron_run.errors import InputError, system_limit
+from megatron_run.errors import ExitCode, InputError, system_limit
 from megatron_run.files.safe_folder import SafeFolder
-from megatron_run.planning.describe import run_record
-from megatron_run.planning.run import to_yaml
-from megatron_run_engine.checkpoint.files import NO_FLOCK
 from megatron_run_engine.run_folder.changes import (
     LENGTH,
     Change,
@@ -41,86 +27,14 @@ from megatron_run_engine.run_folder.changes import (
     with_added_options,
     with_moved_tokenizer,
 )
-from megatron_run_engine.run_folder.folder import RunFolder, is_run_id
+from megatron_run_engine.run_folder.folder import ATTEMPT, RunFolder, is_run_id
+from megatron_run_engine.run_folder.length import check_length
+from megatron_run_engine.run_folder.lock import FolderLock
+from megatron_run_engine.run_folder.records import attempt_record, write_records
+from megatron_run_engine.run_folder.undoing import REFUSALS, Before
 
 if TYPE_CHECKING:
     from megatron_run.planning import ResolvedRun
-
-
-class FolderLock:
-    """The lock of a run folder, held from the constructor until ``release`` or the end of the ``with`` block.
-
-    ``path/.lock`` is locked with flock, which the operating system releases when the process dies. On file systems
-    without flock a file created with O_EXCL serves as the lock. Raises :class:`InputError` naming the holder if another
-    job holds it.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self._path = path / ".lock"
-        self._exclusive = path / ".lock-exclusive"
-        self._handle: int | None = None
-        self._owns_file = False
-        self._acquire()
-
-    def _acquire(self) -> None:
-        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-        handle = os.open(self._path, flags | os.O_NONBLOCK, 0o644)
-        try:
-            self._lock(handle)
-            os.ftruncate(handle, 0)  # only now: until the lock is held, the content names its holder
-            os.write(handle, _process_name())
-        except BaseException:
-            os.close(handle)
-            self._remove_exclusive()
-            raise
-        self._handle = handle
-
-    def release(self) -> None:
-        """Release the lock. Idempotent."""
-        handle, self._handle = self._handle, None
-        if handle is not None:
-            with suppress(OSError):  # a close that fails has closed, and nobody needs what was in the file
-                os.close(handle)  # .lock itself stays: a job that waits on a removed file would lock nothing
-        self._remove_exclusive()
-
-    def _remove_exclusive(self) -> None:
-        if self._owns_file:
-            self._owns_file = False
-            self._exclusive.unlink(missing_ok=True)
-
-    def __enter__(self) -> FolderLock:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self.release()
-
-    def _lock(self, handle: int) -> None:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise self._in_use(self._path, "wait for it or choose another run.folder") from None
-        except OSError as error:
-            if error.errno not in NO_FLOCK:
-                raise
-            self._make_exclusive()  # unlike flock it survives a killed process, so the refusal says what to delete
-
-    def _make_exclusive(self) -> None:
-        try:
-            handle = os.open(self._exclusive, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
-        except FileExistsError:
-            fix = f"if that process is gone, delete {self._exclusive}"
-            raise self._in_use(self._exclusive, fix) from None
-        self._owns_file = True
-        os.write(handle, _process_name())
-        os.close(handle)
-
-    def _in_use(self, holder: Path, fix: str) -> InputError:
-        who = SafeFolder(holder.parent).read(holder.name).decode(errors="replace").strip() or "another process"
-        return InputError(f"run folder {self._path.parent} is in use", why=f"{who} writes into it", fix=fix)
-
-
-def _process_name() -> bytes:
-    return f"process {os.getpid()} on {gethostname()}\n".encode()
 
 
 #: Seconds within which a network file system shows a new file on other hosts.
@@ -131,12 +45,27 @@ _BEFORE = re.compile(r"\.lock(-exclusive)?|\.run\.json\.[0-9a-f]{16}\.tmp")
 
 @dataclass(frozen=True)
 class OpenedFolder:
-    """A run folder with its lock. ``finished`` tells whether an earlier attempt has reached the last step."""
+    """A run folder with its lock, and what there was ``before`` it was opened.
+
+    ``finished`` tells whether an earlier attempt has reached the last step.
+    """
 
     folder: RunFolder
     lock: FolderLock
     run_id: str
+    before: Before
     finished: bool = False
+
+    def end(self, code: ExitCode, message: str = "", *, keep: bool = False) -> bool:
+        """Report how the attempt ended; whether it is taken back, as one that was refused before it began.
+
+        ``keep`` keeps that one too. Raises what :meth:`RunFolder.end` does.
+        """
+        if code in REFUSALS and not keep and not self.folder.begun:
+            self.before.restore(self.folder)
+            return True
+        self.folder.end(code, message)
+        return False
 
 
 def open_run_folder(run: ResolvedRun, arguments: Sequence[str] = (), base: Path = Path("runs")) -> OpenedFolder:
@@ -148,11 +77,13 @@ def open_run_folder(run: ResolvedRun, arguments: Sequence[str] = (), base: Path 
     wanted = run.config.run.folder
     check_goes_on(run)
     try:
-        path = _new_folder(base) if wanted is None else _chosen_folder(wanted)
+        path, made = _new_folder(base) if wanted is None else _chosen_folder(wanted)
         lock = FolderLock(path)
+        before = Before.of(path, made)
         try:
-            opened = _enter(path, lock, run, arguments)
+            opened = _enter(before, lock, run, arguments)
         except BaseException:
+            before.leave()
             lock.release()
             raise
     except OSError as error:
@@ -173,7 +104,9 @@ def check_run_folder(run: ResolvedRun) -> None:
     path = _follow_sibling_link(wanted.expanduser().absolute())
     _check_entries(path)
     record = _read_record(path) if path.is_dir() else None
-    if record is not None:
+    if record is None:
+        check_goes_on(run, path)
+    else:
         _check_same_run(path, record, identity(run), run)
 
 
@@ -196,24 +129,32 @@ def join_run_folder(path: Path, attempt: int, run_id: str, rank: int, wait: floa
 
 
 def _shows(path: Path, attempt: int, run_id: str) -> bool:
-    record = SafeFolder(path).read_json("run.json")
-    return record is not None and record.get("id") == run_id and len(record["attempts"]) >= attempt
+    folder = RunFolder(path, attempt)
+    record = folder.files.read_json(f"{folder.records}/{ATTEMPT}")
+    return record is not None and record.get("id") == run_id
 
 
-def _new_folder(base: Path) -> Path:
+def _new_folder(base: Path) -> tuple[Path, Path]:
+    made = _outermost_missing(base.absolute())
     base.mkdir(parents=True, exist_ok=True)
     while True:
         path = base.absolute() / f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
         with suppress(FileExistsError):  # mkdir decides between jobs that start in one second with equal random parts
             path.mkdir()
-            return path
+            return path, made or path
 
 
-def _chosen_folder(wanted: Path) -> Path:
+def _chosen_folder(wanted: Path) -> tuple[Path, Path | None]:
     path = _follow_sibling_link(wanted.expanduser().absolute())
     _check_entries(path)
+    made = _outermost_missing(path)
     path.mkdir(parents=True, exist_ok=True)
-    return path
+    return path, made
+
+
+def _outermost_missing(path: Path) -> Path | None:
+    """The first of the folders on the way to ``path`` that is not there; None where all are."""
+    return next((each for each in (*reversed(path.parents), path) if not each.exists()), None)
 
 
 def _check_entries(path: Path) -> None:
@@ -226,7 +167,7 @@ def _check_entries(path: Path) -> None:
 
 
 def _follow_sibling_link(path: Path) -> Path:
-    """Follow a link such as ``runs/latest`` to a run next to it. Raises :class:`InputError` for other links."""
+    """Follow a link to a run next to it, as early versions made. Raises :class:`InputError` for other links."""
     if not path.is_symlink():
         return path
     target = path.resolve()
@@ -239,31 +180,44 @@ def _refusal(path: Path, why: str) -> InputError:
     return InputError(f"{path} is not a run folder", why=why, fix="choose a new or an empty run.folder")
 
 
-def _enter(path: Path, lock: FolderLock, run: ResolvedRun, arguments: Sequence[str]) -> OpenedFolder:
-    keys = identity(run)
-    files = SafeFolder(path)
+def _enter(before: Before, lock: FolderLock, run: ResolvedRun, arguments: Sequence[str]) -> OpenedFolder:
+    path, keys = before.path, identity(run)
     record = _read_record(path)
-    if record is None:  # nothing was trained: not yet, or by a job that was killed before the last line below
+    if record is None:
+        check_goes_on(run, path)
+    if record is None:  # nothing was trained: not yet, or by a job that was killed before it was recorded
         record = {"v": 1, "id": secrets.token_hex(16), "digest": digest(keys), "identity": keys, "attempts": []}
-        files.write_json("run.json", record)  # before any other file, which alone would make it no run folder
     changed = _check_same_run(path, record, keys, run)
-    before = RunFolder(path, max(1, len(record["attempts"])))
-    status = before.read_status()
+    last = RunFolder(path, max(1, len(record["attempts"])))
+    status = last.read_status()
     finished = status is not None and status.state == "finished" and run.request.resume == "auto"
     if finished and LENGTH.isdisjoint(change.key for change in changed):
-        return OpenedFolder(before, lock, record["id"], finished=True)
+        return OpenedFolder(last, lock, record["id"], before, finished=True)
     folder = RunFolder(path, len(record["attempts"]) + 1)
-    # A job that was killed before the last line below left this folder, and is no attempt. The lock is held: whatever
-    # lies there is nobody's.
-    files.make(str(folder.logs.relative_to(path)))
+    entry = attempt_record(folder.attempt, run, arguments, changed)
+    becomes = {"digest": digest(keys), "identity": keys} if changed else {}
+    prepared = {"v": 1, "id": record["id"], "entry": entry, "becomes": becomes}
+    try:
+        _describe(folder, run, record, prepared)
+    except BaseException:
+        before.restore(folder)
+        raise
+    return OpenedFolder(folder, lock, record["id"], before)
+
+
+def _describe(folder: RunFolder, run: ResolvedRun, record: dict[str, Any], prepared: dict[str, Any]) -> None:
+    """Describe an attempt in the folder of its logs, and a run's first one in the run folder: nothing is there yet.
+
+    A later one is what the run is once nothing refuses it (:meth:`RunFolder.begin`). A job that was killed before that
+    may have left such a folder, and is no attempt. The lock is held: whatever lies there is nobody's.
+    """
+    if folder.attempt == 1:
+        folder.files.write_json("run.json", record)  # before any other file, which alone would make it no run folder
     write_records(folder, run)
     folder.start()
-    # Last, and in one rename: other ranks take the attempt for open as soon as run.json has it.
-    record["attempts"].append(attempt_record(folder.attempt, run, arguments, changed))
-    if changed:
-        record |= {"digest": digest(keys), "identity": keys}
-    files.write_json("run.json", record)
-    return OpenedFolder(folder, lock, record["id"])
+    folder.write_record(ATTEMPT, prepared)  # last: other ranks take the attempt for open as soon as it is there
+    if folder.attempt == 1:
+        folder.publish(prepared)
 
 
 def _read_record(path: Path) -> dict[str, Any] | None:
@@ -287,110 +241,8 @@ def _check_same_run(path: Path, record: dict[str, Any], keys: dict[str, Any], ru
     check_names(run.request, run)
     before = with_moved_tokenizer(with_added_options(record.get("identity", {}), run), keys, path)
     found = find_changes(before, keys, run.request.allow_plugin_change)
+    check_length(run, found, path)  # before permissions are asked for: there is none
     refusal = find_refusal(found, run.request, path)
     if refusal is not None and has_trained(path):
         raise InputError(f"run folder {path} belongs to another run", why=refusal.why, fix=refusal.fix)
     return found
-
-
-#: Prefixes of the environment variables that influence a run. Others may hold secrets and are not recorded.
-_RECORDED = (
-    "CUBLAS_", "CUDA_", "GLIBC_TUNABLES", "GLOO_", "KMP_", "LOCAL_WORLD_SIZE", "MALLOC_", "MASTER_", "MEGATRON_RUN_",
-    "MKL_", "NCCL_", "OMP_", "PYTORCH_", "SLURM_JOB", "SLURM_NNODES", "SLURM_NTASKS", "TORCH_", "WORLD_SIZE",
-)  # fmt: skip
-
-
-def write_records(folder: RunFolder, run: ResolvedRun) -> None:
-    """Write ``config.yaml``, ``plan.json`` and ``environment.json`` of this attempt."""
-    folder.write_record("config.yaml", to_yaml(run))
-    folder.write_record("plan.json", plan_record(run))
-    folder.write_record("environment.json", environment_record())
-
-
-def plan_record(run: ResolvedRun) -> dict[str, Any]:
-    """Return plugins with versions and digests, the grid of ranks, the layout of layers and the plan of a step."""
-    return {"v": 1, **{key: value for key, value in run_record(run).items() if key != "config"}}
-
-
-def environment_record() -> dict[str, Any]:
-    """Return the machine, the interpreter, the installed packages and the recorded environment variables."""
-    return {
-        "v": 1,
-        "host": gethostname(),
-        "platform": platform.platform(),
-        "python": sys.version,
-        "executable": sys.executable,
-        "cores": os.cpu_count(),
-        "packages": _packages(),
-        "variables": {name: text for name, text in sorted(os.environ.items()) if name.startswith(_RECORDED)},
-    }
-
-
-def _packages() -> dict[str, str]:
-    """The versions of what is installed, by name. What has none, since its metadata is broken, is left out."""
-    versions: dict[str, str] = {}
-    for distribution in distributions():
-        with suppress(Exception):  # third-party text; importlib_metadata, once imported, raises where it is missing
-            described = distribution.metadata  # read once: each of its properties would parse it anew
-            if "Name" in described and "Version" in described:
-                versions.setdefault(described["Name"], described["Version"])  # the first is imported
-    return dict(sorted(versions.items(), key=lambda each: each[0].lower()))
-
-
-def attempt_record(
-    attempt: int, run: ResolvedRun, arguments: Sequence[str], changed: Sequence[Change] = ()
-) -> dict[str, Any]:
-    """Return the entry of this attempt in ``run.json``, with old and new value of each key that was ``changed``."""
-    return {
-        "attempt": attempt,
-        "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        "arguments": list(arguments),
-        "folder": str(Path.cwd()),
-        "host": gethostname(),
-        "process": os.getpid(),
-        "ranks": run.sizes.world,
-        "git": git_record(),
-        "changes": {change.key: [change.before, change.now] for change in changed},
-    }
-
-
-def git_record() -> dict[str, Any] | None:
-    """Return the commit of the current folder, and whether tracked files differ from it; None outside a repository.
-
-    The comparison is made from a repository of our own, which borrows the objects and the index of that one: its
-    configuration may name programs (filters, ``core.fsmonitor``), and git would run them.
-    """
-    found = _git({}, "rev-parse", "HEAD", "--show-toplevel", "--git-path", "objects", "--git-path", "index")
-    if found is None or found.returncode:
-        return None
-    commit, tree, objects, index = found.stdout.splitlines()
-    with tempfile.TemporaryDirectory(prefix="megatron-run-git-") as ours:
-        for folder in ("refs", "objects"):
-            Path(ours, folder).mkdir()
-        Path(ours, "HEAD").write_text(f"{commit}\n", encoding="ascii")
-        Path(ours, "config").write_text("[core]\n\trepositoryformatversion = 0\n", encoding="ascii")
-        borrowed = {
-            "GIT_DIR": ours,
-            "GIT_WORK_TREE": tree,
-            "GIT_OBJECT_DIRECTORY": os.path.abspath(objects),  # noqa: PTH100  # a link may lead to a shared store
-            "GIT_INDEX_FILE": os.path.abspath(index),  # noqa: PTH100
-            "GIT_CONFIG_GLOBAL": os.devnull,
-            "GIT_CONFIG_NOSYSTEM": "1",
-            "GIT_OPTIONAL_LOCKS": "0",  # the index is read and not refreshed
-        }
-        changed = _git(
-            borrowed, "diff", "--quiet", "--no-ext-diff", "--no-textconv", "--ignore-submodules=dirty", "HEAD"
-        )
-    known = changed is not None and changed.returncode in (0, 1)
-    return {"commit": commit, "changed": bool(changed.returncode) if changed is not None and known else None}
-
-
-def _git(variables: Mapping[str, str], *arguments: str) -> subprocess.CompletedProcess[str] | None:
-    # What git's own variables say (GIT_EXTERNAL_DIFF, GIT_CONFIG_COUNT) is the user's, and of another command.
-    plain = {name: text for name, text in os.environ.items() if not name.startswith("GIT_")}
-    try:
-        return subprocess.run(
-            ["git", *arguments], capture_output=True, text=True, check=False, timeout=5, env={**plain, **variables}
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return None

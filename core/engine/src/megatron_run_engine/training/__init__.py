@@ -4,5 +4,6 @@
 weights and ranks; ``calibration`` measures the machine; ``environments`` finds the world that a process was started in,
 ``process`` prepares it.
 
-Imports: capture, checkpoint, config, contracts, data, errors, nn, pipeline, planning, registry, run_folder, runtime.
+Imports: capture, checkpoint, config, contracts, data, errors, files, nn, pipeline, planning, registry, run_folder,
+runtime.
 """

@@ -141,6 +141,7 @@ def start_observers(run: ResolvedRun, assembly: Assembly, folder: RunFolder, beg
         return Observers([], assembly.context.log)
     record = device_record(assembly.context.device, run.config.train.precision, beginning.peak)
     folder.write_record("device.json", record)
+    folder.show_record("device.json")
     made = [(plugin.name, cast("Observer", plugin.create())) for plugin in run.plugins["observer"]]
     observers = Observers(made, assembly.context.log)
     observers.on_train_start(summarise(run, assembly, folder, parameters, beginning))

@@ -8,11 +8,9 @@ from typing import Any
 
 from megatron_run.config.origin import KIND_SECTIONS, Choice, Key, Origin, Value, dotted, section_of
 from megatron_run.config.yaml import Node, bare
+from megatron_run.contracts.plugin import SEPARATORS
 from megatron_run.contracts.schema import RIVALS, SECTIONS
 from megatron_run.errors import Findings, InputError, did_you_mean
-
-#: Kinds that take several plugins, and what separates their names.
-SEPARATORS: Mapping[str, str] = {"parallel-layer": "+", "observer": ","}
 
 
 @dataclass

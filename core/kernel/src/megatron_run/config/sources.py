@@ -5,18 +5,20 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 from megatron_run.config.faults import VARIABLE as FAULT_VARIABLE
-from megatron_run.config.merge import SEPARATORS, ConfigSource, assign, merge, plugin_words, source_from
+from megatron_run.config.merge import ConfigSource, assign, merge, plugin_words, source_from
 from megatron_run.config.origin import DEFAULT, Choice, Key, Origin, Text, dotted, section_of
+from megatron_run.config.presets import read_preset
 from megatron_run.config.request import ENVIRONMENT_PREFIX, Found, Request
+from megatron_run.config.run_home import name_runs
 from megatron_run.config.yaml import MAX_BYTES, Node, parse, too_large
-from megatron_run.contracts.plugin import RUN_KINDS, check_run_kind
+from megatron_run.contracts.plugin import RUN_KINDS, SEPARATORS, check_run_kind
 from megatron_run.errors import Findings, InputError, did_you_mean, near_path
 from megatron_run.files.foreign_file import open_file
+from megatron_run.files.latest_run import follow_latest
 
 #: The default of each kind. Data has none: training on data that nobody named would be a silent mistake.
 DEFAULT_PLUGINS: Mapping[str, tuple[str, ...]] = {
@@ -99,17 +101,8 @@ def read_sources(request: Request, findings: Findings, notices: list[str]) -> Co
         findings.settle()
     merged = merge(sources)
     follow_rules(merged)
+    name_runs(merged)
     return merged
-
-
-def presets() -> dict[str, str]:
-    """The presets that come with the kernel: name -> the first line of its comment."""
-    folder = files("megatron_run") / "presets"
-    found = (entry for entry in folder.iterdir() if entry.name.endswith(".yaml"))
-    return {
-        entry.name.removesuffix(".yaml"): entry.read_text("utf-8").partition("\n")[0].lstrip("# ")
-        for entry in sorted(found, key=lambda entry: entry.name)
-    }
 
 
 def _read(config: str | Mapping[str, Any], stdin: str | None) -> dict[str, Node]:
@@ -122,18 +115,10 @@ def _read(config: str | Mapping[str, Any], stdin: str | None) -> dict[str, Node]
             raise InputError("the configuration - is standard input, which was not read")
         return parse(stdin, "standard input")
     if config.startswith(_PRESET):
-        return parse(_preset(config.removeprefix(_PRESET)), config)
-    return parse(_file(Path(config).expanduser()), config)
-
-
-def _preset(name: str) -> str:
-    known = presets()
-    if name not in known:
-        raise InputError(
-            f"there is no preset {name!r}",
-            fix=did_you_mean(name, known) or f"the presets are {', '.join(known)}",
-        )
-    return (files("megatron_run") / "presets" / f"{name}.yaml").read_text("utf-8")
+        return parse(read_preset(config.removeprefix(_PRESET)), config)
+    path = Path(config).expanduser()
+    lies = follow_latest(path)
+    return parse(_file(lies), config if lies == path else str(lies))
 
 
 def _file(path: Path) -> str:

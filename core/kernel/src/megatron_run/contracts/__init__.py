@@ -4,7 +4,14 @@ Imports: errors.
 """
 
 from megatron_run.contracts.data import Dataset, DataSource, Field, Judge, Recipe, Split
-from megatron_run.contracts.format import Format, ReadTensor, TranslatedScript, Weights
+from megatron_run.contracts.format import (
+    AdapterWeights,
+    ForeignAdapters,
+    Format,
+    ReadTensor,
+    TranslatedScript,
+    Weights,
+)
 from megatron_run.contracts.graph_capture import CaptureSize, GraphCapture, Region
 from megatron_run.contracts.model import (
     Boundary,
@@ -50,6 +57,7 @@ __all__ = [
     "MASTER",
     "RUN_KINDS",
     "Action",
+    "AdapterWeights",
     "Adapters",
     "AttentionShape",
     "Bar",
@@ -65,6 +73,7 @@ __all__ = [
     "DevicePeak",
     "EvalMetrics",
     "Field",
+    "ForeignAdapters",
     "Format",
     "GraphCapture",
     "Init",

@@ -11,14 +11,41 @@ from typing import TYPE_CHECKING, NamedTuple
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from megatron_run.contracts.parallel_layer import Adapters
+
 #: What a format can do, listed in its ``PluginInfo.provides``; each needs the method named beside it.
 IMPORT = "import"  # Format.read
 EXPORT = "export"  # Format.write
 LAUNCH_SCRIPT = "launch-script"  # Format.translate_script
-FORMAT_ABILITIES = (IMPORT, EXPORT, LAUNCH_SCRIPT)
+ADAPTERS = "adapters"  # Format.read_adapters
+FORMAT_ABILITIES = (IMPORT, EXPORT, LAUNCH_SCRIPT, ADAPTERS)
 
 #: Reads one whole tensor into host memory. The result may be a view of a mapped file: do not write into it.
 ReadTensor = Callable[[], "Tensor"]
+
+
+@dataclass(frozen=True)
+class AdapterWeights:
+    """Adapters between two formats: ``how`` they act, and a reader for each A and B by its logical name.
+
+    Each matrix may have a rank of its own, the number of rows of its A. ``base`` is the path or name by which another
+    program knows the frozen model, empty where that is unknown.
+    """
+
+    how: Adapters
+    tensors: Mapping[str, ReadTensor]
+    base: str = ""
+
+
+class ForeignAdapters(NamedTuple):
+    """Adapters as another program saved them: of the model that it calls ``base``, empty where it does not say.
+
+    ``upon`` gives them by our names, for the model that they adapt, of which it reads no values; it raises
+    :class:`megatron_run.errors.CheckpointError` with every reason why they are not of that model.
+    """
+
+    base: str
+    upon: Callable[[Weights], AdapterWeights]
 
 
 @dataclass(frozen=True)
@@ -33,7 +60,8 @@ class Weights:
     ``tokenizer`` is the path of a tokenizer's folder or file, None if the source has none; ``special_tokens`` of a
     saved step are the ids of ``bos``, ``eos`` and ``pad`` that its tokenizer tells. ``files`` are other small files of
     the source by name: an import keeps them unread, and an export of the same weights hands them to its format.
-    ``notes`` are lines for the user: what the conversion loses.
+    ``notes`` are lines for the user: what the conversion loses. ``adapters`` are those of a saved step that holds
+    adapters: ``tensors`` are merged with them.
     """
 
     config: Mapping[str, object]
@@ -45,6 +73,7 @@ class Weights:
     tokenizer: Path | None = None
     special_tokens: Mapping[str, int] = field(default_factory=dict)
     files: Mapping[str, Path] = field(default_factory=dict)
+    adapters: AdapterWeights | None = None
 
 
 class TranslatedScript(NamedTuple):
@@ -63,8 +92,9 @@ class Format(ABC):
 
     A format serves one conversion (``megatron-run import SOURCE FOLDER --from NAME``, ``export --to NAME``), never a
     run, so it has no configuration section and no options. ``PluginInfo.provides`` lists its abilities: ``import``
-    (:meth:`read`), ``export`` (:meth:`write`), ``launch-script`` (:meth:`translate_script`). Implement only the methods
-    of these.
+    (:meth:`read`), ``export`` (:meth:`write`), ``launch-script`` (:meth:`translate_script`), ``adapters``
+    (:meth:`read_adapters`), which a format of adapters has in the place of ``import``. Implement only the methods of
+    these.
 
     The engine does the rest: it writes the imported folder with its configuration, checks that a ``gpt`` model is
     complete, verifies a saved step before its export, and renames a new folder into place once it is complete.
@@ -138,6 +168,14 @@ class Format(ABC):
         Moments may be left out, weights may not.
         """
         raise NotImplementedError(f"{type(self).__name__} does not provide {EXPORT!r}")
+
+    def read_adapters(self, source: Path) -> ForeignAdapters:
+        """The adapters in ``source``. Reads headers at once, a tensor's values when its reader is called.
+
+        Raises :class:`megatron_run.errors.CheckpointError` if the source is damaged, is of another format, or holds
+        adapters that have no counterpart here.
+        """
+        raise NotImplementedError(f"{type(self).__name__} does not provide {ADAPTERS!r}")
 
     def translate_script(self, script: Path) -> TranslatedScript:
         """The configuration equivalent to ``script``, which is read and never run. Needs no torch.

@@ -87,7 +87,7 @@ class Adapters:
 
     ``X.<up>.weight`` is [outputs, rank], ``X.<down>.weight`` [rank, inputs], both logical tensors. ``name`` is that of
     the factory that made them. Saved steps hold only the adapters and record that. A run without the factory reads
-    them merged.
+    them merged. ``dropout`` is the rate with which their input was dropped in training, and of no effect otherwise.
     """
 
     name: str
@@ -95,6 +95,7 @@ class Adapters:
     up: str
     rank: int
     scale: float
+    dropout: float = 0.0
 
 
 class ParallelLayers(ABC):

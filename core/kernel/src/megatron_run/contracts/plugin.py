@@ -30,6 +30,8 @@ KINDS: Mapping[str, int] = MappingProxyType(
 )
 #: The kinds of which a run chooses plugins: each is a section of a configuration. A format serves one conversion.
 RUN_KINDS = tuple(kind for kind in KINDS if kind != "format")
+#: Kinds of which a run may choose several plugins, and what separates their names.
+SEPARATORS: Mapping[str, str] = MappingProxyType({"parallel-layer": "+", "observer": ","})
 
 
 def check_kind(word: str, origin: str, kinds: Iterable[str] = tuple(KINDS)) -> str:

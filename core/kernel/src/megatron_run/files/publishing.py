@@ -6,14 +6,14 @@ import errno
 import os
 import shutil
 import stat
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from functools import reduce
 from operator import and_
 from pathlib import Path
 from typing import BinaryIO
 
-from megatron_run.files.temporary_names import lock_new, remove_left, temporary_name
+from megatron_run.files.temporary_names import lock_new, remove_left, temporary_files, temporary_name
 
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY
 
@@ -23,18 +23,17 @@ class Publication:
 
     Until then whoever reads sees what was there before. What a killed writer of the same ``paths`` has left is removed;
     the lock of a temporary file says that its writer is alive. A path may lead over links, as in a shell. All get one
-    mode: what each of ``paths``, and of those they belong to, ``beside``, allows that is there. Without ``durable`` a
-    power failure may leave less than all: for what can be made again. Raises OSError, at once for a path that is a
-    folder or a device.
+    mode: what each of ``paths`` allows that is there. Without ``durable`` a power failure may leave less than all: for
+    what can be made again. Raises OSError, at once for a path that is a folder or a device.
     """
 
-    def __init__(self, *paths: Path, durable: bool = True, beside: Sequence[Path] = ()) -> None:
+    def __init__(self, *paths: Path, durable: bool = True) -> None:
         self._durable = durable
         self._paths = tuple(Path(os.path.realpath(path)) for path in paths)
         for path in self._paths:
             if path.exists() and not path.is_file():  # a file in the place of /dev/null would be a catastrophe
                 raise OSError(errno.EINVAL, "it is there, and not a file", str(path))
-        mode = _common_mode((*self._paths, *beside))
+        mode = _common_mode(self._paths)
         with ExitStack() as stack:
             #: A file for each path, to be written.
             self.files: tuple[BinaryIO, ...] = tuple(stack.enter_context(_hidden(path, mode)) for path in self._paths)
@@ -82,10 +81,22 @@ class Publication:
         self._stack.close()
 
 
+def is_torso(*paths: Path) -> bool:
+    """Whether what is there of ``paths`` was left by a writer that was killed while it gave them their names.
+
+    Then the last is not there, and its temporary file is.
+    """
+    last = Path(os.path.realpath(paths[-1]))
+    if last.exists() or not last.parent.is_dir():
+        return False
+    with _opened(last.parent) as folder:
+        return bool(temporary_files(last.name, folder))
+
+
 @contextmanager
-def publishing(*paths: Path, durable: bool = True, beside: Sequence[Path] = ()) -> Iterator[tuple[BinaryIO, ...]]:
+def publishing(*paths: Path, durable: bool = True) -> Iterator[tuple[BinaryIO, ...]]:
     """Open a :class:`Publication` of ``paths``: published when the block has ended, and discarded after an error."""
-    publication = Publication(*paths, durable=durable, beside=beside)
+    publication = Publication(*paths, durable=durable)
     try:
         yield publication.files
         publication.publish()
@@ -184,9 +195,15 @@ def _hidden_folder(path: Path) -> Iterator[Path]:
 
 
 def _remove_left(path: Path) -> None:
-    handle = os.open(path.parent, _FOLDER)
+    with _opened(path.parent) as folder:
+        remove_left(path.name, folder)
+
+
+@contextmanager
+def _opened(folder: Path) -> Iterator[int]:
+    handle = os.open(folder, _FOLDER)
     try:
-        remove_left(path.name, handle)
+        yield handle
     finally:
         os.close(handle)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -88,6 +89,14 @@ class SafeFolder:
         """Remove the file or link ``name``, if it is there."""
         with suppress(FileNotFoundError), self._parent(name) as (folder, last):
             os.unlink(last, dir_fd=folder)
+
+    def remove_all(self, name: str) -> None:
+        """Remove the file, link or folder ``name`` with all that lies in it, if it is there."""
+        with suppress(FileNotFoundError), self._parent(name) as (folder, last):
+            try:
+                os.unlink(last, dir_fd=folder)
+            except (IsADirectoryError, PermissionError):  # what unlink says of a folder differs between systems
+                shutil.rmtree(last, dir_fd=folder)
 
     def make(self, name: str) -> Path:
         """Create the folder ``name``, and those that it lies in, where they are missing; its path."""

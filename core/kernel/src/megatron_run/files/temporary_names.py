@@ -42,11 +42,15 @@ def lock_new(handle: int) -> bool:
 
 def remove_left(name: str, folder: int) -> None:
     """Remove what killed writers of ``name``, of this host, have left in the open ``folder``, and no living one's."""
+    for left in temporary_files(name, folder):
+        with suppress(OSError):
+            _remove_unlocked(left, folder)
+
+
+def temporary_files(name: str, folder: int) -> list[str]:
+    """What writers of ``name``, of this host, have in the open ``folder``, or left there."""
     ours = re.compile(rf"\.{re.escape(_stem(name))}\.{_host()}[0-9a-f]{{8}}\.tmp")
-    for left in os.listdir(folder):
-        if ours.fullmatch(left):
-            with suppress(OSError):
-                _remove_unlocked(left, folder)
+    return [each for each in os.listdir(folder) if ours.fullmatch(each)]
 
 
 def _remove_unlocked(left: str, folder: int) -> None:

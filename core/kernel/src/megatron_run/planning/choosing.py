@@ -9,12 +9,13 @@ from pathlib import Path
 from shlex import quote
 from typing import Any
 
-from megatron_run.config.merge import SEPARATORS, ConfigSource, merge
+from megatron_run.config.merge import ConfigSource, merge
 from megatron_run.config.origin import DEFAULT, Choice, Key, Origin, Value, dotted, section_of
+from megatron_run.config.run_home import config_file, run_home
 from megatron_run.config.sources import DEFAULT_PLUGINS, default_source, plugin_name
 from megatron_run.config.validate import fields_of, unchecked, unknown_key, validate
 from megatron_run.config.values import typed
-from megatron_run.contracts.plugin import RUN_KINDS, check_run_kind
+from megatron_run.contracts.plugin import RUN_KINDS, SEPARATORS, check_run_kind
 from megatron_run.contracts.schema import PluginSection, PluginsSection
 from megatron_run.errors import EngineMissingError, Findings, InputError, PluginError, advice
 from megatron_run.files.safe_folder import SafeFolder, parse_json
@@ -155,11 +156,9 @@ def whose_file(origin: Origin, file: Path) -> str:
 
     What the user types, or writes into a configuration of theirs, is their own choice.
     """
-    config = Path(origin.place.rpartition(" line ")[0]) if origin.source == "file" else None
-    if config is not None:
-        beside = config.absolute().parent
-        if any((folder / "run.json").exists() for folder in (beside, beside.parent.parent)):  # or logs/attempt-001/
-            return "chosen by a run folder"
+    config = config_file(origin)
+    if config is not None and run_home(config) is not None:
+        return "chosen by a run folder"
     for path in filter(None, (config, file)):
         with suppress(OSError):
             if path.stat().st_uid != os.geteuid():

@@ -17,6 +17,7 @@ from megatron_run.config.faults import VARIABLE, read_faults
 from megatron_run.config.merge import ConfigSource
 from megatron_run.config.origin import Key, Origin, section_of
 from megatron_run.config.request import Request
+from megatron_run.config.run_home import home_notices
 from megatron_run.config.sources import read_sources
 from megatron_run.config.validate import validate_section
 from megatron_run.config.values import plain
@@ -169,7 +170,7 @@ class _Resolver:
             merged, self._objects, catalog, self._findings, self._notices, plan_only=self._plan_only
         )
         merged = apply_decided(apply_suggestions(merged, chosen, self._notices), chosen)
-        self._notices += rule_notices(merged)
+        self._notices += (*rule_notices(merged), *home_notices(merged))
         plugins = {}
         for kind, many in chosen.items():
             plugins[kind] = with_options(kind, many, merged, catalog, self._findings, self._notices)

@@ -10,10 +10,10 @@ from hashlib import sha256
 from typing import TYPE_CHECKING, Any
 
 from megatron_run import __version__
-from megatron_run.config.merge import SEPARATORS
 from megatron_run.config.origin import KIND_SECTIONS, dotted
 from megatron_run.config.request import Request
 from megatron_run.config.yaml import yaml_text
+from megatron_run.contracts.plugin import SEPARATORS
 from megatron_run.planning.choosing import dumped
 from megatron_run.registry.discover import KERNEL, source_digest
 

@@ -8,10 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_run.contracts.format import (
+    ADAPTERS,
     EXPORT,
     FORMAT_ABILITIES,
     IMPORT,
     LAUNCH_SCRIPT,
+    ForeignAdapters,
     Format,
     TranslatedScript,
     Weights,
@@ -33,9 +35,15 @@ from megatron_run.registry.load import load
 from megatron_run.registry.loaded_plugin import Plugin, in_one_line
 
 _KIND = "format"
+#: What reads a source.
+_READING = (IMPORT, ADAPTERS)
 #: What to say of a format without an ability.
 _CANNOT = dict(
-    zip(FORMAT_ABILITIES, ("cannot be imported", "cannot be exported to", "translates no launch scripts"), strict=True)
+    zip(
+        FORMAT_ABILITIES,
+        ("cannot be imported", "cannot be exported to", "translates no launch scripts", "holds no adapters"),
+        strict=True,
+    )
 )
 
 
@@ -65,6 +73,11 @@ class ChosenFormat:
         with self._named("read"):
             return self.made.read(source)
 
+    def read_adapters(self, source: Path) -> ForeignAdapters:
+        """The adapters in ``source``."""
+        with self._named("read_adapters"):
+            return self.made.read_adapters(source)
+
     def write(self, weights: Weights, folder: Path) -> None:
         """Write the model into the empty ``folder``. An OSError passes: it is the disk's failure."""
         with self._named("write", (RunError, OSError)):
@@ -85,18 +98,22 @@ class ChosenFormat:
             raise self.plugin.failed(method, in_one_line(cause)) from cause
 
 
-def format_to_read(source: Path, word: str | None = None, catalog: Catalog | None = None) -> ChosenFormat:
+def format_to_read(
+    source: Path, word: str | None = None, catalog: Catalog | None = None, *, adapters: bool = False
+) -> ChosenFormat:
     """The format in which ``source`` is read: the one that ``word`` names, else the one that recognises its files.
 
-    Raises a :class:`RunError` where there is no such source or format, and where several formats recognise it.
+    With ``adapters`` it may be one that reads adapters in the place of a model. Raises a :class:`RunError` where there
+    is no such source or format, and where several formats recognise it; :class:`InputError` for adapters that are no
+    model.
     """
     if not source.exists():
         fix = near_path(source) or advice("name the file or folder of the model", from_hub(source))
         raise CheckpointError(f"there is no file or folder {source}", fix=fix)
     catalog = scan() if catalog is None else catalog
     if word:
-        return _named(word, IMPORT, f"--from {word}", catalog)
-    readable, broken = _installed(IMPORT, catalog)
+        return _named(word, _READING if adapters else (IMPORT,), f"--from {word}", catalog)
+    readable, broken = _installed(_READING, catalog)
     found = []
     for each in readable:
         try:
@@ -107,41 +124,46 @@ def format_to_read(source: Path, word: str | None = None, catalog: Catalog | Non
         choices = " or ".join(f"--from {_word(each.plugin, catalog)}" for each in found)
         raise CheckpointError(f"{source} is in {len(found)} formats", fix=f"say which: {choices}")
     if found:
+        if not adapters and IMPORT not in found[0].plugin.provides:
+            raise InputError(
+                f"{source} holds adapters, and not the model that they adapt",
+                fix=f"import them: megatron-run import {source} NEW --base MODEL, then name NEW",
+            )
         return found[0]
     known = "; ".join([*(f"{each.name}: {each.made.files}" for each in readable), *broken])
     absent = (known for known in KNOWN if known.kind == _KIND and not catalog.offering(_KIND, known.name))
-    more = " or ".join(each.how_to_get for each in absent if IMPORT in each.provides)
+    more = " or ".join(dict.fromkeys(each.how_to_get for each in absent if each.provides & {*_READING}))
     fix = advice("say which: --from FORMAT", more and f"for more formats: {more}")
     raise CheckpointError(f"{source} is in no format that is known", why=known, fix=fix)
 
 
 def format_to_write(word: str, catalog: Catalog | None = None) -> ChosenFormat:
     """The format ``word``, which can be written. Raises a :class:`RunError`."""
-    return _named(word, EXPORT, f"--to {word}", scan() if catalog is None else catalog)
+    return _named(word, (EXPORT,), f"--to {word}", scan() if catalog is None else catalog)
 
 
 def format_of_scripts(word: str, origin: str, catalog: Catalog | None = None) -> ChosenFormat:
     """The format ``word``, whose trainer's launch scripts can be translated. Raises a :class:`RunError`."""
-    return _named(word, LAUNCH_SCRIPT, origin, scan() if catalog is None else catalog)
+    return _named(word, (LAUNCH_SCRIPT,), origin, scan() if catalog is None else catalog)
 
 
-def _named(word: str, ability: str, origin: str, catalog: Catalog) -> ChosenFormat:
-    """The format that ``word`` names: NAME, DIST:NAME or a file ``./mine.py``."""
+def _named(word: str, abilities: tuple[str, ...], origin: str, catalog: Catalog) -> ChosenFormat:
+    """The format that ``word`` names, which has one of ``abilities``: NAME, DIST:NAME or a file ``./mine.py``."""
     name = word.rpartition(":")[2]
     if is_file(word) or catalog.offering(_KIND, name) or known_plugin(_KIND, name):
         chosen = _load(choose(catalog, _KIND, word, origin), origin)
-        if ability in chosen.plugin.provides:
+        if chosen.plugin.provides & {*abilities}:
             return chosen
-        what, guess = f"{chosen.plugin} {_CANNOT[ability]}", False
+        what, guess = f"{chosen.plugin} {_CANNOT[abilities[0]]}", False
     else:
         what, guess = f"there is no format {word!r}", True
-    names = [each.name for each in _installed(ability, catalog)[0]]
+    names = [each.name for each in _installed(abilities, catalog)[0]]
     listed = f"known are {', '.join(names) or 'none'}"
     raise InputError(what, fix=(guess and did_you_mean(word, names)) or listed)
 
 
-def _installed(ability: str, catalog: Catalog) -> tuple[list[ChosenFormat], list[str]]:
-    """Every installed format with ``ability``, and what is wrong with those that cannot be loaded."""
+def _installed(abilities: tuple[str, ...], catalog: Catalog) -> tuple[list[ChosenFormat], list[str]]:
+    """Every installed format with one of ``abilities``, and what is wrong with those that cannot be loaded."""
     found, broken = [], []
     for entry in catalog.of_kind(_KIND):
         try:
@@ -149,7 +171,7 @@ def _installed(ability: str, catalog: Catalog) -> tuple[list[ChosenFormat], list
         except PluginError as error:
             broken.append(f"{entry} is left out: {error.why or error.what}")
         else:
-            found += [chosen] if ability in chosen.plugin.provides else []
+            found += [chosen] if chosen.plugin.provides & {*abilities} else []
     return found, broken
 
 

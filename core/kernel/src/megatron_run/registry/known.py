@@ -9,17 +9,21 @@ from megatron_run.errors import ENGINE, how_to_install
 
 @dataclass(frozen=True)
 class Known:
-    """A first-party plugin. ``provides`` as in PluginInfo. ``builtin``: it comes with the engine."""
+    """A first-party plugin. ``provides`` as in PluginInfo. ``builtin``: it comes with the engine.
+
+    ``within`` is the plugin of the same kind whose distribution holds it, empty where it has one of its own.
+    """
 
     kind: str
     name: str
     provides: frozenset[str] = frozenset()
     builtin: bool = False
+    within: str = ""
 
     @property
     def distribution(self) -> str:
         """The distribution that holds it."""
-        return ENGINE if self.builtin else f"megatron-run-{self.kind}-{self.name}"
+        return ENGINE if self.builtin else f"megatron-run-{self.kind}-{self.within or self.name}"
 
     @property
     def how_to_get(self) -> str:
@@ -27,27 +31,24 @@ class Known:
         return how_to_install(self.distribution)
 
 
-_FP16 = frozenset({"train.precision=fp16"})
-_PIPELINE = frozenset({"parallel.pipeline"})
-_CHUNKED = frozenset({"parallel.pipeline", "parallel.chunks"})
-_TENSOR = frozenset({"parallel.tensor", "parallel.sequence"})
-
+#: By kind, those of the engine first.
 KNOWN: tuple[Known, ...] = (
+    # [[[cog from tests.support import first_party; cog.outl('\n'.join(first_party.known())) ]]]
     Known("scaler", "none", builtin=True),
-    Known("scaler", "dynamic", _FP16),
-    Known("scaler", "constant", _FP16),
+    Known("scaler", "constant", frozenset({"train.precision=fp16"})),
+    Known("scaler", "dynamic", frozenset({"train.precision=fp16"})),
     Known("optimizer", "adamw", builtin=True),
-    Known("optimizer", "zero1"),
     Known("optimizer", "deepspeed"),
-    Known("schedule", "1f1b", _PIPELINE),
-    Known("schedule", "interleaved", _CHUNKED),
-    Known("schedule", "gpipe", _CHUNKED),
-    Known("schedule", "zero-bubble", _CHUNKED),
+    Known("optimizer", "zero1"),
+    Known("schedule", "1f1b", frozenset({"parallel.pipeline"})),
+    Known("schedule", "gpipe", frozenset({"parallel.chunks", "parallel.pipeline"})),
+    Known("schedule", "interleaved", frozenset({"parallel.chunks", "parallel.pipeline"})),
+    Known("schedule", "zero-bubble", frozenset({"parallel.chunks", "parallel.pipeline"})),
     Known("parallel-layer", "dense", builtin=True),
     Known("parallel-layer", "fp8"),
     Known("parallel-layer", "lora"),
-    Known("parallel-layer", "tensor", _TENSOR),
-    Known("parallel-layer", "te", _TENSOR),
+    Known("parallel-layer", "te", frozenset({"parallel.sequence", "parallel.tensor"})),
+    Known("parallel-layer", "tensor", frozenset({"parallel.sequence", "parallel.tensor"})),
     Known("graph-capture", "none", builtin=True),
     Known("graph-capture", "compile"),
     Known("graph-capture", "partial"),
@@ -56,8 +57,8 @@ KNOWN: tuple[Known, ...] = (
     Known("model", "bert"),
     Known("model", "deepseek", frozenset({"parallel.expert"})),
     Known("model", "t5"),
-    Known("data", "text", builtin=True),
     Known("data", "mock", builtin=True),
+    Known("data", "text", builtin=True),
     Known("data", "indexed"),
     Known("data", "instruct"),
     Known("data", "nlu"),
@@ -65,14 +66,16 @@ KNOWN: tuple[Known, ...] = (
     Known("data", "span-corruption"),
     Known("observer", "console", builtin=True),
     Known("observer", "jsonl", builtin=True),
+    Known("observer", "mlflow"),
+    Known("observer", "profiler"),
     Known("observer", "tensorboard"),
     Known("observer", "trace"),
-    Known("observer", "profiler"),
     Known("observer", "wandb"),
-    Known("observer", "mlflow"),
-    Known("format", "huggingface", frozenset({"import", "export"})),
+    Known("format", "distributed", frozenset({"export", "import"})),
+    Known("format", "huggingface", frozenset({"export", "import"})),
     Known("format", "megatron", frozenset({"import", "launch-script"})),
-    Known("format", "distributed", frozenset({"import", "export"})),
+    Known("format", "peft", frozenset({"adapters", "export"}), within="huggingface"),
+    # [[[end]]]
 )
 
 

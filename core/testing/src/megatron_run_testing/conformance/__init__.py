@@ -16,11 +16,10 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from megatron_run.config.merge import SEPARATORS
 from megatron_run.config.origin import DEFAULT, Key, Value, section_of
 from megatron_run.config.sources import command_line_source
 from megatron_run.config.validate import fields_of, validate
-from megatron_run.contracts.plugin import KINDS, entry_point_group
+from megatron_run.contracts.plugin import KINDS, SEPARATORS, entry_point_group
 from megatron_run.errors import EngineMissingError, Findings, InputError, PluginError, RunError, check_engine
 from megatron_run.registry.choose import choose
 from megatron_run.registry.discover import Entry, scan

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -17,7 +17,7 @@ from megatron_run.contracts import Weights
 from megatron_run.errors import CheckpointError, InputError
 from megatron_run_engine.checkpoint.files import FileSystem, followed
 from megatron_run_engine.formats.gpt_tensors import names_fault, shapes_fault
-from megatron_run_format_huggingface.family import at_most_fp32, dropout_notes, must_be
+from megatron_run_format_huggingface.family import Row, at_most_fp32, dropout_notes, must_be
 from megatron_run_format_huggingface.model_folder import (
     CONFIG,
     SHARD,
@@ -150,11 +150,17 @@ def read(source: Path) -> Weights:
     )
 
 
-def write(weights: Weights, folder: Path) -> None:
-    """Write ``config.json`` and the weights, in fp32, into ``folder``.
+class Counterpart(NamedTuple):
+    """What a model is there: its sizes by their keys, our ``model`` section, its ``rows``, and the shapes of ours."""
 
-    Raises :class:`InputError` with every reason why the model is not of this family.
-    """
+    config: Mapping[str, Any]
+    model: Mapping[str, Any]
+    rows: Mapping[str, Row]
+    shapes: Mapping[str, Shape]
+
+
+def counterpart(weights: Weights) -> Counterpart:
+    """What the model is at Hugging Face. Raises :class:`InputError` with every reason why it is not of this family."""
     model: dict[str, Any] = {"norm_order": "pre", "head": "masked", "activation": "gelu", **weights.config}
     reasons = [] if model["norm_order"] == "post" else [f"model.norm_order={model['norm_order']} (the family has post)"]
     if model["head"] not in _HEADS:
@@ -170,8 +176,15 @@ def write(weights: Weights, folder: Path) -> None:
     rows = dict(_rows(config["num_hidden_layers"], str(model["head"]), _sizes(config)))
     if fault := names_fault(weights.tensors, [ours for ours, _ in rows.values()]):
         raise InputError("the model has no counterpart at Hugging Face", why=fault)
+    named = {theirs: Row(theirs, (ours,)) for theirs, (ours, _) in rows.items()}
+    return Counterpart(config, model, named, dict(rows.values()))
+
+
+def write(weights: Weights, folder: Path) -> None:
+    """Write ``config.json`` and the weights, in fp32, into ``folder``. Raises as :func:`counterpart` does."""
+    config, model, rows, _ = counterpart(weights)
     files = FileSystem()
-    write_tensor_files(folder, ((theirs, weights.tensors[ours]) for theirs, (ours, _) in rows.items()), files, SHARD)
+    write_tensor_files(folder, ((name, partial(row.pack, weights.tensors)) for name, row in rows.items()), files, SHARD)
     content = {
         **config,
         "model_type": "bert",

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from functools import partial
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from megatron_run.contracts import ReadTensor
     from megatron_run_engine.checkpoint.shard_file import Entry
-    from megatron_run_engine.formats.gpt_tensors import GptOptions
+    from megatron_run_engine.formats.gpt_tensors import GptOptions, Shape
     from megatron_run_format_huggingface.family import Config, Family, Row
 
 
@@ -40,7 +40,7 @@ SINGLE, INDEX, PICKLED = "model.safetensors", "model.safetensors.index.json", "p
 #: Bytes of one file; a larger tensor has a file of its own.
 SHARD = 5_000_000_000
 #: ``transformers`` refuses a file without it.
-_METADATA = {"format": "pt"}
+METADATA = {"format": "pt"}
 
 
 class Tensors:
@@ -129,7 +129,7 @@ def write_tensor_files(folder: Path, tensors: Iterable[tuple[str, ReadTensor]], 
 
 
 def _flush(folder: Path, number: int, held: Mapping[str, Tensor], files: FileSystem) -> int:
-    write_tensors(folder / _part(number), held, files, _METADATA)
+    write_tensors(folder / _part(number), held, files, METADATA)
     return _size(held.values())
 
 
@@ -154,7 +154,7 @@ _NEAREST = 3
 WORD, _WORD_MODULE, _TIED = "embedding.word.weight", "embedding.word", "tie_word_embeddings"
 _OWN_HEAD = "{head}.weight differs from the word embedding and is kept, though tie_word_embeddings is true"
 #: Types of unquantised weights.
-_WEIGHTS = ("F64", "F32", "F16", "BF16")
+WEIGHTS = ("F64", "F32", "F16", "BF16")
 #: Buffers in old files: masks and angles, which follow from the configuration.
 _BUFFERS = re.compile(r".*\.attn\.(bias|masked_bias)|.*\.rotary_emb\.inv_freq")
 
@@ -206,11 +206,23 @@ def read(source: Path) -> Weights:
     )
 
 
-def write(weights: Weights, folder: Path) -> None:
-    """Write ``config.json`` and the weights into ``folder``, in fp32.
+class Counterpart(NamedTuple):
+    """The ``family`` that can hold a model, its ``rows`` by their names in whole models, and ``shapes`` of ours.
 
-    What was imported and is exported as it was keeps its family, its 16-bit type where no value is rounded, and its
-    files. Raises :class:`InputError` with every reason why none of the families can hold the model.
+    ``came_as`` is the ``config.json`` with which the model was imported, empty without one.
+    """
+
+    family: Family
+    options: GptOptions
+    rows: Mapping[str, Row]
+    shapes: Mapping[str, Shape]
+    came_as: Mapping[str, Any]
+
+
+def counterpart(weights: Weights) -> Counterpart:
+    """What the model is at Hugging Face: of the family that it came as, else of the first that can hold it.
+
+    Raises :class:`InputError` with every reason why none of the families can.
     """
     model, known = str(weights.config.get("use", "gpt")), {family.model for family in FAMILIES.values()}
     if model not in known:
@@ -219,15 +231,26 @@ def write(weights: Weights, folder: Path) -> None:
     options = gpt_options(weights, model)
     came_as = read_json(weights.files[CONFIG]) if CONFIG in weights.files else {}
     family = _family_for(options, model, str(came_as.get("model_type")))
-    half = str(came_as.get("dtype") or came_as.get("torch_dtype"))
     shapes = logical_shapes(options, weights.sequence_length, model=model)
     if fault := names_fault(weights.tensors, shapes):
         raise InputError("the model has no counterpart at Hugging Face", why=fault)
-    rows, files = family.rows(options, shapes), FileSystem()
     head = f"{family.head}.weight"
-    names = {row.theirs: row.theirs if row.theirs == head else family.prefix + row.theirs for row in rows}
+    rows = {
+        row.theirs if row.theirs == head else family.prefix + row.theirs: row for row in family.rows(options, shapes)
+    }
+    return Counterpart(family, options, rows, shapes, came_as)
+
+
+def write(weights: Weights, folder: Path) -> None:
+    """Write ``config.json`` and the weights into ``folder``, in fp32.
+
+    What was imported and is exported as it was keeps its family, its 16-bit type where no value is rounded, and its
+    files. Raises :class:`InputError` with every reason why none of the families can hold the model.
+    """
+    family, options, rows, _, came_as = counterpart(weights)
+    files, half = FileSystem(), str(came_as.get("dtype") or came_as.get("torch_dtype"))
     packing = _Packing(weights.tensors, _HALVES.get(half))
-    write_tensor_files(folder, ((names[row.theirs], partial(packing.pack, row)) for row in rows), files, SHARD)
+    write_tensor_files(folder, ((name, partial(packing.pack, row)) for name, row in rows.items()), files, SHARD)
     dtype = half if half in _HALVES and not packing.wide else "float32"
     config = {
         "model_type": family.model_type,
@@ -282,7 +305,7 @@ def _model(source: Path, family: Family, config: Config) -> tuple[dict[str, obje
 
 def _quantised(tensors: Tensors, full_names: dict[str, str]) -> str:
     kinds = {name: tensors.entries[full].dtype for name, full in full_names.items()}
-    other = next((name for name, dtype in kinds.items() if dtype not in _WEIGHTS), None)
+    other = next((name for name, dtype in kinds.items() if dtype not in WEIGHTS), None)
     return f"{other} has values of type {kinds[other]}" if other else ""
 
 

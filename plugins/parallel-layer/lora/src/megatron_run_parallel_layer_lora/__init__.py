@@ -95,7 +95,7 @@ class LoraLayers(StackedLayers):
 
     def adapters(self) -> Adapters:
         """How a saved adapter is merged."""
-        return Adapters("lora", DOWN, UP, self._how.rank, self._how.scale)
+        return Adapters("lora", DOWN, UP, self._how.rank, self._how.scale, self._how.dropout)
 
 
 def _adaptable(chunk: nn.Module) -> list[tuple[str, LoraColumn | LoraRow]]:

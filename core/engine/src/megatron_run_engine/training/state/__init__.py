@@ -16,8 +16,9 @@ words of the message                       raised by
 =========================================  ======================================================
 *the run folder* (an ``InputError``)
 is not a run folder                        ``run_folder.opening``
-is in use                                  ``run_folder.opening``
+is in use                                  ``run_folder.lock``
 belongs to another run                     ``run_folder.opening``
+ends before step                           ``run_folder.length``
 *the step*: rank 0 chooses it
 no checkpoints in                          ``checkpoint.step_folder.find_checkpoints``
 is missing                                 ``checkpoint.step_folder.Checkpoints.newest``
@@ -32,8 +33,8 @@ cannot be used                             ``checkpoint.manifest.read_manifest``
 is not what its name says                  ``checkpoint.step_folder.Checkpoints.manifest``
 is damaged                                 ``checkpoint.step_folder``
 *its model and tokenizer* (``run.init_from``)
-the data has another tokenizer             ``training.state.init_from.check_tokenizer``
-are of another model                       ``training.state.init_from.refuse_other_model``
+the data has another tokenizer             ``training.state.same_model.check_tokenizer``
+are of another model                       ``training.state.same_model.refuse_other_model``
 *its adapters*, and the weights under them
 belongs to a run with other adapters       ``training.state.adapting.check_adapters``
 holds adapters of random weights           ``checkpoint.adapted.find_base``

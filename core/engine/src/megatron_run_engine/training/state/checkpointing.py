@@ -27,6 +27,7 @@ from megatron_run_engine.run_folder.changes import digest, identity
 from megatron_run_engine.runtime.comm import create_aside, patience
 from megatron_run_engine.runtime.parameter_init import frozen, shapes_of, trained
 from megatron_run_engine.training.numbers import Progress
+from megatron_run_engine.training.state.data_files import keep_listed
 from megatron_run_engine.training.state.init_from import branch, start_from
 from megatron_run_engine.training.state.keeping import Keeping
 from megatron_run_engine.training.state.programs import programs
@@ -52,15 +53,12 @@ class Checkpointing:
 
     def __init__(self, run: ResolvedRun, assembly: Assembly, folder: RunFolder, dataset: Dataset) -> None:
         self._run, self._assembly, self._folder = run, assembly, folder
-        self.data = fingerprint(dataset).model_copy(
-            update={
-                "files": contents_hash(
-                    assembly.data.files,
-                    alive=assembly.context.groups.activity.heartbeat,
-                    tell=assembly.context.log.warning,
-                )
-            }
-        )
+        files, context = assembly.data.files, assembly.context
+        hashes = contents_hash(files, alive=context.groups.activity.heartbeat, tell=context.log.warning)
+        self.data = fingerprint(dataset)
+        if hashes is not None:
+            listed = tuple(zip(map(str, files), hashes.each, strict=True))
+            self.data = self.data.model_copy(update={"files": hashes.total, "listed": listed})
         self._programs = programs(run)  # as they are imported: they may be edited while the run goes on
         self._keeping = Keeping(run, folder, assembly.data)
         context, topology = assembly.context, assembly.context.topology
@@ -135,7 +133,9 @@ class Checkpointing:
             self._adapters = resumed.adapters or record_of(adapters, base)
             if not self._adapters.base and self._ranks.rank == 0:
                 self._assembly.context.log.warning("%s adapts random weights: set run.init_from", adapters.name)
+        self._folder.begin(resumed.progress.step)  # nothing in it has changed so far: everything above may refuse
         self._keeping.begin(base or resumed.folder)
+        keep_listed(self.data, self._folder)
         self._saver.set_aside(own, self._folder.attempt)
         return resumed
 

@@ -5,29 +5,33 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from megatron_run.contracts import NewParts
-from megatron_run.errors import CheckpointError, DataError, InputError, advice
+from megatron_run.errors import CheckpointError, InputError, advice
 from megatron_run.planning.batch_size import run_length
 from megatron_run.registry.discover import plain_name
 from megatron_run_engine.checkpoint.adapted import open_step
 from megatron_run_engine.checkpoint.collectives import on_all_ranks, on_rank0
-from megatron_run_engine.checkpoint.kept_files import kept_tokenizer, same_tokenizer
 from megatron_run_engine.checkpoint.step_folder import CHECKPOINTS, IMPORTED, Checkpoints, find_step
-from megatron_run_engine.data.standalone_tokenizer import reads_bytes, same_vocabulary
-from megatron_run_engine.run_folder.changes import FREE_OF_MODEL, allows_other_data, identity
+from megatron_run_engine.run_folder.changes import FREE_OF_MODEL, identity
 from megatron_run_engine.runtime.parameter_init import initial_values
 from megatron_run_engine.training.state.adapting import fill_frozen
 from megatron_run_engine.training.state.reading import load
 from megatron_run_engine.training.state.resuming import Resumed, accept, resume, verify_share
+from megatron_run_engine.training.state.same_model import (
+    Shapes,
+    check_tokenizer,
+    differing_shapes,
+    origin_of_weights,
+    refuse_other_model,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from torch import Tensor
 
-    from megatron_run.contracts import DataSource
     from megatron_run.contracts.optimizer import ReadState
     from megatron_run.planning import ResolvedRun
     from megatron_run_engine.checkpoint.collectives import Ranks
@@ -37,8 +41,6 @@ if TYPE_CHECKING:
 
 #: A vocabulary may be padded to this many times its size before a smaller one in the data is doubted.
 _PADDED = 1.1
-#: Differences named in one message.
-_MOST = 3
 
 
 def check_source(run: ResolvedRun) -> None:
@@ -95,32 +97,6 @@ def unloaded_weights(run: ResolvedRun) -> str:
     return ""
 
 
-def check_tokenizer(run: ResolvedRun, checkpoints: Checkpoints, step: int) -> None:
-    """Check that the data has the vocabulary with which the weights of ``step`` were trained, where that is known.
-
-    Raises :class:`DataError` that names both tokenizers, unless ``--allow-change`` names the data.
-    """
-    about = checkpoints.manifest(step).about
-    kept = None if about.tokenizer is None else kept_tokenizer(checkpoints.path.parent, about)
-    known = about.tokenizer is not None or reads_bytes(about.identity)
-    if not known or allows_other_data(run.request, ()):
-        return
-    now = cast("DataSource", run.one("data").create()).tokenizer_file
-    if about.tokenizer is not None and kept is None:  # it is lost: only the same file will do
-        same = now is not None and same_tokenizer(str(now), about.tokenizer)
-    else:
-        same = (now is not None or reads_bytes(identity(run))) and same_vocabulary(kept, now)
-    if not same:
-        name = run.config.data.options.get("tokenizer", run.one("data"))
-        trained = "bytes" if about.tokenizer is None else about.tokenizer.name
-        raise DataError(
-            f"the data has another tokenizer than the weights in {checkpoints.folder(step)}",
-            why=f"they were trained with {trained}, the data has {now or name}",
-            fix=f"--set data.tokenizer={kept or trained}, or to train with another vocabulary: "
-            "--allow-change data.tokenizer",
-        )
-
-
 def choose_branch(run: ResolvedRun, text: str) -> tuple[Checkpoints, int]:
     """Return the checkpoints and the step that ``RUN@STEP`` names, without ``@STEP`` the newest.
 
@@ -144,7 +120,7 @@ def choose_source(run: ResolvedRun, path: Path) -> tuple[Checkpoints, int]:
     try:
         return find_step(path.expanduser().absolute())
     except CheckpointError as error:
-        error.origin = _origin(run)
+        error.origin = origin_of_weights(run)
         error.fix = advice(error.fix, "a model of another format is imported first: megatron-run import SOURCE FOLDER")
         raise
 
@@ -167,18 +143,6 @@ def new_parts(run: ResolvedRun) -> NewParts:
     return parts
 
 
-def refuse_other_model(run: ResolvedRun, folder: Path, differences: Sequence[str]) -> None:
-    """Raise :class:`CheckpointError` with the first of ``differences``, if there are any."""
-    if differences:
-        rest = f" and {len(differences) - _MOST} more" if len(differences) > _MOST else ""
-        raise CheckpointError(
-            f"the weights in {folder} are of another model",
-            why="; ".join(differences[:_MOST]) + rest,
-            origin=_origin(run),
-            fix="give the same model and train.sequence_length, as the config.yaml there says them",
-        )
-
-
 def _differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, str]:
     """Return a text for each model option that is set on both sides and differs."""
     # An option that one side leaves unset (``num_kv_heads``) has a derived value there: the shapes are compared later.
@@ -198,13 +162,6 @@ def _resumes(run: ResolvedRun) -> bool:
     if folder is None or run.request.resume == "never":
         return False
     return bool(Checkpoints(folder.expanduser() / CHECKPOINTS).steps())
-
-
-def _origin(run: ResolvedRun) -> str:
-    return str(run.origins.get(("run", "init_from"), ""))
-
-
-Shapes = Mapping[str, tuple[int, ...]]
 
 
 def branch(run: ResolvedRun, assembly: Assembly, source: str, ranks: Ranks, data: DataRecord) -> Resumed:
@@ -279,7 +236,7 @@ def _compare(run: ResolvedRun, saved: Shapes, notes: Sequence[str], folder: Path
     """
     wanted: Shapes = {name: tuple(shape) for note in notes for name, shape in json.loads(note).items()}
     both = ({name: shape for name, shape in shapes.items() if not name.startswith(new)} for shapes in (saved, wanted))
-    refuse_other_model(run, folder, _differing_shapes(*both))
+    refuse_other_model(run, folder, differing_shapes(*both))
     return ""
 
 
@@ -305,12 +262,3 @@ def _or_initial(read: ReadState, found: Shapes, run: ResolvedRun, assembly: Asse
         return whole[box]
 
     return read_or_make
-
-
-def _differing_shapes(saved: Shapes, wanted: Shapes) -> list[str]:
-    texts = []
-    for name in sorted(saved.keys() | wanted.keys()):
-        there, here = (str(list(shapes[name])) if name in shapes else "missing" for shapes in (saved, wanted))
-        if there != here:
-            texts.append(f"{name} is {there} there, {here} here")
-    return texts

@@ -16,7 +16,7 @@ from pydantic import ValidationError
 
 from megatron_run.contracts import MASTER
 from megatron_run.contracts.schema import TrainSection
-from megatron_run.errors import CheckpointError, DataError
+from megatron_run.errors import CheckpointError, DataError, advice
 from megatron_run.planning.batch_size import run_length
 from megatron_run.planning.learning_rate import LearningRate
 from megatron_run_engine.checkpoint.collectives import on_all_ranks, on_rank0
@@ -36,8 +36,10 @@ from megatron_run_engine.run_folder.changes import (
 )
 from megatron_run_engine.training.numbers import Progress
 from megatron_run_engine.training.state.adapting import fill_frozen, open_base
+from megatron_run_engine.training.state.data_files import changed_files
 from megatron_run_engine.training.state.programs import program_changes
 from megatron_run_engine.training.state.reading import StateReader, Upgrade, UpgradingReader, load
+from megatron_run_engine.training.state.same_model import check_shapes, check_tokenizer
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -82,6 +84,7 @@ def resume(
     """
     heartbeat = assembly.context.groups.activity.heartbeat
     manifest = on_all_ranks(ranks, lambda: _verify(checkpoints, step, ranks, heartbeat))
+    on_all_ranks(ranks, lambda: check_tokenizer(run, checkpoints, step))
     base = on_all_ranks(ranks, lambda: open_base(run, assembly, manifest.about, checkpoints.folder(step), ranks))
     accepted = on_all_ranks(ranks, lambda: accept(run, manifest.about, data, checkpoints.path.parent, decided))
     if ranks.rank == 0:
@@ -90,6 +93,7 @@ def resume(
         for line in (*plugins, *code, *keys, *rate_change(run, manifest.about, accepted)):
             assembly.context.log.warning("%s", line)
     reader = Reader(checkpoints.folder(step), manifest)
+    on_all_ranks(ranks, lambda: check_shapes(run, assembly, reader, checkpoints.folder(step)))
     read = StateReader(
         UpgradingReader(reader, accepted.upgrade) if accepted.upgrade else reader,
         str(run.one("optimizer")),
@@ -183,9 +187,10 @@ def accept(
         raise CheckpointError(what, why=refusal.why, fix=refusal.fix)
     if not saved.data.fits(data) and not allows_other_data(run.request, found):
         counts = f"{saved.data.samples} samples then, {data.samples} now"
+        files, more = changed_files(source, saved.data, data), saved.data.samples != data.samples
         raise DataError(
             f"the training data is not what it was when step {saved.step} was saved",
-            why=counts if saved.data.samples != data.samples else "as many samples, with other contents",
+            why=advice(files, counts if more else "" if files else "as many samples, with other contents"),
             fix="give the same data, go on with other data: --allow-change data, or start again: --resume never",
         )
     upgrade = optimizer_upgrade(saved, run.plugins)

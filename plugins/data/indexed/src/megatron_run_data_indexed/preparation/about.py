@@ -2,22 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from megatron_run.errors import DataError
+from megatron_run.errors import DataError, refuse_taken, taken
 from megatron_run.files.foreign_file import read_file
+from megatron_run.files.publishing import is_torso
 from megatron_run.files.safe_folder import parse_json
+from megatron_run_engine.data.indexed_files import Writer, index_path, tokens_path
 from megatron_run_engine.data.tokenizer import open_tokenizer
 from megatron_run_engine.data.tokenizer_base import Tokenizer
 from megatron_run_engine.data.user_files import unreadable
+
+if TYPE_CHECKING:
+    from numpy.typing import DTypeLike
 
 
 def about_path(prefix: str | Path) -> Path:
     """Return ``<prefix>.json``, which says how a dataset was prepared."""
     return Path(f"{prefix}.json")
+
+
+def refuse_dataset(prefix: Path, option: str, inputs: Iterable[Path], *, overwrite: bool) -> None:
+    """Raise :class:`InputError` for a dataset that exists, unless it may be replaced, and for one over an input."""
+    if index_path(prefix).exists() and not overwrite:
+        raise taken(f"the dataset {prefix}", option)
+    paths = (tokens_path(prefix), about_path(prefix), index_path(prefix))
+    replaces = overwrite or is_torso(*paths)
+    for path in paths:
+        refuse_taken(path, option, overwrite=replaces, inputs=inputs)
+
+
+@contextmanager
+def writing(prefix: str | Path, dtype: DTypeLike, about: Callable[[], Mapping[str, Any]]) -> Iterator[Writer]:
+    """A writer of the dataset ``prefix``, and of what ``about`` tells at the end: all appears, or nothing does."""
+    with Writer(prefix, dtype, beside=about_path(prefix)) as writer:
+        yield writer
+        writer.write_beside(json.dumps(about(), indent=2).encode() + b"\n")
 
 
 def read_json(file: Path) -> dict[str, Any] | None:

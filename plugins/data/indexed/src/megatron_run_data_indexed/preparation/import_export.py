@@ -10,13 +10,14 @@ from typing import Any
 
 import numpy as np
 
-from megatron_run.errors import DataError, InputError, taken
+from megatron_run.errors import DataError, InputError
 from megatron_run.files.publishing import publishing
+from megatron_run_data_indexed.preparation.about import refuse_dataset, writing
 from megatron_run_data_indexed.preparation.inputs import blocks, find_inputs
 from megatron_run_data_indexed.preparation.inspect import document, end_of, text_of
 from megatron_run_data_indexed.preparation.parquet_file import column_values, missing
 from megatron_run_data_indexed.preparation.records import lines
-from megatron_run_engine.data.indexed_files import Reader, Writer, dtype_for, index_path
+from megatron_run_engine.data.indexed_files import Reader, dtype_for
 from megatron_run_engine.data.tokenizer_base import Tokenizer
 from megatron_run_engine.data.user_files import json_line, packing
 
@@ -74,11 +75,14 @@ def import_(source: Path, prefix: Path, key: str, *, overwrite: bool = False) ->
     The type of the tokens follows from the largest id, so ``source`` is read twice. Raises :class:`DataError` for a
     record without such a list, with file and line; :class:`InputError` if the dataset exists.
     """
-    if index_path(prefix).exists() and not overwrite:
-        raise taken(f"the dataset {prefix}", "TARGET")
+    refuse_dataset(prefix, "TARGET", (source,), overwrite=overwrite)
     largest = max((int(each.max(initial=0)) for each in _token_lists(source, key)), default=0)
     documents = tokens = 0
-    with Writer(prefix, dtype_for(largest + 1)) as writer:
+
+    def about() -> dict[str, Any]:
+        return {"documents": documents, "tokens": tokens, "inputs": [str(source)]}
+
+    with writing(prefix, dtype_for(largest + 1), about) as writer:
         for each in _token_lists(source, key):
             writer.add_documents(each, [len(each)])
             documents, tokens = documents + 1, tokens + len(each)

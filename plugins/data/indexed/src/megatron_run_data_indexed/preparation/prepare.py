@@ -20,14 +20,14 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from megatron_run.errors import DataError, InputError, ToldToEnd, taken
+from megatron_run.errors import DataError, InputError, ToldToEnd
 from megatron_run.files.publishing import publishing
-from megatron_run_data_indexed.preparation.about import about_path, read_json
+from megatron_run_data_indexed.preparation.about import read_json, refuse_dataset, writing
 from megatron_run_data_indexed.preparation.inputs import Block, Input, blocks
 from megatron_run_data_indexed.preparation.parts import Account, read_part, write_part
 from megatron_run_data_indexed.preparation.records import Reading, Record, read_records
 from megatron_run_data_indexed.preparation.workers import Workers
-from megatron_run_engine.data.indexed_files import Writer, dtype_for, index_path
+from megatron_run_engine.data.indexed_files import dtype_for
 from megatron_run_engine.data.tokenizer import open_tokenizer
 from megatron_run_engine.data.tokenizer_base import Tokenizer
 
@@ -131,11 +131,10 @@ def prepare(
                 count += 1
         if not totals.documents:
             raise DataError("there is no document", why=f"{totals.empty} were empty, {totals.malformed} malformed")
-        with Writer(job.prefix, dtype) as writer:
+        with writing(job.prefix, dtype, lambda: _about(job, tokenizer, end, totals)) as writer:
             for number in range(count):
                 tokens, lengths, _ = _read(job, number, plan, dtype)
                 writer.add_documents(tokens, lengths)
-        _write_about(job, tokenizer, end, totals)
         (job.folder / _PLAN).unlink()  # from here on the folder is a leftover
     return totals
 
@@ -302,8 +301,8 @@ def _held(job: Preparation, tokenizer: Tokenizer, end: int | None, *, overwrite:
             raise InputError(f"{job.prefix} is being prepared by another process") from cause
         file = job.folder / _PLAN
         old = read_json(file)
-        if old is None and not overwrite and index_path(job.prefix).exists():
-            raise taken(f"the dataset {job.prefix}", "--out")
+        inputs = [each.path for each in job.inputs]
+        refuse_dataset(job.prefix, "--out", inputs, overwrite=overwrite or old is not None)
         if old not in (None, plan) and not overwrite:
             differing = ", ".join(key for key in plan if old.get(key) != plan[key])
             raise InputError(
@@ -343,8 +342,8 @@ def _remove_parts(folder: Path) -> None:
         left.unlink()
 
 
-def _write_about(job: Preparation, tokenizer: Tokenizer, end: int | None, totals: Totals) -> None:
-    about = {
+def _about(job: Preparation, tokenizer: Tokenizer, end: int | None, totals: Totals) -> dict[str, Any]:
+    return {
         "tokenizer": job.tokenizer if job.tokenizer == "bytes" else str(Path(job.tokenizer).expanduser().absolute()),
         "identity": tokenizer.identity,
         "vocab_size": tokenizer.vocab_size,
@@ -353,5 +352,3 @@ def _write_about(job: Preparation, tokenizer: Tokenizer, end: int | None, totals
         "tokens": totals.tokens,
         "inputs": [str(source.path) for source in job.inputs],
     }
-    with publishing(about_path(job.prefix), beside=[index_path(job.prefix)]) as (file,):
-        file.write(json.dumps(about, indent=2).encode() + b"\n")

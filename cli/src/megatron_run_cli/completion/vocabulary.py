@@ -1,0 +1,108 @@
+"""What the keys of a configuration may be, as far as a completion says it: learned once, kept in the user's cache.
+
+Asking every plugin for its options imports torch, which takes seconds; a completion has a fraction of one.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from megatron_run import __version__
+from megatron_run.contracts.plugin import RUN_KINDS
+from megatron_run.files.safe_folder import SafeFolder
+from megatron_run.registry.discover import Catalog, Entry
+
+if TYPE_CHECKING:
+    from megatron_run_cli.reports.keys import KeyInfo
+
+_NAME = "keys.json"
+
+
+class Word(NamedTuple):
+    """A key or an option: its type in words, the values that it may have where they are few, and its meaning."""
+
+    type: str
+    choices: tuple[str, ...]
+    meaning: str
+
+
+class Vocabulary(NamedTuple):
+    """``keys`` of the kernel by name, and the ``options`` of each plugin, written ``kind=name``, by theirs."""
+
+    keys: Mapping[str, Word]
+    options: Mapping[str, Mapping[str, Word]]
+
+
+def learned(catalog: Catalog) -> Vocabulary:
+    """What was learned, of plugins that are installed as they were then; else the keys of the kernel alone."""
+    content = _read()
+    if content is None:
+        return Vocabulary(_words(_kernel_keys()), {})
+    marks = _marks(catalog)
+    options = {name: _words(rows) for name, (mark, rows) in content["plugins"].items() if mark in marks}
+    return Vocabulary(_words(content["keys"]), options)
+
+
+def learn(catalog: Catalog) -> bool:
+    """Ask every plugin for its options, in a child process, unless they are as they were; whether it was done.
+
+    Raises :class:`OSError` where the cache cannot be written. Without the engine there is none.
+    """
+    file, content = _file(), _read()
+    if file is None or (content is not None and content["seen"] == _marks(catalog)):
+        return False
+    from megatron_run_cli.reports.keys import Description
+    from megatron_run_cli.reports.probe import probe
+    from megatron_run_engine.data.user_cache import keep
+
+    plugins = {}
+    for each in probe([entry for entry in catalog.entries if entry.kind in RUN_KINDS]):
+        if each.description is not None:
+            options = Description.from_json(each.description).options
+            plugins[str(each.entry)] = (_mark(each.entry), _rows(options))
+    content = {"version": __version__, "seen": _marks(catalog), "keys": _kernel_keys(), "plugins": plugins}
+    keep(file, json.dumps(content).encode())
+    return True
+
+
+def _file() -> Path | None:
+    """Where the words are kept; None without a cache, or without the engine, which has it."""
+    try:
+        from megatron_run_engine.data.user_cache import cached
+    except ModuleNotFoundError:
+        return None
+    return cached("completion", _NAME)
+
+
+def _read() -> dict[str, Any] | None:
+    """What this version has kept."""
+    file = _file()
+    content = None if file is None else SafeFolder(file.parent).read_json(file.name)
+    return content if content is not None and content.get("version") == __version__ else None
+
+
+def _marks(catalog: Catalog) -> list[str]:
+    return sorted(_mark(entry) for entry in catalog.entries if entry.kind in RUN_KINDS)
+
+
+def _mark(entry: Entry) -> str:
+    """What changes with a plugin: where it comes from, and its version."""
+    return " ".join((str(entry), entry.value, entry.distribution, entry.version, entry.location))
+
+
+def _kernel_keys() -> dict[str, Word]:
+    from megatron_run_cli.reports.keys import kernel_keys
+
+    return _rows(kernel_keys())
+
+
+def _rows(keys: Iterable[KeyInfo]) -> dict[str, Word]:
+    return {key.name: Word(key.type, key.choices, key.description) for key in keys}
+
+
+def _words(rows: Mapping[str, Any]) -> dict[str, Word]:
+    """Words as JSON has them, or as they are."""
+    return {name: Word(kind, tuple(choices), meaning) for name, (kind, choices, meaning) in rows.items()}

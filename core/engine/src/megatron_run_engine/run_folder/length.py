@@ -1,0 +1,54 @@
+"""Whether a run that goes on still reaches the step from which it goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from shlex import quote
+from typing import TYPE_CHECKING
+
+from megatron_run.errors import CheckpointError, InputError, advice
+from megatron_run.planning.batch_size import run_length
+from megatron_run_engine.checkpoint.step_folder import CHECKPOINTS, Checkpoints
+from megatron_run_engine.run_folder.changes import LENGTH, Change
+
+if TYPE_CHECKING:
+    from megatron_run.planning import ResolvedRun
+    from megatron_run_engine.checkpoint.manifest import Manifest
+
+
+def check_length(run: ResolvedRun, changed: Sequence[Change], home: Path) -> None:
+    """Raise :class:`InputError` where ``run``, that of the folder ``home``, would end before the step it resumes from.
+
+    No permission covers that: what was trained would be called another run's end. Whether the step can be read is for
+    the ranks to find out.
+    """
+    if LENGTH.isdisjoint(change.key for change in changed) or run.request.resume == "never":
+        return
+    checkpoints = Checkpoints(home / CHECKPOINTS)
+    with suppress(CheckpointError):
+        step = checkpoints.newest() if run.request.resume == "auto" else int(run.request.resume)
+        if step is not None:
+            _compare(run, checkpoints, checkpoints.manifest(step), home)
+
+
+def _compare(run: ResolvedRun, checkpoints: Checkpoints, manifest: Manifest, home: Path) -> None:
+    train, counters, step = run.config.train, manifest.about.counters, manifest.about.step
+    key, wanted, least = "train.steps", train.steps, step
+    if train.samples is not None:
+        key, wanted, least = "train.samples", train.samples, counters.get("samples", 0)
+    if wanted is None or least <= wanted:
+        return
+    last, _ = run_length(train, 0, 0)
+    older = max((each for each in checkpoints.steps() if each < last), default=None)
+    source = quote(f"run.branch_from={home}@{older}")
+    raise InputError(
+        f"{key}={wanted} ends before step {step}, from which the run in {home} goes on",
+        why=f"it has {least} {key.removeprefix('train.')} behind it",
+        origin=str(run.origins.get(tuple(key.split(".")), "")),
+        fix=advice(
+            f"the least is --set {key}={least}",
+            "" if older is None else f"to end there, branch in another run.folder: --set {source}",
+        ),
+    )

@@ -1,0 +1,59 @@
+"""Run folders that a configuration names, as ``runs/latest`` too, and the one in which it lies: it may be another."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from shlex import quote
+from typing import TYPE_CHECKING
+
+from megatron_run.files.latest_run import follow_latest
+
+if TYPE_CHECKING:
+    from megatron_run.config.merge import ConfigSource
+    from megatron_run.config.origin import Origin
+
+
+#: Keys that name a run, the last one with ``@STEP``.
+_RUNS = (("run", "folder"), ("run", "init_from"), ("run", "branch_from"))
+
+
+def name_runs(merged: ConfigSource) -> None:
+    """Put the run itself where ``merged`` says ``runs/latest``, which another run may be when it is read again."""
+    for key in _RUNS:
+        value = merged.values.get(key)
+        if value is None or not isinstance(value.data, str | Path):
+            continue
+        text = str(value.data)
+        run = text.rpartition("@")[0] if key[-1] == "branch_from" and "@" in text else text
+        named = Path(run).expanduser()
+        if (lies := follow_latest(named)) != named:
+            merged.values[key] = replace(value, data=type(value.data)(f"{lies}{text[len(run) :]}"))
+
+
+def config_file(origin: Origin) -> Path | None:
+    """The configuration file in which a value of ``origin`` stands; None for a value from elsewhere."""
+    return Path(origin.place.rpartition(" line ")[0]) if origin.source == "file" else None
+
+
+def run_home(config: Path) -> Path | None:
+    """The run folder in which the file ``config`` lies, or in the logs of one of its attempts; None for any other."""
+    beside = config.absolute().parent
+    homes = (beside, beside.parent.parent) if config.is_file() else ()  # the latter of logs/attempt-001/
+    return next((folder for folder in homes if (folder / "run.json").exists()), None)
+
+
+def home_notices(merged: ConfigSource) -> Iterator[str]:
+    """A notice where the file that names ``run.folder`` lies in another run's folder, as one that was moved."""
+    value = merged.values.get(("run", "folder"))
+    config = None if value is None else config_file(value.origin)
+    home = None if config is None else run_home(config)
+    if value is None or value.data is None or home is None:
+        return
+    named = Path(str(value.data)).expanduser().absolute()
+    if named.resolve() != home.resolve():
+        yield (
+            f"{config} lies in the run folder {home}, and its run.folder is {named}: "
+            f"to go on with the run in {home} add --set {quote(f'run.folder={home}')}"
+        )

@@ -1,0 +1,68 @@
+"""The way of a rank's log to the terminal: a slow reader gets all of it, one that takes nothing holds nobody up."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from megatron_run_engine.launch.rank_output import Relay, terminal_writer
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> Path:
+    file = tmp_path / "rank-00000.log"
+    file.write_bytes(b"".join(b"line %05d\n" % number for number in range(7_000)))
+    return file
+
+
+def test_a_slow_reader_gets_every_line(log: Path) -> None:
+    found: list[bytes] = []
+
+    def slow(data: bytes) -> None:
+        time.sleep(0.06)
+        found.append(data)
+
+    relay = Relay(log, slow, print)
+    relay.start()
+    relay.finish(within=1.0)
+    assert b"".join(found) == log.read_bytes()
+    assert len(found) * 0.06 > 1, "a wait of one second would do"
+
+
+def test_a_reader_that_takes_nothing_holds_nobody_up(log: Path) -> None:
+    let_go = threading.Event()
+
+    def stuck(_: bytes) -> None:
+        let_go.wait()
+
+    relay = Relay(log, stuck, print)
+    relay.start()
+    relay.finish(within=0.1)
+    let_go.set()
+
+
+def test_text_for_a_notebook_is_whole_where_a_piece_ends_within_a_character(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Notebook:
+        encoding, said = "utf-8", ""
+
+        def write(self, text: str) -> int:
+            self.said += text
+            return len(text)
+
+        def flush(self) -> None:
+            """Nothing is kept back."""
+
+    text = "é" * 10_000
+    (tmp_path / "log").write_bytes(b"." + text.encode())
+    shown = Notebook()
+    monkeypatch.setattr(sys, "stdout", shown)
+    relay = Relay(tmp_path / "log", terminal_writer(), print)
+    relay.start()
+    relay.finish()
+    assert shown.said == "." + text

@@ -1,0 +1,69 @@
+"""The file ``latest`` beside runs, which stands for one of them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from megatron_run.files.latest_run import LATEST, follow_latest, is_unnamed, point_latest_at
+
+OLD, NEW = "20261126-120000-00aa", "20261126-130000-00bb"
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> Path:
+    """A folder of two runs, of which ``latest`` names the newer one."""
+    for name in (OLD, NEW):
+        (tmp_path / "runs" / name).mkdir(parents=True)
+        point_latest_at(tmp_path / "runs" / name)
+    return tmp_path / "runs"
+
+
+def test_it_stands_for_the_run_wherever_it_is_in_a_path(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    latest = runs / LATEST
+    assert latest.read_text() == f"{NEW}\n", "for cat"
+    assert follow_latest(latest) == runs / NEW
+    assert follow_latest(latest / "checkpoints" / "step3") == runs / NEW / "checkpoints" / "step3"
+    monkeypatch.chdir(runs)
+    assert follow_latest(Path(LATEST)) == Path(NEW)
+    for other in (runs, runs / NEW, runs / OLD / "config.yaml", Path("/"), Path()):
+        assert follow_latest(other) == other
+
+
+@pytest.mark.parametrize("text", ["", "step2000", "mine", f"../{OLD}", f"{OLD}/..", f"{OLD}\0", "\xff", "a" * 99])
+def test_what_names_no_run_beside_it_stands_for_nothing(runs: Path, text: str) -> None:
+    (runs / LATEST).write_text(text, encoding="latin-1")
+    assert follow_latest(runs / LATEST) == runs / LATEST
+    point_latest_at(runs / OLD)
+    assert (runs / LATEST).read_text(encoding="latin-1") == text, "it is somebody else's"
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("what", ["folder", "pipe", "link"])
+def test_something_else_of_that_name_is_left_alone(runs: Path, what: str) -> None:
+    (runs / LATEST).unlink()
+    make: dict[str, Callable[[Path], object]] = {
+        "folder": Path.mkdir,
+        "pipe": os.mkfifo,
+        "link": lambda path: path.symlink_to("mine"),
+    }
+    make[what](runs / LATEST)
+    before = (runs / LATEST).lstat()
+    point_latest_at(runs / OLD)
+    assert follow_latest(runs / LATEST) == runs / LATEST
+    assert (runs / LATEST).lstat() == before
+
+
+def test_the_link_of_an_early_version_becomes_a_file(runs: Path) -> None:
+    (runs / LATEST).unlink()
+    (runs / LATEST).symlink_to(OLD)
+    point_latest_at(runs / NEW)
+    assert not (runs / LATEST).is_symlink()
+    assert follow_latest(runs / LATEST) == runs / NEW
+
+
+def test_a_run_with_a_name_of_its_own_is_none_of_these() -> None:
+    assert [is_unnamed(Path("runs") / name) for name in (OLD, "mine", LATEST, f"{OLD}x")] == [True, False, False, False]

@@ -1,0 +1,128 @@
+"""The files of a dataset appear together, and none of them in the place of a file that is not theirs."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron_run.errors import InputError
+from megatron_run_cli.main import main
+from megatron_run_data_indexed.preparation.about import made_with, read_about, writing
+from megatron_run_data_indexed.preparation.clean import Cleaning, clean
+from megatron_run_data_indexed.preparation.import_export import import_
+from megatron_run_data_indexed.preparation.inputs import find_inputs
+from megatron_run_data_indexed.preparation.prepare import Preparation, prepare
+from megatron_run_engine.data.indexed_files import Reader
+
+ROWS = ("one text", "and another")
+
+
+def make(prefix: Path, source: Path, *, overwrite: bool = False) -> None:
+    found, _ = find_inputs([str(source)])
+    prepare(
+        Preparation(tuple(found), prefix, "bytes"), overwrite=overwrite, tell=lambda _: None, progress=lambda _: None
+    )
+
+
+@pytest.fixture
+def texts(tmp_path: Path) -> Path:
+    """JSON lines with the name that the record of a dataset ``mine`` has."""
+    file = tmp_path / "mine.json"
+    file.write_text("".join(json.dumps({"text": text, "tokens": [1, 2]}) + "\n" for text in ROWS))
+    return file
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_no_dataset_is_written_over_its_input(overwrite: bool, texts: Path, tmp_path: Path) -> None:
+    before = texts.read_bytes()
+    with pytest.raises(InputError, match=r"mine\.json is an input too; name another --out"):
+        make(tmp_path / "mine", texts, overwrite=overwrite)
+    (tmp_path / "link.json").symlink_to("mine.json")
+    with pytest.raises(InputError, match=r"link\.json is an input too"):
+        make(tmp_path / "link", texts, overwrite=overwrite)
+    assert texts.read_bytes() == before
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["link.json", "mine.json"]
+
+
+@pytest.mark.parametrize("ending", [".bin", ".json", ".idx"])
+def test_no_file_of_another_program_is_replaced_unasked(ending: str, texts: Path, tmp_path: Path) -> None:
+    other = tmp_path / f"out{ending}"
+    other.write_text("another program's")
+    writers: list[Callable[..., object]] = [
+        lambda **asked: make(tmp_path / "out", texts, **asked),
+        lambda **asked: import_(texts, tmp_path / "out", "tokens", **asked),
+    ]
+    for write in writers:
+        with pytest.raises(InputError, match="exists"):
+            write()
+        assert other.read_text() == "another program's"
+    for write in writers:
+        write(overwrite=True)
+        assert len(Reader(tmp_path / "out")) == len(ROWS)
+
+
+def test_no_tokenizer_is_written_over_its_texts(texts: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = texts.read_bytes()
+    words = ["data", "train-tokenizer", str(texts), "--vocab-size", "300", "--out", str(texts), "--overwrite"]
+    assert main(words) == 2
+    assert "mine.json is an input too; name another --out" in capsys.readouterr().err
+    assert texts.read_bytes() == before
+
+
+def test_ids_that_replace_a_prepared_dataset_are_not_said_to_be_its_tokenizer_s(texts: Path, tmp_path: Path) -> None:
+    make(tmp_path / "out", texts)
+    assert made_with(tmp_path / "out") is not None
+    import_(texts, tmp_path / "out", "tokens", overwrite=True)
+    assert made_with(tmp_path / "out") is None
+    assert read_about(tmp_path / "out") == {"documents": 2, "tokens": 4, "inputs": [str(texts)]}
+
+
+def killed_at_the_second_name(write: Callable[[], object]) -> None:
+    """Do ``write`` in a process that is killed before it gives its second file its name."""
+    process = os.fork()
+    if not process:
+        rename, given = Path.replace, []
+
+        def counting(path: Path, target: Path) -> Path:
+            given.append(target)
+            if len(given) == 2:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return rename(path, target)
+
+        setattr(Path, "replace", counting)  # noqa: B010  # mypy lets no method be assigned
+        write()
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == -signal.SIGKILL
+
+
+def test_a_command_that_was_killed_between_two_names_is_typed_again(texts: Path, tmp_path: Path) -> None:
+    """The names that it gave are its own; without a temporary file of its last one they are another program's."""
+    found = tuple(find_inputs([str(texts)])[0])
+    job = Cleaning(found, tmp_path / "kept.jsonl", "bytes")
+    writers: dict[str, Callable[[], object]] = {
+        "out.idx": lambda: import_(texts, tmp_path / "out", "tokens"),
+        "kept.jsonl": lambda: clean(job, progress=lambda _: None),
+    }
+    for last, write in writers.items():
+        killed_at_the_second_name(write)
+        assert len(list(tmp_path.glob(f"{last[:3]}*"))) == 1
+        write()
+        assert (tmp_path / last).is_file()
+        assert not list(tmp_path.glob(".*.tmp"))
+        with pytest.raises(InputError, match="exists"):
+            write()
+
+
+def test_what_is_said_of_a_dataset_comes_with_it_or_not_at_all(tmp_path: Path) -> None:
+    def fails() -> dict[str, int]:
+        raise RuntimeError
+
+    with pytest.raises(RuntimeError), writing(tmp_path / "out", np.uint16, fails) as writer:
+        writer.add([1, 2])
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,94 @@
+"""Lists of first-party plugins, from the plugins' own metadata: `make docs` writes them where cog's marks stand.
+
+A new plugin is its folder, and nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+
+from megatron_run.contracts.plugin import KINDS
+from megatron_run.registry.discover import scan
+from megatron_run.registry.load import load
+from megatron_run.registry.loaded_plugin import Plugin
+from tests.support.checkout import ENGINE, KERNEL, MEMBERS, ROOT
+
+#: What a plugin of each kind decides.
+DECIDES = {
+    "scaler": "the loss scale",
+    "optimizer": "data-parallel communication, sharding, the update",
+    "schedule": "where layers live, in which order microbatches run",
+    "parallel-layer": "linear, embedding, norm, attention, cross entropy",
+    "graph-capture": "which segments of a layer are recorded and replayed, or compiled",
+    "model": "the network",
+    "data": "samples",
+    "observer": "watches; any number of them",
+    "format": "models of other programs, imported and exported",
+}
+
+
+@cache
+def plugins() -> tuple[Plugin, ...]:
+    """The first-party plugins by kind, those of the engine first, then by name."""
+    ours = {member.name for member in MEMBERS}
+    found = [load(entry, "a list of plugins") for entry in scan().entries if entry.distribution in ours]
+    return tuple(sorted(found, key=lambda each: (list(KINDS).index(each.kind), not _built_in(each), each.name)))
+
+
+def _built_in(plugin: Plugin) -> bool:
+    return plugin.distribution in (KERNEL.name, ENGINE.name)
+
+
+def _holder(plugin: Plugin) -> str:
+    """The plugin of the same kind in whose distribution it lies; empty where it has one of its own."""
+    holder = plugin.distribution.removeprefix(f"megatron-run-{plugin.kind}-")
+    return "" if _built_in(plugin) or holder == plugin.name else holder
+
+
+def sources() -> Iterator[str]:
+    """For mypy's path: the folder of each member."""
+    yield from (f'    "{member}/src",' for member in MEMBERS)
+
+
+def known() -> Iterator[str]:
+    """For the kernel: each plugin that may be missing beside it, with what it provides."""
+    for each in plugins():
+        if each.distribution == KERNEL.name:
+            continue
+        provides = ", ".join(f'"{ability}"' for ability in sorted(each.info.provides))
+        more = f", frozenset({{{provides}}})" * bool(provides) + ", builtin=True" * _built_in(each)
+        more += f', within="{_holder(each)}"' * bool(_holder(each))
+        yield f'    Known("{each.kind}", "{each.name}"{more}),'
+
+
+def table() -> Iterator[str]:
+    """For the front page: a row for each kind."""
+    yield from ("", "| kind | decides | built in | packages |", "|---|---|---|---|")
+    for kind in KINDS:
+        cells = [", ".join(map(_named, _of(kind, built_in))) for built_in in (True, False)]
+        yield "| " + " | ".join([f"`{kind}`", DECIDES[kind], *cells]).replace("  ", " ") + " |"
+    yield ""
+
+
+def _of(kind: str, built_in: bool) -> list[Plugin]:
+    return [each for each in plugins() if each.kind == kind and _built_in(each) is built_in and not _holder(each)]
+
+
+def _named(plugin: Plugin) -> str:
+    within = [f"`{each.name}`" for each in plugins() if each.kind == plugin.kind and _holder(each) == plugin.name]
+    return f"`{plugin.name}`" + f" (with {', '.join(within)})" * bool(within)
+
+
+def pages() -> Iterator[str]:
+    """For the reference: of each kind the packages with options, linked to their pages."""
+    yield ""
+    for kind in KINDS:
+        links = [
+            f"[{each.name}](../plugins/{kind}/{each.name}/README.md)"
+            for each in plugins()
+            if each.kind == kind and each.options_model.model_fields and (ROOT / "plugins" / kind / each.name).is_dir()
+        ]
+        if links:
+            yield f"- `{kind}`: {', '.join(links)}"
+    yield ""
