@@ -29,8 +29,8 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-#: Who writes what a run can be continued in, or pictures, which are drawn anew without asking.
-AGAIN = {"train", "finetune", "schedule show"}
+#: Who writes what a run can be continued in, or what nobody edits: pictures and the schema are made anew unasked.
+AGAIN = {"train", "finetune", "schedule show", "config schema"}
 _TAKEN = re.compile(
     r"megatron-run: .+ exists(: nothing is overwritten; name a new folder|; name another \S+, or add .+)"
 )

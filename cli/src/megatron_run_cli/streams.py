@@ -55,7 +55,8 @@ def open_streams() -> None:
             os.open(os.devnull, os.O_RDWR)
     sys.stdin = sys.stdin or open(0, encoding="utf-8", closefd=False)  # noqa: SIM115  # for as long as the process lives
     if isinstance(sys.stdin, io.TextIOWrapper):  # a byte that is no text is told by typed_lines, whatever the locale
-        sys.stdin.reconfigure(encoding=None if sys.stdin.isatty() else "utf-8", errors="surrogateescape")
+        with suppress(io.UnsupportedOperation):  # a program that calls ours has read from it before
+            sys.stdin.reconfigure(encoding=None if sys.stdin.isatty() else "utf-8", errors="surrogateescape")
     given = sys.stdout or open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
     sys.stdout = io.TextIOWrapper(
         io.BufferedWriter(_Output(1, "w", closefd=False)),

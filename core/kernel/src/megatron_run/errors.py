@@ -315,8 +315,8 @@ def taken(what: object, option: str = "") -> InputError:
 def refuse_taken(path: Path, option: str, *, overwrite: bool, inputs: Iterable[Path] = ()) -> None:
     """Raise :func:`taken` for a file, unless it may be replaced: before work that would be for nothing.
 
-    None of the command's ``inputs`` may ever be. Pictures are drawn anew without asking. A pipe or the terminal is
-    written to; for a folder writing it fails.
+    None of the command's ``inputs`` may ever be. Pictures and the schema, which nobody edits, are made anew without
+    asking. A pipe or the terminal is written to; for a folder writing it fails.
     """
     place = os.path.realpath(path)  # of a link to an input too
     if any(os.path.realpath(each) == place for each in inputs):
