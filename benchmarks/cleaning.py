@@ -1,4 +1,4 @@
-"""What `data clean` removes of planted near duplicates, beside the theory of locality-sensitive hashing.
+"""The planted near duplicates that `data clean` removes, beside the theory of locality-sensitive hashing.
 
     python -m benchmarks.cleaning [--quick] > benchmarks/results/cleaning.md
 

@@ -1,4 +1,4 @@
-"""What the guards of a step cost, in processor time, which other work on the machine does not lengthen as much.
+"""The cost of the guards of a step, in processor time, which other work on the machine does not lengthen as much.
 
     python -m benchmarks.guards [--quick]
 
@@ -56,7 +56,7 @@ def enter_phases(*, timed: bool) -> Callable[[], None]:
 
 
 def report(*, quick: bool) -> Iterator[str]:
-    """What each guard takes."""
+    """The time of each guard."""
     runs = FEW if quick else RUNS
     torch.set_num_threads(1)
     weights = torch.nn.Parameter(torch.randn(VALUES))

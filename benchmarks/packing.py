@@ -1,4 +1,4 @@
-"""What does packing gain on short documents? Rows of many documents, beside one document a row, padded.
+"""The gain of packing on short documents: rows of many documents, beside one document a row, padded.
 
     python -m benchmarks.packing [--quick]
 

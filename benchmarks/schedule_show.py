@@ -37,7 +37,7 @@ def seconds(arguments: tuple[str, ...]) -> tuple[float, float]:
 
 
 def commands(folder: Path) -> dict[str, tuple[str, ...]]:
-    """What is measured, by its name in the table."""
+    """The measured commands, by its name in the table."""
     return {
         "P 4, V 2, M 8, text": (*SHOW, *SMALL),
         "P 64, V 8, M 512, text": (*SHOW, *LARGE),

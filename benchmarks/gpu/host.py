@@ -1,4 +1,4 @@
-"""What the host costs: launches and idle moments of a step, the stall of a save, the time to the first step."""
+"""The cost of the host: launches and idle moments of a step, the stall of a save, the time to the first step."""
 
 from __future__ import annotations
 

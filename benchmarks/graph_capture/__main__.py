@@ -1,4 +1,4 @@
-"""What captured and compiled layers cost and hold: a stage, eagerly, from tapes in Python and C++, and compiled.
+"""The cost and memory of captured and compiled layers: a stage, eagerly, from tapes in Python and C++, and compiled.
 
     python -m benchmarks.graph_capture [--quick] [--only speed memory]
 
@@ -40,7 +40,7 @@ def speed(*, quick: bool) -> Iterator[str]:
 
 
 def memory(*, quick: bool) -> Iterator[str]:
-    """What graphs hold, by the number of microbatches: there is nothing to sample."""
+    """The memory of graphs, by the number of microbatches: there is nothing to sample."""
     del quick
     yield f"\nOne stage with {IN_FLIGHT} microbatches in flight under 1F1B, two layers of hidden size 64:\n"
     columns = ("graphs for each", "microbatches", "graphs", "slots", "static inputs, KiB", "graph memory, KiB")
@@ -87,7 +87,7 @@ def timed(call: Callable[[], None]) -> float:
 
 
 def memory_row(reuse: str, microbatches: int) -> tuple[object, ...]:
-    """What a capture of so many microbatches makes and holds."""
+    """The graphs and memory of a capture of so many microbatches."""
     size = Stage(Size(64)).capture(one_f_one_b(IN_FLIGHT, microbatches), reuse=reuse)
     held = (f"{(each or 0) / 1024:.0f}" for each in (size.static_bytes, size.pool_bytes))
     return reuse.replace("per_", ""), microbatches, size.graphs, size.slots, *held

@@ -90,7 +90,7 @@ def load_part(path: str, sets: list[str], plugins: list[str]) -> list[dict[str, 
 
 
 def _everybody(found: dict[str, Any]) -> list[dict[str, Any]]:
-    """What each rank ``found``, in their order."""
+    """The findings of each rank, ``found``, in their order."""
     everybody: list[dict[str, Any]] = [{}] * dist.get_world_size()
     dist.all_gather_object(everybody, found)
     return everybody

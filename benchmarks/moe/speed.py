@@ -81,7 +81,7 @@ def report(*, quick: bool) -> Iterator[str]:
 
 
 def _in_several_processes(precision: Precision, processes: int) -> dict[str, Any]:
-    """What was measured in all of them: where its memory lies moves a side by a fifth, as long as a process runs."""
+    """The measurements in all of them: where its memory lies moves a side by a fifth, as long as a process runs."""
     job = {"shape": "small", "precision": precision, "samples": SAMPLES}
     first, *others = (on_ranks(measure, 1, job, threads=THREADS, keeping=True) for _ in range(processes))
     return {**first, "samples": [sample for each in (first, *others) for sample in each["samples"]]}

@@ -88,7 +88,7 @@ def build(context: BuildContext, shape: Shape) -> tuple[MeanLoss, dict[nn.Parame
 
 
 def gathered(mine: Any) -> list[Any]:
-    """What every rank has, by rank."""
+    """The tensors of every rank, by rank."""
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)
     return everyone

@@ -45,7 +45,7 @@ class Ranks:
 
 
 class OurSide:
-    """What the trainer does in a step with one optimizer.
+    """The trainer's work in a step with one optimizer.
 
     Parameters that an update has left on their way are gathered by the next step. Between two steps nothing may be on
     its way here, so a step starts with that instead of ending with it: all steps together do the same.
@@ -102,7 +102,7 @@ class OurSide:
         return self._optimizer.memory()["state"]
 
     def pieces(self) -> Sequence[StatePiece]:
-        """What this rank answers for: weights and state, in boxes of logical tensors that share its memory."""
+        """The share of this rank: weights and state, in boxes of logical tensors that share its memory."""
         return list(self._optimizer.iter_state())
 
     def _moments(self) -> Sequence[StatePiece]:

@@ -1,4 +1,4 @@
-"""What the executor itself costs: its time per action beyond the calls that any loop would make.
+"""The cost of the executor itself: its time per action beyond the calls that any loop would make.
 
 Chunks of one multiplication each, so that nearly everything is bookkeeping, timed in turns with a bare loop that makes
 the same calls: first on one stage, where nothing is sent, then as 1F1B over two ranks, with the same messages.

@@ -37,7 +37,7 @@ class Pair:
 
     @property
     def names(self) -> tuple[str, str, str, str]:
-        """What the table calls the two sides, and the splits they run on."""
+        """The table's names of the two sides, and the splits they run on."""
         return self.ours, str(SCHEDULES[self.ours].split), self.theirs, str(self.split)
 
 

@@ -91,7 +91,7 @@ def step_inputs(
     report: Callable[[int, str, Tensor, Tensor], None] = _ignore,
     seed: Callable[[str, Tensor], Tensor] = _weight,
 ) -> StepInputs:
-    """What the executor asks for, by default of chunks that need no data."""
+    """The executor's requests, by default of chunks that need no data."""
     return StepInputs(microbatch=microbatch, boundary=lambda _: boundary, report=report, seed=seed)
 
 

@@ -21,7 +21,7 @@ class Configuration:
 
     @property
     def name(self) -> str:
-        """What differs, in words."""
+        """The differences, in words."""
         words = [f"{self.ranks} rank{'s' if self.ranks > 1 else ''}", *self.plugins]
         return " ".join([*words, *(f"{key.partition('.')[2]}={value}" for key, value in self.sets.items())])
 

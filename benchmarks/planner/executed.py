@@ -84,7 +84,7 @@ CONFIGURATIONS = (
 
 
 class Executed(NamedTuple):
-    """What was seen of a configuration: seconds of the steps of each round, and one step's actions of each rank."""
+    """The measurement of a configuration: seconds of the steps of each round, and one step's actions of each rank."""
 
     rounds: list[list[float]]
     actions: list[list[tuple[str, float, float]]]
@@ -108,7 +108,7 @@ class Judged(NamedTuple):
 def measure(
     chosen: Sequence[Configuration], rounds: int, calibration: Sequence[Measurement]
 ) -> tuple[list[Round], list[Executed]]:
-    """What each round found of the machine, if ``calibration`` has anything, and of each configuration."""
+    """The findings of each round on the machine, if ``calibration`` has anything, and of each configuration."""
     runs = [
         Measurement(each.ranks, time_request, {"request": each.request.to_json(), "steps": STEPS}) for each in chosen
     ]
@@ -201,7 +201,7 @@ def report(found: Sequence[Judged], device: Device, rounds: int) -> Iterator[str
 
 
 def floor(found: Sequence[Judged]) -> Accuracy:
-    """What one half of the rounds says of the other: the same runs on the same machine, predicted perfectly."""
+    """One half of the rounds predicted by the other: the same runs on the same machine, predicted perfectly."""
     return summarise(
         tuple(Compared(replace(each.compared.row, seconds=each.halves[1]), each.halves[0]) for each in found)
     )

@@ -59,7 +59,7 @@ def arguments(folder: Path, name: str, steps: int) -> list[str]:
 
 
 def read(folder: Path) -> Curve:
-    """What the run in ``folder`` reported."""
+    """The numbers that the run in ``folder`` reported."""
     lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     steps = [json.loads(line) for line in lines]
     losses, skipped, scales = zip(*((s["loss"], s["skipped"], s["loss_scale"]) for s in steps), strict=True)
@@ -90,7 +90,7 @@ def write_csv(path: Path, curves: Mapping[str, Curve]) -> None:
 
 
 def read_csv(path: Path) -> dict[str, Curve]:
-    """What :func:`write_csv` wrote: of all runs but the last only the losses."""
+    """The rows that :func:`write_csv` wrote: of all runs but the last only the losses."""
     with path.open(encoding="utf-8", newline="") as file:
         rows = list(csv.DictReader(file))
     *names, last = [name for name in rows[0] if name not in ("step", "scale", "skipped")]

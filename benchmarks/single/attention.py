@@ -28,7 +28,7 @@ LENGTHS = (256, 512, 1024, 2048)
 
 
 class Case(NamedTuple):
-    """What is computed: in which type, with which dropout, on how many tokens."""
+    """A computation: in which type, with which dropout, on how many tokens."""
 
     dtype: str
     dropout: float

@@ -84,7 +84,7 @@ class OurTraining(Side):
         return graphs is not None and graphs.replays
 
     def batch(self, step: int) -> Batch:
-        """What step ``step``, counted from 0, takes in: the other sides get the same."""
+        """The input of step ``step``, counted from 0: the other sides get the same."""
         size, first = self._shape.micro_batch, step * self._shape.micro_batch * self._shape.microbatches
         starts = (first + index * size for index in range(self._shape.microbatches))
         names = ("tokens", "labels")

@@ -1,4 +1,4 @@
-"""What the settings of glibc's allocator bring that the launcher makes before it starts the ranks.
+"""The gain of the settings of glibc's allocator that the launcher makes before it starts the ranks.
 
 They stand from the start of a process on, so both sides are processes of their own, one after the other in turns.
 """

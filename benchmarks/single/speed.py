@@ -48,7 +48,7 @@ def measure(shape: str, samples: int) -> dict[str, Any]:
 
 
 def label(name: str, precision: Precision) -> str:
-    """What samples and tables call a side."""
+    """The name of a side in samples and tables."""
     return f"{name}, {precision}"
 
 

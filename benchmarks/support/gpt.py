@@ -19,7 +19,7 @@ def gpt_options(shape: Shape) -> GptOptions:
 
 
 def train_section(shape: Shape, data: int = 1) -> dict[str, int]:
-    """What the section ``train`` of a run on ``data`` data-parallel ranks says of these sizes."""
+    """The section ``train`` for these sizes, of a run on ``data`` data-parallel ranks."""
     return {
         "sequence_length": shape.sequence,
         "micro_batch_size": shape.micro_batch,

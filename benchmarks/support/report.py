@@ -1,4 +1,4 @@
-"""What the results of every benchmark look like: a heading that says what ran where, and tables of markdown."""
+"""The form of the results of every benchmark: a heading that says what ran where, and tables of markdown."""
 
 from __future__ import annotations
 

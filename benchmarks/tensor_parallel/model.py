@@ -47,7 +47,7 @@ class Side(Protocol):
 
 
 def gathered(mine: Any) -> list[Any]:
-    """What every rank has, by rank."""
+    """The tensors of every rank, by rank."""
     everyone: list[Any] = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(everyone, mine)
     return everyone

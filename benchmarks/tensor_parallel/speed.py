@@ -82,7 +82,7 @@ def _in_turn(sides: Mapping[str, Side]) -> dict[str, float]:
 
 
 def _rest() -> None:
-    """What the other rank does while one computes alone: it waits in a barrier, which needs no core."""
+    """The other rank's work while one computes alone: it waits in a barrier, which needs no core."""
 
 
 def report(*, quick: bool) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""What MkDocs calls while it builds the site: navigation, pages made from the sources, links that leave docs/."""
+"""Functions that MkDocs calls in a build: navigation, pages made from the sources, links that leave docs/."""
 
 from __future__ import annotations
 

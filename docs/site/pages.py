@@ -117,7 +117,7 @@ Entry-point group `{entry_point_group(kind)}`.
 
 
 def _about(kind: str) -> str:
-    """What a kind decides: the docstring of its contract, which begins with the kind's name."""
+    """The decisions of a kind: the docstring of its contract, which begins with the kind's name."""
     text = summary(f"megatron_run.contracts.{kind.replace('-', '_')}").partition(": ")[2]
     return text[:1].upper() + text[1:]
 

@@ -87,6 +87,9 @@ def style_faults(file: Path, tree: ast.AST) -> Iterator[str]:
     yield from (
         f"line {node.lineno}: hand state down instead" for node in ast.walk(tree) if isinstance(node, ast.Global)
     )
+    described = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    texts = (ast.get_docstring(node) or "" for node in ast.walk(tree) if isinstance(node, described))
+    yield from (f"begin with a noun or a verb: {text[:40]}" for text in texts if text.startswith("What "))
 
 
 def size_faults(file: Path, tree: ast.AST, lines: int) -> Iterator[str]:
@@ -113,9 +116,9 @@ def test_sources_keep_the_style_and_every_file_is_a_small_room() -> None:
 
 
 def test_other_files_are_found() -> None:
-    tree = ast.parse("def f():\n    global state" + LINES_PER_FUNCTION * "\n    state = 1")
+    tree = ast.parse("def f():\n    '''What it does.'''\n    global state" + LINES_PER_FUNCTION * "\n    state = 1")
     file = ROOT / "core" / "kernel" / "utils.py"
-    assert len([*style_faults(file, tree)]) == 2
+    assert len([*style_faults(file, tree)]) == 3
     assert len([*size_faults(file, tree, LINES_PER_FILE + 1)]) == 3
 
 

@@ -16,7 +16,7 @@ WAYS = ("eager", "grouped_mm")
 
 
 def name_of(way: str) -> str:
-    """What tables call the side."""
+    """The name of the side in tables."""
     return f"Hugging Face, {way}"
 
 

@@ -77,5 +77,5 @@ def bytes_of(state: Mapping[Any, Mapping[str, Any]]) -> int:
 
 
 def by_name(model: nn.Module, infos: Infos) -> dict[str, ParamInfo]:
-    """What is known of each parameter of ``model``, by its name there: that stays when parameters are replaced."""
+    """The knowledge of each parameter of ``model``, by its name there: that stays when parameters are replaced."""
     return {name: infos[parameter] for name, parameter in model.named_parameters()}

@@ -57,7 +57,7 @@ class SplitBackward:
         self._open.close()
 
     def finisher(self) -> Callable[[], None]:
-        """What was kept back since the last call, to be computed when the schedule says: a ``dw_builder``."""
+        """The work that was kept back since the last call, to be computed when the schedule says: a ``dw_builder``."""
         key = (self._count, 0)
         self.stop()
         self._count += 1

@@ -111,7 +111,7 @@ class PlainGpt(nn.Module):
 
 
 def _plan(layers: int) -> dict[str, Any]:
-    """What each module is split by.
+    """The split of each module.
 
     The input of query, key and value is made a DTensor once: their three gradients then add up before the one
     all-reduce, which takes less time than three.

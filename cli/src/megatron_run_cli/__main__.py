@@ -32,7 +32,7 @@ class BeforeTorch:
     """
 
     def find_spec(self, name: str, path: Sequence[str] | None, _target: object = None) -> ModuleSpec | None:
-        """What the others find of torch, with a loader that prepares the process first; None for anything else."""
+        """The others' finding of torch, with a loader that prepares the process first; None for anything else."""
         if name != "torch":
             return None
         others = (finder.find_spec(name, path) for finder in sys.meta_path if finder is not self)

@@ -141,7 +141,7 @@ def _refusal(error: click.ClickException) -> str:
 
 
 def _ended(error: BaseException) -> str:
-    """What ended a command, and how it goes on where that is noted; click's Abort is caused by a KeyboardInterrupt."""
+    """The end of a command, and how it goes on where that is noted; click's Abort is caused by a KeyboardInterrupt."""
     notes = getattr(error, "__notes__", ()) or getattr(error.__cause__, "__notes__", ())
     return "; ".join((str(error) or "interrupted", *notes))
 

@@ -100,7 +100,7 @@ def flush_output() -> OSError | None:
 
 
 def full_disk(error: BaseException) -> RunError | None:
-    """What the user is told where ``error`` is that of a full disk, else None."""
+    """The message where ``error`` is that of a full disk, else None."""
     if not isinstance(error, OSError) or error.errno not in _NO_ROOM:
         return None
     fix = "make room there, and run the same command again"

@@ -1,4 +1,4 @@
-"""What commands of ``megatron-run data`` are told of the texts that they read."""
+"""Options of ``megatron-run data`` about the texts that its commands read."""
 
 from __future__ import annotations
 

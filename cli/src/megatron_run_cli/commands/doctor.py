@@ -49,7 +49,7 @@ class Finding:
 
     @property
     def exit_code(self) -> ExitCode:
-        """What the finding means for a script."""
+        """The exit code of the finding for a script."""
         return {"FAILED": ExitCode.INPUT, "BROKEN": ExitCode.PLUGIN}.get(self.state, ExitCode.DONE)
 
 

@@ -267,7 +267,7 @@ def schedule(
 @json_option
 @debug_option
 def goodput(request: Request, *, gpus: int | None, machine: Device, days: float, as_json: bool, **asked: Any) -> None:
-    """What the best split of a model yields in a month of failures, saves and stragglers."""
+    """Yield of the best split of a model in a month of failures, saves and stragglers."""
     from megatron_run_cli.reports import plan_report as report
     from megatron_run_planner.goodput import Conditions, best_interval, simulate_run
     from megatron_run_planner.schedules import Schedules

@@ -134,7 +134,7 @@ def train(  # noqa: PLR0913  # one argument an option: so click calls it
 
 
 def _as_json(result: RunResult) -> dict[str, object]:
-    """What a script wants to know of a run that has ended."""
+    """The record for scripts of a run that has ended."""
     return {
         "exit_code": int(result.code),
         "retry": result.code.retry,

@@ -102,7 +102,7 @@ complete --no-files --command %(prog_name)s --arguments "(%(complete_func)s)"
 
 
 class _Complete(ShellComplete):
-    """What is the same for every shell."""
+    """The part that is the same for every shell."""
 
     def source(self) -> str:
         """The script."""
@@ -141,7 +141,7 @@ class Bash(_Complete, BashComplete):
         return words[1:], incomplete
 
     def format_completion(self, item: CompletionItem[str]) -> str:
-        """What replaces the last part of the word."""
+        """The text that replaces the last part of the word."""
         value = str(item.value)
         return f"{item.type},{value.removeprefix(self._kept) if item.type == 'plain' else value}"
 

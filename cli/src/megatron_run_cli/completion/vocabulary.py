@@ -1,4 +1,4 @@
-"""What the keys of a configuration may be, as far as a completion says it: learned once, kept in the user's cache.
+"""Values that keys of a configuration may have, as far as a completion says it: learned once, kept in the user's cache.
 
 Asking every plugin for its options imports torch, which takes seconds; a completion has a fraction of one.
 """
@@ -37,7 +37,7 @@ class Vocabulary(NamedTuple):
 
 
 def learned(catalog: Catalog) -> Vocabulary:
-    """What was learned, of plugins that are installed as they were then; else the keys of the kernel alone."""
+    """Vocabulary learned of plugins that are installed as they were then; else the keys of the kernel alone."""
     content = _read()
     if content is None:
         return Vocabulary(_words(_kernel_keys()), {})
@@ -78,7 +78,7 @@ def _file() -> Path | None:
 
 
 def _read() -> dict[str, Any] | None:
-    """What this version has kept."""
+    """The vocabulary that this version has kept."""
     file = _file()
     content = None if file is None else SafeFolder(file.parent).read_json(file.name)
     return content if content is not None and content.get("version") == __version__ else None
@@ -89,7 +89,7 @@ def _marks(catalog: Catalog) -> list[str]:
 
 
 def _mark(entry: Entry) -> str:
-    """What changes with a plugin: where it comes from, and its version."""
+    """The traits that change with a plugin: where it comes from, and its version."""
     return " ".join((str(entry), entry.value, entry.distribution, entry.version, entry.location))
 
 

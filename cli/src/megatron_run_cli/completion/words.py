@@ -1,4 +1,4 @@
-"""What may be typed at each place: functions that click calls with a context, a parameter and the word so far.
+"""Words that may be typed at each place: functions that click calls with a context, a parameter and the word so far.
 
 A word of several parts, as ``schedule=interleaved,group_size=4``, is completed part by part. A file whose name a shell
 would want quoted is left to whoever types it.

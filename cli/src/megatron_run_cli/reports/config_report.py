@@ -26,7 +26,7 @@ def show(run: ResolvedRun) -> str:
 
 
 def show_json(run: ResolvedRun) -> dict[str, Any]:
-    """What :func:`show` says as data: dotted key -> value, origin and layer."""
+    """The text of :func:`show` as data: dotted key -> value, origin and layer."""
     found: dict[str, Any] = {}
     for key, value in leaves(sections(run)):
         origin = _origin(run, key)

@@ -70,7 +70,7 @@ def _memory(
 
 
 def _needs_engine() -> str:
-    """What a dry run without the engine leaves out."""
+    """The parts that a dry run without the engine leaves out."""
     return f"parameters, memory and graphs are known with the engine only; type: {how_to_install(ENGINE)}"
 
 

@@ -87,7 +87,7 @@ class KeyInfo:
 
 
 def explain(key: str, run: ResolvedRun | None = None) -> str:
-    """What ``key`` (``train.lr``), or each key of a section (``train``), means: type, default, bounds, meaning.
+    """The meaning of ``key`` (``train.lr``), or of each key of a section (``train``): type, default, bounds, meaning.
 
     With ``run``, also the value it has there and where it came from. Options are those of the run's plugins, or of
     every installed plugin. Raises :class:`InputError` for an unknown key, and for an option that only the engine knows

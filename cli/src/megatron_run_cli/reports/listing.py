@@ -1,4 +1,4 @@
-"""What ``megatron-run plugins list|info|why`` say, as data. Listing imports no plugin and nothing heavy."""
+"""The output of ``megatron-run plugins list|info|why`` as data. Listing imports no plugin and nothing heavy."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Listing:
 
 
 def list_plugins(catalog: Catalog | None = None, *, check: bool = False) -> Listing:
-    """What is installed, from metadata alone. With ``check`` each that fits this kernel is imported, in a child."""
+    """The installed plugins, from metadata alone. With ``check`` each that fits this kernel is imported, in a child."""
     catalog = scan() if catalog is None else catalog
     entries = [entry for kind in KINDS for entry in catalog.of_kind(kind)]
     listed = [_listed(entry, catalog) for entry in entries]

@@ -73,7 +73,7 @@ class StageMemory:
 
     @cached_property
     def remedies(self) -> Remedies | None:
-        """What to turn; None where it fits, or the planner does not know the model."""
+        """The remedies; None where it fits, or the planner does not know the model."""
         from megatron_run_planner.remedies import remedies
         from megatron_run_planner.schedules import Schedules
 
@@ -174,7 +174,7 @@ def _verdict(memory: StageMemory) -> str:
 
 
 def _advice(memory: StageMemory) -> Iterator[str]:
-    """What to turn, by the planner's numbers: memory of the fullest rank, and the step's time over today's."""
+    """The remedies, by the planner's numbers: memory of the fullest rank, and the step's time over today's."""
     found, device = memory.remedies, memory.device
     if found is None or device is None:
         return

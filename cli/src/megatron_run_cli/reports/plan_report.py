@@ -1,4 +1,4 @@
-"""What ``plan`` prints: the best splits, two compared, predictions beside measured steps."""
+"""The output of ``plan``: the best splits, two compared, predictions beside measured steps."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def choice_text(
 
 
 def _next(best: Candidate, device: Device, written: Path | None, install: Sequence[str]) -> str:
-    """What to type to train so."""
+    """The command that trains so."""
     ranks, own = best.split.ranks, device.links.machine
     start = f"--nproc {ranks}" if ranks <= own else f"on {-(-ranks // own)} machines (docs/jobs)"
     file = written or "best.yaml"
@@ -63,14 +63,14 @@ def written_line(task: Task, file: Path) -> str:
 
 
 def _heading(task: Task, verb: str, each: Candidate, device: Device) -> list[str]:
-    """What the numbers below are of."""
+    """The subject of the numbers below."""
     batch = f"{each.split.global_batch} x {task.model.sequence} tokens"
     asked = f"{task.model.parameters / 1e9:.1f}B parameters {verb} {each.split.ranks} x {device.name}, batch {batch}"
     return [asked, *_reading(task)]
 
 
 def _reading(task: Task) -> list[str]:
-    """What numbers rest on, where the model is not read as it is."""
+    """The ground of the numbers, where the model is not read as it is."""
     return [f"read as {task.reading}"] if task.reading else []
 
 
@@ -254,7 +254,7 @@ def _gain(answer: Answer) -> str:
 
 
 def found_line(answer: Answer, device: Device) -> str:
-    """What the written file says of itself."""
+    """The comment of the written file."""
     return f"Predicted: {answer.candidate.step.seconds:.3f} s a step on {device.name}, {_gain(answer)}."
 
 
@@ -273,7 +273,7 @@ def found_record(task: Task, answer: Answer, device: Device) -> dict[str, Any]:
 
 
 def yield_text(task: Task, best: Candidate, device: Device, conditions: Conditions, month: Yield, days: float) -> str:
-    """What is left of a month, where the rest goes, and the interval between saves beside Young's."""
+    """The rest of a month, where the rest goes, and the interval between saves beside Young's."""
     told = yield_record(task, best, conditions, month, days)
     shares = {
         "kept work": month.useful,
@@ -363,7 +363,7 @@ def accuracy_record(found: Accuracy, device: Device) -> dict[str, Any]:
 
 
 def gpu_lines(device: Device) -> list[str]:
-    """What a measured GPU reaches, and what its host needs."""
+    """The rates of a measured GPU, and the time of its host."""
     peak, memory, host = device.peak / 1e12, device.bandwidth / 1e12, device.host
     return [
         device.name,
@@ -375,7 +375,7 @@ def gpu_lines(device: Device) -> list[str]:
 
 
 def device_lines(device: Device, survey: Survey) -> list[str]:
-    """What a measured device reaches, and what its ranks cost each other."""
+    """The rates of a measured device, and what its ranks cost each other."""
     half = max(2 * rows * columns * depth / seconds for rows, columns, depth, seconds in survey.half_products)
     lines = [
         f"{device.name}",

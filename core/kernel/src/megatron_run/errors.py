@@ -42,7 +42,7 @@ class ExitCode(IntEnum):
 
     @property
     def stopped_by(self) -> str:
-        """What stops a run with this code: a signal by its name, or the time limit."""
+        """The cause that stops a run with this code: a signal by its name, or the time limit."""
         return "the time limit" if self is ExitCode.TIME_LIMIT else self.name
 
 
@@ -81,7 +81,7 @@ class PluginError(RunError):
 
 
 class EngineMissingError(PluginError):
-    """What was asked for needs the engine, and only the kernel is installed."""
+    """A request that needs the engine, where only the kernel is installed."""
 
 
 class ScheduleError(PluginError):
@@ -152,7 +152,7 @@ _ALLOCATOR, _VERBS = "DefaultCPUAllocator", "ibv_"
 
 
 def system_limit(error: BaseException) -> RunError | None:
-    """What the user is told where ``error`` is a limit of the machine or of the shell, else None."""
+    """The message where ``error`` is a limit of the machine or of the shell, else None."""
     number = error.errno if isinstance(error, OSError) else None
     text = str(error) if isinstance(error, RuntimeError) else ""  # torch, gloo and Python's own threads have no numbers
     if number in (errno.EMFILE, errno.ENFILE) or os.strerror(errno.EMFILE) in text:
@@ -191,7 +191,7 @@ def check_engine(cause: BaseException, what: str, origin: str = "") -> None:
 
 
 def how_to_install(distribution: str, kernel: Path = Path(__file__)) -> str:
-    """What to type to get a first-party ``distribution``; ``kernel`` is a module of the kernel that runs.
+    """The command that brings a first-party ``distribution``; ``kernel`` is a module of the kernel that runs.
 
     A kernel that runs from a checkout asks for the checkout's other folders: no index may have that version. Of two
     folders the engine's comes first, since pip looks on the index for what a plugin needs and does not find installed.
@@ -225,7 +225,7 @@ def _distribution_of(folder: Path, root: Path) -> str:
 
 
 class ToldToEnd(BaseException):
-    """What a handler of a signal raises. Not an Exception, which a library might take for its own."""
+    """The exception of a handler of a signal. Not an Exception, which a library might take for its own."""
 
 
 def let_end(error: BaseException) -> None:
@@ -303,7 +303,7 @@ def from_hub(path: Path) -> str:
 
 
 def taken(what: object, option: str = "") -> InputError:
-    """What every command says where ``what`` is there already.
+    """The refusal of every command where ``what`` is there already.
 
     ``option`` is what named it, in a command that has ``--overwrite`` too; without one the command makes a new folder.
     """

@@ -1,4 +1,4 @@
-"""What a long run really yields: failures, saves, restarts and stragglers, by a seeded simulation and in closed form.
+"""The yield of a long run: failures, saves, restarts and stragglers, by a seeded simulation and in closed form.
 
 A run computes for an *interval*, saves for a *stall*, and repeats. A failure of any device loses the work since the
 last save and costs a *restart*. Failures are a Poisson process (exponential times between them).

@@ -295,7 +295,7 @@ def _swept_head(model: Model, split: Split, device: Device) -> tuple[float, floa
 
 
 def _joined(computed: float, launched: float, device: Device) -> float:
-    """What takes ``computed`` seconds on the device and ``launched`` on its host."""
+    """The time of work of ``computed`` seconds on the device and ``launched`` on its host."""
     if not device.host.overlaps:
         return computed + launched
     power = device.host.power

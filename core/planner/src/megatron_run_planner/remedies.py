@@ -1,4 +1,4 @@
-"""What to turn when a run does not fit: each setting that saves memory, alone, and the fewest that suffice together.
+"""Remedies for a run that does not fit: each setting that saves memory, alone, and the fewest that suffice together.
 
 A remedy is judged by the difference that it makes to the planner's own count, on top of the bytes that the caller knows
 better: a dry run counts its activations layer by layer.
@@ -40,7 +40,7 @@ class Remedies:
 
 
 def remedies(task: Task, device: Device, schedules: Schedules, counted: float) -> Remedies:
-    """What to change in ``task``, whose fullest rank needs ``counted`` bytes. Nothing where the planner refuses it."""
+    """Changes of ``task``, whose fullest rank needs ``counted`` bytes. Nothing where the planner refuses it."""
     judge = _Judge(task, device, schedules, counted)
     if judge.now is None:
         return Remedies((), None)
@@ -61,7 +61,7 @@ class _Judge:
         self.now = self._described(task.split)
 
     def remedy(self, settings: tuple[str, ...], split: Split) -> Remedy | None:
-        """What ``split`` needs and takes; None when its schedule refuses it."""
+        """The bytes and seconds of ``split``; None when its schedule refuses it."""
         then = self._described(split)
         if then is None or self.now is None:
             return None

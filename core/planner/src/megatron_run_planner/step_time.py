@@ -75,7 +75,7 @@ def simulate_shared(
 
 
 def _awaited(action: Action, position: int, positions: int) -> Result | None:
-    """What ``action`` at ``position`` waits for from another position; None if nothing."""
+    """The action at another position for which ``action`` at ``position`` waits; None if nothing."""
     if action.op == "F" and position:
         return False, position - 1, action.microbatch
     if action.op in "BI" and position + 1 < positions:
@@ -127,7 +127,7 @@ def place_times(
 
 
 def last_time(model: Model, split: Split, device: Device) -> Passes:
-    """What follows the last layer: the head, and for each predictor a layer like the last one and a head."""
+    """The work after the last layer: the head, and for each predictor a layer like the last one and a head."""
     head = head_time(model, split, device)
     if not model.predictors:
         return head

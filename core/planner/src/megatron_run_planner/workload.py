@@ -1,4 +1,4 @@
-"""What is trained, and how it is split over devices: all that the planner knows of a run.
+"""The model that is trained, and its split over devices: all that the planner knows of a run.
 
 Legend: ``s`` sequence, ``b`` micro batch, ``h`` hidden, ``t`` tensor-parallel size, ``V`` vocabulary.
 """

@@ -245,7 +245,7 @@ def _has_mask(indices: Sequence[Tensor | None]) -> bool:
 
 
 class Linted(NamedTuple):
-    """What is known of a region before it is recorded.
+    """The knowledge of a region before it is recorded.
 
     ``handed_over`` are the parameters whose layers submit their gradients to the accumulator: a replayed backward
     bypasses it for these. ``outputs`` are the region's outputs, without values. ``read`` is the memory from outside

@@ -1,4 +1,4 @@
-"""What travels with weights beside their checkpoints: the tokenizer that they were trained with, and their source.
+"""Files that travel with weights beside their checkpoints: the tokenizer that they were trained with, and their source.
 
 A run keeps the files of its tokenizer under fixed names, and each step records their SHA-256. So a step knows its
 tokenizer wherever its folder goes, and notices another file in its place. What an import has kept of its source is
@@ -42,7 +42,7 @@ class TokenizerFiles(NamedTuple):
 def tokenizer_files(
     place: Path, end: int | None = None, *, configured: str | None = None, template: str | None = None
 ) -> TokenizerFiles:
-    """What is kept of the tokenizer in the file or folder ``place``: files that say all of it by themselves.
+    """The files that are kept of the tokenizer in the file or folder ``place``: files that say all of it by themselves.
 
     ``end`` is the token that ended the documents of a run, ``configured`` the user's name for the tokenizer where
     ``place`` is a copy of it, ``template`` what rendered its conversations, None for the tokenizer's own. Raises
@@ -95,7 +95,7 @@ def keep_source(other: Path, home: Path) -> None:
 
 
 def source_files(home: Path) -> dict[str, Path]:
-    """What an import has kept of its source in ``home``, which may be somebody else's: no link is followed."""
+    """Files that an import has kept of its source in ``home``, which may be somebody else's: no link is followed."""
     paths = [path for path in (home / SOURCE).glob("*") if path.is_symlink() or path.is_file()]
     for path in paths:
         read_own(home, f"{SOURCE}/{path.name}")

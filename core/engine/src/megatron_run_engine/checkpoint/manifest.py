@@ -137,7 +137,7 @@ class TokenizerRecord(Record):
 
 
 class AdaptersRecord(Record):
-    """What a step of adapters adds to frozen weights (:class:`megatron_run.contracts.Adapters`), and to which.
+    """The addition of a step of adapters to frozen weights (:class:`megatron_run.contracts.Adapters`), and to which.
 
     ``base`` is the folder of their step and ``sha256`` that of its manifest; both are empty for random weights.
     """

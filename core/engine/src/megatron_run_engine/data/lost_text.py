@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def counter_of_lost(tokenizer: tokenizers.Tokenizer, bytes_: Mapping[str, int]) -> LostText | None:
-    """What counts the text that ``tokenizer`` loses; None for one that has a token for every text.
+    """The counter of the text that ``tokenizer`` loses; None for one that has a token for every text.
 
     ``bytes_`` are the characters by which GPT-2's vocabulary names bytes.
     """

@@ -69,7 +69,7 @@ def words(text: str) -> list[str]:
 
 
 class _Spaced(dict[int, str]):
-    """What a character becomes in a text whose words are apart; found when it is first met."""
+    """The form of a character in a text whose words are apart; found when it is first met."""
 
     def __missing__(self, code: int) -> str:
         character = chr(code)

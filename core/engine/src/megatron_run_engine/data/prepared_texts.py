@@ -96,7 +96,7 @@ class PreparedTexts(DataSource):
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
-        """What made the tokens."""
+        """The tokenizer that made the tokens."""
         return open_tokenizer(self._tokenizer_name)
 
     @cached_property

@@ -62,7 +62,7 @@ _END = struct.Struct("<QQ8s")
 
 @dataclass(frozen=True)
 class Making:
-    """What a text's tokens follow from beside its contents."""
+    """The causes of a text's tokens beside its contents."""
 
     tokenizer: Tokenizer
     shares: Shares
@@ -225,7 +225,7 @@ def _pieces(content: memoryview) -> Iterator[memoryview]:
 
 
 def _about(content: memoryview) -> dict[str, Any]:
-    """What an entry says of itself. Raises :class:`_DamagedError` if its end is missing or was changed."""
+    """An entry's description of itself. Raises :class:`_DamagedError` if its end is missing or was changed."""
     if len(content) >= _END.size:
         length, told, magic = _END.unpack(content[-_END.size :])
         record = content[max(0, len(content) - _END.size - length) : len(content) - _END.size]

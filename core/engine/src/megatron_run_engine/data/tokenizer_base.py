@@ -1,4 +1,4 @@
-"""What every tokenizer is: its interface, and what those of libraries share."""
+"""The interface of every tokenizer, and what those of libraries share."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Tokenizer(ABC):
     @property
     @abstractmethod
     def identity(self) -> str:
-        """What it is, in one line: library, version and hash; or ``bytes``."""
+        """Its identity in one line: library, version and hash; or ``bytes``."""
 
     @abstractmethod
     def encode(self, content: bytes, source: object) -> NDArray[np.integer[Any]]:

@@ -123,7 +123,7 @@ def _lacks_model(path: Path) -> bool:
 
 
 def opened(path: Path, folder: FolderTokenizer | None) -> tokenizers.Tokenizer:
-    """What :func:`find_tokenizer` has found. Raises :class:`DataError`."""
+    """The tokenizer that :func:`find_tokenizer` has found. Raises :class:`DataError`."""
     import tokenizers
 
     try:
@@ -192,7 +192,7 @@ def _bert(vocabulary: Path) -> tokenizers.Tokenizer:
 
 
 def _options(path: Path) -> dict[str, Any]:
-    """What a ``tokenizer_config.json`` says, nothing without one."""
+    """The content of a ``tokenizer_config.json``, empty without one."""
     if not path.is_file():
         return {}
     try:

@@ -31,7 +31,7 @@ Compression = Literal["", "gz", "zst"]
 
 
 class Foreign(NamedTuple):
-    """What a file is that is no text, and what makes it one."""
+    """The kind of a file that is no text, and what makes it one."""
 
     why: str
     fix: str
@@ -109,7 +109,7 @@ def refuse_pointer(path: Path, start: bytes | None = None) -> None:
 
 
 def foreign(start: bytes) -> Foreign | None:
-    """What a file is that begins with ``start`` and holds no text; None where it may be text."""
+    """The kind of a file that begins with ``start`` and holds no text; None where it may be text."""
     found = next((what for magic, what in _FOREIGN.items() if start.startswith(magic)), None)
     if found or b"\0" not in start:
         return found
@@ -198,7 +198,7 @@ def _zstandard(path: Path) -> Any:
 
 
 def packing(path: Path, file: BinaryIO) -> AbstractContextManager[BinaryIO]:
-    """What compresses into the open ``file`` as the name of ``path`` says; equal contents make equal files.
+    """The compressor into the open ``file``, as the name of ``path`` says; equal contents make equal files.
 
     Raises :class:`DataError` without the library.
     """

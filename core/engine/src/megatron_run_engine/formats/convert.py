@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Imported:
-    """What was imported: the ``format`` of the source, the number of weights, the moments, notes for the user."""
+    """An import: the ``format`` of the source, the number of weights, the moments, notes for the user."""
 
     folder: str
     format: str
@@ -83,7 +83,7 @@ def _too_many_ids(weights: Weights) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class Exported:
-    """What was exported: a ``step`` of the run at ``source``."""
+    """An export: a ``step`` of the run at ``source``."""
 
     source: str
     step: int

@@ -1,4 +1,4 @@
-"""What an export takes of the files that are kept beside weights."""
+"""The files kept beside weights that an export takes."""
 
 from __future__ import annotations
 

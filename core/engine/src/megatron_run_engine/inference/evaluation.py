@@ -1,4 +1,4 @@
-"""What the ranks of ``megatron-run eval`` do, and where the numbers of a run are kept."""
+"""The work of the ranks of ``megatron-run eval``, and where the numbers of a run are kept."""
 
 from __future__ import annotations
 

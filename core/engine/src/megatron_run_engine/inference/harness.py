@@ -151,7 +151,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # the harness has no anno
         return texts
 
     def _continued(self, contexts: Sequence[str], settings: TextSettings) -> list[str]:
-        """What the model writes after each of ``contexts``, decoded by itself, as by the harness's ``hf``.
+        """The text that the model writes after each of ``contexts``, decoded by itself, as by the harness's ``hf``.
 
         SentencePiece leaves out the space before the first word of a text, and so of what was written.
         """

@@ -1,4 +1,4 @@
-"""What the ranks of ``megatron-run generate`` do: each loads its part, all write, and the first one answers."""
+"""The work of the ranks of ``megatron-run generate``: each loads its part, all write, and the first one answers."""
 
 from __future__ import annotations
 

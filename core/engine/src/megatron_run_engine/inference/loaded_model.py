@@ -1,4 +1,4 @@
-"""What a user of Python holds: a model that can be called, and that writes."""
+"""The model that a user of Python holds, one that can be called, and that writes."""
 
 from __future__ import annotations
 
@@ -297,7 +297,7 @@ class Page:
             yield number, self._texts[number].push()
 
     def completions(self) -> list[Completion]:
-        """What was written so far."""
+        """The text that was written so far."""
         return [text.completion() for text in self._texts]
 
 
@@ -335,7 +335,7 @@ class _Text:
         return piece
 
     def completion(self) -> Completion:
-        """What was written."""
+        """The text that was written."""
         tokens = self.row.tokens
         return Completion(
             prompt=self._prompt,

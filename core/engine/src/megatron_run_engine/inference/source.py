@@ -1,4 +1,4 @@
-"""What lies in a folder: a saved step of a run or of an import, or a model in a format of another program."""
+"""The model in a folder: a saved step of a run or of an import, or a model in a format of another program."""
 
 from __future__ import annotations
 

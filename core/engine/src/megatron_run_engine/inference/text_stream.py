@@ -97,7 +97,7 @@ class TextStream:
         return shown
 
     def _new(self, text: str, end: int) -> str:
-        """What ``text``, of the tokens from ``_from`` on, has up to ``end`` and was not given out."""
+        """The part of ``text``, of the tokens from ``_from`` on, up to ``end`` that was not given out."""
         piece, self._given = text[self._given : end], max(self._given, end)
         return piece
 

@@ -191,7 +191,7 @@ def _checked(run: ResolvedRun) -> ResolvedRun:
 
 
 def _as_request(run: ResolvedRun) -> Request:
-    """What another process needs to resolve ``run`` again. Objects of this process cannot be handed over."""
+    """The record by which another process resolves ``run`` again. Objects of this process cannot be handed over."""
     from megatron_run.planning import to_yaml
 
     handed_in = [str(plugin) for many in run.plugins.values() for plugin in many if plugin.origin == "python"]

@@ -95,7 +95,7 @@ def exit_code(error: BaseException) -> ExitCode:
 
 
 def one_line(error: BaseException) -> str:
-    """What the user is told: the text of a documented failure, else the exception and where it was raised."""
+    """The message for the user: the text of a documented failure, else the exception and where it was raised."""
     if isinstance(error, KeyboardInterrupt):
         return "interrupted"
     known = classify(error)
@@ -115,7 +115,7 @@ def _notes(error: BaseException) -> str:
 
 
 def last_line(error: BaseException, folder: Path | None, typed: ResolvedRun | None = None) -> str:
-    """What the user is told when ``error`` ends the run in ``folder``; ``typed`` as in :func:`how_to_resume`."""
+    """The message for the user when ``error`` ends the run in ``folder``; ``typed`` as in :func:`how_to_resume`."""
     line = one_line(error)
     return interrupted(line, folder, typed) if isinstance(error, KeyboardInterrupt) else line
 
@@ -135,7 +135,7 @@ def last_saved(folder: Path | None) -> int | None:
 
 
 def how_to_resume(folder: Path, typed: ResolvedRun | None = None) -> str:
-    """What to add to the command of a run that ended in ``folder``.
+    """The addition to the command of a run that ended in ``folder``.
 
     ``typed`` is the run as its command asks for it; without it, whatever folder and step that names.
     """

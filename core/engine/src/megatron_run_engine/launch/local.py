@@ -38,7 +38,7 @@ _POLL = 0.02
 
 @dataclass(frozen=True)
 class LocalPlan:
-    """What to start: ``size`` ranks of ``program`` with ``threads`` threads each.
+    """A job to start: ``size`` ranks of ``program`` with ``threads`` threads each.
 
     With ``fork`` the ranks are forked from a process that has imported everything, and ``program`` is not used.
     ``show`` gets what rank 0 prints, None for silence, and ``shown_environment`` is for rank 0 only, which then knows

@@ -34,7 +34,7 @@ RANK_PROGRAM = (sys.executable, "-P", "-m", "megatron_run_engine.launch.rank")
 
 @dataclass(frozen=True)
 class Task:
-    """What ranks do instead of a training: functions of ``module``, named so that another process finds them.
+    """The work of ranks instead of a training: functions of ``module``, named so that another process finds them.
 
     They get ``arguments``, a mapping of JSON's types. ``resolve_run(request, arguments)`` returns the run, equal on all
     ranks; ``work(run, world, activity, arguments)`` does this rank's part of the task.
@@ -55,7 +55,7 @@ class Task:
 
 @dataclass(frozen=True)
 class Job:
-    """What a rank must know and does not find in its environment.
+    """The knowledge that a rank needs and does not find in its environment.
 
     ``request`` is what the user typed; ``folder``, ``attempt`` the run folder opened by the launcher; ``init_method``
     the address of the rendezvous; ``lifeline`` a file descriptor that reads end-of-file when the launcher is gone.

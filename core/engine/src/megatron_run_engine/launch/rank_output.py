@@ -1,4 +1,4 @@
-"""What a rank prints: its way to the log, a local rank 0's from there to the terminal, and what the launcher reads.
+"""The output of a rank: its way to the log, a local rank 0's from there to the terminal, and what the launcher reads.
 
 Notices about an environment are told once in it; each leaves an empty file in the user's cache.
 """
@@ -95,7 +95,7 @@ def _log(log: RawIOBase, text: str) -> None:
 
 
 def terminal_environment() -> dict[str, str]:
-    """What a rank must know to draw for our terminal, though it writes to a file."""
+    """The variables by which a rank draws for our terminal, though it writes to a file."""
     if not sys.stdout.isatty():
         return {}
     size = shutil.get_terminal_size()

@@ -35,7 +35,7 @@ class PeerError(RunError):
 
 @dataclass(frozen=True)
 class Outcome(Generic[T]):
-    """What a piece of work returned, or what it raised, kept until the other ranks know."""
+    """The result of a piece of work, or its error, kept until the other ranks know."""
 
     values: tuple[T, ...]
     error: Exception | SystemExit | None = None

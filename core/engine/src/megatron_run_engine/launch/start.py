@@ -23,7 +23,7 @@ from megatron_run_engine.run_folder.folder import open_log
 
 
 class RankStart(NamedTuple):
-    """What one rank has for itself: variables besides those of all ranks, and the log for its descriptors 1 and 2."""
+    """The own things of one rank: variables besides those of all ranks, and the log for its descriptors 1 and 2."""
 
     variables: Mapping[str, str]
     log: Path

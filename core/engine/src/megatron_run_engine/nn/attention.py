@@ -192,7 +192,7 @@ BLOCK = 128
 
 
 class Variant(NamedTuple):
-    """What differs from softmax(q k^T / sqrt(d)) v: the fields of :class:`AttentionShape` with these names."""
+    """The differences from softmax(q k^T / sqrt(d)) v: the fields of :class:`AttentionShape` with these names."""
 
     scale: float | None = None
     window: int | None = None

@@ -89,7 +89,7 @@ class Block(nn.Module):
         return added if self.parallel else x + added
 
     def addition(self, found: Tensor, norm: nn.Module | None) -> Tensor:
-        """What a half adds to the residual stream, from what it ``found``: [s, b, h] -> [s, b, h]."""
+        """The sum that a half adds to the residual stream, from what it ``found``: [s, b, h] -> [s, b, h]."""
         added: Tensor = self.dropout(found if norm is None else norm(found))
         return added if self.scale == 1 else added * self.scale
 

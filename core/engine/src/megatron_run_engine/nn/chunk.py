@@ -222,7 +222,7 @@ class DecoderChunk(nn.Module):
         return logits if cap is None else cap * torch.tanh(logits / cap)
 
     def _scaled(self, x: Tensor) -> Tensor:
-        """What the output layer reads: logits are linear in it, and it is smaller than they are."""
+        """The input of the output layer: logits are linear in it, and it is smaller than they are."""
         return x if self.logits_scale == 1 else x * self.logits_scale
 
     def _loss(self, logits: Tensor, labels: Tensor, loss_mask: Tensor) -> tuple[Tensor, Tensor]:

@@ -102,7 +102,7 @@ class LinearCrossEntropy(nn.Module):
 
 
 class _Statistics(NamedTuple):
-    """What a backward needs besides logits; each is [N].
+    """The needs of a backward besides logits; each is [N].
 
     ``column`` of the label on this rank, if it is ``mine``; the ``largest`` logit, and the ``total`` of
     ``exp(x - largest)``, both over all ranks. ``real`` counts this rank's columns that are classes.

@@ -60,7 +60,7 @@ class Gelu:
 
 
 def shared_terms(activation: Activation | None, x: Tensor, bias: Parameter | None) -> Terms | None:
-    """What an ``activation`` shares with the layer before it, of input x: None unless it brings the bias's gradient."""
+    """The share of an ``activation`` in the layer before it, of input x: None unless it brings the bias's gradient."""
     if bias is None or not bias.requires_grad or not isinstance(activation, Gelu):
         return None
     return Terms() if torch.is_grad_enabled() and fuses(x) and x.dtype == bias.dtype else None

@@ -133,7 +133,7 @@ class Products:
         return self.forward(x, weight, bias), self.keep_input(x)
 
     def keep_input(self, x: Tensor) -> Operand:
-        """What :meth:`add_weight_gradient` takes of x [*, i]; it waits for the backward."""
+        """The factor of :meth:`add_weight_gradient` from x [*, i]; it waits for the backward."""
         return (x,)
 
     def input_gradient(self, grad: Tensor, weight: Tensor) -> Tensor:
@@ -145,7 +145,7 @@ class Products:
         return self.input_gradient(grad, weight), self.keep_gradient(grad)
 
     def keep_gradient(self, grad: Tensor) -> Operand:
-        """What :meth:`add_weight_gradient` takes of ``grad`` [*, o]; a schedule may let it wait for W."""
+        """The factor of :meth:`add_weight_gradient` from ``grad`` [*, o]; a schedule may let it wait for W."""
         return (grad,)
 
     def add_weight_gradient(self, total: Tensor, grad: Operand, x: Operand) -> None:

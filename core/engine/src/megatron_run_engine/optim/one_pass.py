@@ -61,7 +61,7 @@ class OnePass:
             self._launch(table, self._rates(table, lr, weight_decay), factor)
 
     def _rates(self, table: _Table, lr: float, weight_decay: float) -> Tensor:
-        """What differs between stretches, [n, 4]; the corrections need float64: 1 - 0.999 has four digits in fp32."""
+        """Differences between stretches, [n, 4]; the corrections need float64: 1 - 0.999 has four digits in fp32."""
         steps, rate = table.steps.double(), table.lr_mult * lr
         first, second = (1 - beta**steps for beta in self._betas)
         decay = table.decays * weight_decay

@@ -1,4 +1,4 @@
-"""What an update rule remembers from one step to the next, besides its state of single tensors.
+"""The memory of an update rule from one step to the next, besides its state of single tensors.
 
 A rule may keep numbers in its ``param_groups``, as schedule-free rules and Prodigy do. Those that its steps change are
 saved with every tensor of the group, in fields that begin with :data:`GROUP`. Texts and lists cannot be saved, and
@@ -47,7 +47,7 @@ class GroupNumbers:
         self._index = {each: index for index, group in enumerate(self._groups) for each in group["params"]}
 
     def changed(self, parameter: Parameter) -> dict[str, Any]:
-        """What steps have changed in the group of ``parameter``, by key; nothing if it is in none."""
+        """Values that steps have changed in the group of ``parameter``, by key; nothing if it is in none."""
         index = self._index.get(parameter)
         if index is None:
             return {}
@@ -166,7 +166,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _marks(optimizer: Optimizer) -> dict[str, object]:
-    """What tells that an attribute has changed, by its name."""
+    """A mark of each attribute that differs once it has changed, by its name."""
     own = {name: value for name, value in vars(optimizer).items() if name not in _OF_TORCH}
     return {
         name: mark

@@ -128,7 +128,7 @@ class Update:
         (self._state(stretch) or self._optimizers[0].state[stretch.values])[field] = value
 
     def numbers(self, stretch: Stretch) -> dict[str, Any]:
-        """What steps have changed in the group of ``stretch``, by field."""
+        """Values that steps have changed in the group of ``stretch``, by field."""
         found = [numbers.changed(stretch.values) for numbers in self._numbers]
         return {GROUP + key: value for each in found for key, value in each.items() if value is not None}
 

@@ -1,4 +1,4 @@
-"""What identifies a run, and which of its configuration keys may change between two attempts.
+"""The identity of a run, and which of its configuration keys may change between two attempts.
 
 Keys that decide what is learned are the run's identity. A change of one needs the user's word (``--extend``,
 ``--allow-change KEY``), and is then told and recorded: weights, moments, sample position and random streams go on. Keys

@@ -1,4 +1,4 @@
-"""What an attempt records of itself: its configuration, plan, environment, command and host."""
+"""The records of an attempt: its configuration, plan, environment, command and host."""
 
 from __future__ import annotations
 

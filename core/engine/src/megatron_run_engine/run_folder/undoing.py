@@ -19,7 +19,7 @@ _LOCKS = (".lock", ".lock-exclusive")
 
 @dataclass(frozen=True)
 class Before:
-    """What there was at ``path`` before a start.
+    """The state of ``path`` before a start.
 
     ``made`` is the outermost folder that the start has made for it, None for a folder that was there, and ``status``
     the content of its ``status.json``, None without one.
@@ -31,7 +31,7 @@ class Before:
 
     @classmethod
     def of(cls, path: Path, made: Path | None) -> Before:
-        """What is at ``path``, a folder that is locked."""
+        """The state of ``path``, a folder that is locked."""
         try:
             return cls(path, made, SafeFolder(path).read("status.json"))
         except OSError:  # there is none, or what no run writes

@@ -1,4 +1,4 @@
-"""What one rank runs on: the executor, its messages, gradients, collectives, random streams, metrics.
+"""The ground of one rank: the executor, its messages, gradients, collectives, random streams, metrics.
 
 ``generation`` adds tokens to texts, one forward a token.
 

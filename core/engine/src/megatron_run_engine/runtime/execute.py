@@ -67,7 +67,7 @@ class StepRecord:
 
 @dataclass(frozen=True)
 class _InFlight:
-    """What a backward needs from its forward: the inputs, and graph edges instead of outputs.
+    """The needs of a backward from its forward: the inputs, and graph edges instead of outputs.
 
     Inputs and outputs are x and then what is beside it, in the order of the boundary; none at the ends of the model. An
     output without a backward has no edge.
@@ -224,7 +224,7 @@ class Executor:
         return out, outputs
 
     def _beside(self, action: Action, out: ChunkOut) -> Iterable[Tensor]:
-        """What goes along with x, in the order of the boundary."""
+        """The tensors that go along with x, in the order of the boundary."""
         declared = self._boundary(action.microbatch).beside
         if out.beside.keys() != declared.keys():
             returned, wanted = (", ".join(sorted(names)) or "nothing" for names in (out.beside, declared))

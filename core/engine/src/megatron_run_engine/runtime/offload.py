@@ -109,7 +109,7 @@ class Traffic:
     peak: int = 0
 
     def take(self) -> tuple[float, float, float]:
-        """What was counted for :data:`METRICS`. Counts start again; what is held stays held."""
+        """The counts for :data:`METRICS`. Counts start again; what is held stays held."""
         taken = self.out / 2**20, self.back / 2**20, self.peak / 2**20
         self.out = self.back = 0
         self.peak = self.held
@@ -143,7 +143,7 @@ class _Storage:
 
 @dataclass(eq=False)
 class _Group:
-    """What one segment has saved. ``before`` is the offloaded segment before it in the same forward.
+    """The saved tensors of one segment. ``before`` is the offloaded segment before it in the same forward.
 
     Storages live as long as the autograd graph holds views of them. ``out`` is the event of their copy to the host.
     """
@@ -158,7 +158,7 @@ class _Group:
 
 @dataclass(eq=False)
 class _View:
-    """What autograd keeps in the place of a saved tensor."""
+    """The object that autograd keeps in the place of a saved tensor."""
 
     storage: _Storage
     group: _Group

@@ -121,7 +121,7 @@ class Evaluator:
         return EvalMetrics(step, "validation", found.loss, perplexity_of(found.loss), found.tokens, judged)
 
     def _judged(self) -> Mapping[str, float]:
-        """What the data makes of the model's logits for its validation split; nothing where it judges nothing."""
+        """The judgement of the data on the model's logits for its validation split; nothing where it judges nothing."""
         if self._judge is None:
             return {}
         names = [field.name for field in self._assembly.data.fields]

@@ -178,7 +178,7 @@ class StepDone(NamedTuple):
 
 @dataclass(frozen=True)
 class StepFacts:
-    """What the host knows of a step without the device: batch in samples, microbatches, learning rate, seconds.
+    """A step as the host knows it without the device: batch in samples, microbatches, learning rate, seconds.
 
     ``peak`` is the peak of the device, None if unknown.
     """

@@ -1,4 +1,4 @@
-"""What stands for peers and data where a step is counted on fake tensors, which have shapes and no values."""
+"""Stand-ins for peers and data where a step is counted on fake tensors, which have shapes and no values."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def microbatch_field(field: Field, size: int, length: int) -> Tensor:
 
 
 def received_tensors(boundary: Boundary) -> tuple[Tensor, dict[str, Tensor]]:
-    """What a chunk gets from the one before it, of which sizes that only the sender knows count as 1."""
+    """The input of a chunk from the one before it, of which sizes that only the sender knows count as 1."""
     x, *beside = (
         torch.zeros([size or 1 for size in each.shape], dtype=each.dtype, requires_grad=True)
         for each in boundary.tensors

@@ -70,7 +70,7 @@ def choose_backend(setting: Literal["auto"] | Backend, device: str) -> Backend:
 
 
 def explain_device(setting: Setting, world: World, gpus: int) -> str:
-    """What to tell the user when the CPU is used for want of GPUs; empty when there was nothing to choose."""
+    """A notice for the user when the CPU is used for want of GPUs; empty when there was nothing to choose."""
     if setting != "auto" or choose_device(setting, world, gpus) != "cpu":
         return ""
     if gpus:

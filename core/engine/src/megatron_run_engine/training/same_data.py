@@ -55,7 +55,7 @@ def check_same_data(plugin: Plugin, records: Mapping[str, DataRecord], context: 
 
 
 def _difference(found: Sequence[Mapping[str, tuple[int, str]]]) -> str:
-    """What the first rank that differs from rank 0 has; ``found`` are the samples and hash of each split, by rank."""
+    """Data of the first rank that differs from rank 0; ``found`` are the samples and hash of each split, by rank."""
     first = found[0]
     differing = ((rank, split) for rank, each in enumerate(found) for split in first if each[split] != first[split])
     rank, split = next(differing)

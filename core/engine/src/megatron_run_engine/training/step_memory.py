@@ -79,7 +79,7 @@ class LiveBytes(TorchDispatchMode):
         return result
 
     def above(self, work: Callable[[], Any]) -> tuple[Any, int]:
-        """What ``work`` returns, and the most bytes alive while it ran beyond those before."""
+        """The result of ``work``, and the most bytes alive while it ran beyond those before."""
         before = self.peak = self.now
         result = work()
         return result, self.peak - before

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Decoding:
-    """What layers must know while texts are generated, token by token, instead of read whole.
+    """The state that layers need while texts are generated, token by token, instead of read whole.
 
     The texts of a batch are the rows of a table. All rows end in the same column, so the first ``padding[i]`` columns
     of row i hold no token; None: every row is full. This pass reads columns ``first`` to ``first + s - 1``. ``caches``
@@ -161,7 +161,7 @@ class Segment:
 
 
 class ModelOptions(Protocol):
-    """What the kernel reads of a model's options, whatever else they hold.
+    """The part of a model's options that the kernel reads, whatever else they hold.
 
     ``num_layers`` layers are split over the stages. ``vocab_size`` is the number of token ids without padding; where
     the user leaves it at None, that of the data is filled in before a model is made.
@@ -173,7 +173,7 @@ class ModelOptions(Protocol):
 
 @dataclass(frozen=True)
 class NewParts:
-    """What may differ between a model and the weights that it starts from (``run.init_from``): a head, for instance.
+    """Parts that may differ between a model and the weights that it starts from (``run.init_from``), as a head.
 
     ``options`` do not change what the other weights mean. Logical tensors whose names begin with one of ``prefixes``
     start from their initial values where the weights lack them or have them in another shape, and may be left over.

@@ -260,7 +260,7 @@ class ParallelLayers(ABC):
         """
 
     def adapters(self) -> Adapters | None:
-        """What is trained in place of the model's weights; None: the weights."""
+        """The tensors that are trained in place of the model's weights; None: the weights."""
         return None
 
 

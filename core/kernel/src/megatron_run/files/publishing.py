@@ -149,7 +149,7 @@ def _parents(folder: Path) -> Iterator[None]:
 
 
 def _common_mode(paths: Iterable[Path]) -> int | None:
-    """What all of ``paths`` allow that are there; None where none is, and the umask decides."""
+    """The mode that all of ``paths`` allow that are there; None where none is, and the umask decides."""
     modes = [stat.S_IMODE(path.stat().st_mode) for path in paths if path.exists()]
     return reduce(and_, modes) if modes else None
 

@@ -48,7 +48,7 @@ def remove_left(name: str, folder: int) -> None:
 
 
 def temporary_files(name: str, folder: int) -> list[str]:
-    """What writers of ``name``, of this host, have in the open ``folder``, or left there."""
+    """The temporary files of writers of ``name``, of this host, in the open ``folder``, of killed ones too."""
     ours = re.compile(rf"\.{re.escape(_stem(name))}\.{_host()}[0-9a-f]{{8}}\.tmp")
     return [each for each in os.listdir(folder) if ours.fullmatch(each)]
 

@@ -103,7 +103,7 @@ def _action(stage: int, index: int, lists: Sequence[Sequence[Action]]) -> str:
 
 
 class Message(NamedTuple):
-    """What one stage, ``source``, sends to another, ``target``, for a microbatch.
+    """The messages that one stage, ``source``, sends to another, ``target``, for a microbatch.
 
     ``x`` is an activation sent forward, ``g`` a gradient sent backward, and where the model has some, the tensors
     beside it; ``position`` is the layout position that consumes it. If ``source == target``, it passes between two

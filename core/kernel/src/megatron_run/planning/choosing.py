@@ -213,7 +213,7 @@ def apply_suggestions(
 
 
 def _wishes(merged: ConfigSource, plugin: Plugin) -> Mapping[str, Any]:
-    """What ``plugin`` suggests with the options that it was given."""
+    """The suggestions of ``plugin`` with the options that it was given."""
     wishes = dict(plugin.info.suggests)
     for condition, more in plugin.info.suggests_with.items():
         option, _, wanted = condition.partition("=")
@@ -270,7 +270,7 @@ def _owners(kind: str, key: Key, plugins: tuple[Plugin, ...]) -> dict[str, Key]:
 
 
 def _who_has(kind: str, option: str, catalog: Catalog) -> str:
-    """What to choose to have ``option``. For an error only: it loads the first-party plugins that are installed."""
+    """The choice that brings ``option``. For an error only: it loads the first-party plugins that are installed."""
     owners = []
     for entry in catalog.of_kind(kind):
         if known_plugin(kind, entry.name):

@@ -34,7 +34,7 @@ def describe(run: ResolvedRun) -> str:
 
 
 def run_record(run: ResolvedRun) -> dict[str, Any]:
-    """What :func:`describe` says as data, with the whole configuration."""
+    """The text of :func:`describe` as data, with the whole configuration."""
     return {
         "plugins": {kind: [_plugin_record(each) for each in many] for kind, many in run.plugins.items()},
         "topology": {
@@ -153,7 +153,7 @@ def _plans(run: ResolvedRun) -> list[str]:
 
 
 def _activations(run: ResolvedRun) -> Iterator[str]:
-    """What is not kept on the device between a forward and its backward."""
+    """The tensors that are not kept on the device between a forward and its backward."""
     train = run.config.train
     ways = ((train.recompute, "recomputed in the backward"), (train.offload, "moved to host memory until the backward"))
     told = [

@@ -139,7 +139,7 @@ def _no_fit(wanted: _Pipeline, ends: dict[str, int]) -> InputError:
 
 
 def _arithmetic(wanted: _Pipeline, ends: dict[str, int]) -> tuple[str, str]:
-    """What and why of the error."""
+    """The parts *what* and *why* of the error."""
     asked = " and ".join(f"{key}={count}" for key, count in ends.items())
     leave, are = ("leave", "are") if len(ends) > 1 else ("leaves", "is")
     for key, count in ends.items():

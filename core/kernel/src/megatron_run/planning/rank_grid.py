@@ -168,7 +168,7 @@ class ExpertSplit:
         return self.train is None or self.train.global_batch_size % (self.train.micro_batch_size * data) == 0
 
     def _ranks(self, data: int, sizes: Sequence[int]) -> str:
-        """What to type for one of the data-parallel ``sizes`` in place of ``data``."""
+        """The setting for one of the data-parallel ``sizes`` in place of ``data``."""
         if self.nproc is None:
             return f"parallel.data to {nearest(data, sizes)}"
         worlds = nearest(data * self._unit, [size * self._unit for size in sizes])

@@ -182,6 +182,6 @@ def _load(entry: Entry, origin: str) -> ChosenFormat:
 
 
 def _word(plugin: Plugin, catalog: Catalog) -> str:
-    """What names this plugin and no other."""
+    """The word that names this plugin and no other."""
     alone = len(catalog.offering(_KIND, plugin.name)) == 1
     return plugin.word if alone else f"{plugin.distribution}:{plugin.name}"

@@ -91,7 +91,7 @@ class Catalog:
 
 @dataclass(frozen=True)
 class _Offer:
-    """What the metadata of a distribution says, read once: each of its properties would parse the whole text anew.
+    """The metadata of a distribution, read once: each of its properties would parse the whole text anew.
 
     ``name`` is the distribution's own spelling of it, ``folder`` where its metadata is.
     """
@@ -119,7 +119,7 @@ def scan(paths: Sequence[str] | None = None) -> Catalog:
 
 
 def _readable(found: Iterable[Distribution], notices: list[str]) -> Iterator[_Offer]:
-    """What the distributions with plugins offer; one with broken metadata gets a notice and is skipped."""
+    """The plugins that distributions offer; one with broken metadata gets a notice and is skipped."""
     for distribution in found:
         if _PREFIX not in (distribution.read_text("entry_points.txt") or ""):
             continue

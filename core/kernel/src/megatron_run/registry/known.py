@@ -27,7 +27,7 @@ class Known:
 
     @property
     def how_to_get(self) -> str:
-        """What to type."""
+        """The command that brings it."""
         return how_to_install(self.distribution)
 
 

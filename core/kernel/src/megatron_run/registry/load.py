@@ -211,7 +211,7 @@ def _missing(holder: object, hook: str) -> str:
 
 
 def _import_installed(entry: Entry) -> tuple[object, ModuleType]:
-    """What the entry point refers to (a module, or an attribute of one), and the module."""
+    """The object that the entry point refers to (a module, or an attribute of one), and the module."""
     point = EntryPoint(entry.name, entry.value, entry_point_group(entry.kind))
     return point.load(), sys.modules[point.module]
 

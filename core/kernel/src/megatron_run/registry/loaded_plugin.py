@@ -97,7 +97,7 @@ class Plugin:
 
     @property
     def word(self) -> str:
-        """What chooses it on the command line, after ``KIND=``: its name, or the path of a single file."""
+        """The word that chooses it on the command line, after ``KIND=``: its name, or the path of a single file."""
         return self.name if self.distribution else self.location
 
     @property

@@ -33,7 +33,7 @@ _LEAST_STEP = -1.0
 
 
 def with_anchors(device: Device, anchors: Sequence[Mapping[str, Any]]) -> Device:
-    """What ranks cost each other inside trainings, by least squares on the logarithms of their errors.
+    """The costs of ranks to each other inside trainings, by least squares on the logarithms of their errors.
 
     Microbenchmarks say where to start: in a training ranks also wait to be woken, and their caches are shared. A
     constant that no training depends on stays there.
@@ -74,7 +74,7 @@ class Constant(NamedTuple):
 
 
 def _shared_constants(device: Device, world: int) -> list[Constant]:
-    """What so many ranks cost each other: slowdowns while two or more compute, sums, messages and exchanges."""
+    """The costs of so many ranks to each other: slowdowns while two or more compute, sums, messages and exchanges."""
     cores, links = device.cores, device.links
     assert cores is not None, "cores were measured"
     crowded = world > cores.count

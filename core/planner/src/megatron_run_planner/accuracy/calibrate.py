@@ -43,7 +43,7 @@ _SMALL = 2**14
 
 @dataclass(frozen=True)
 class Survey:
-    """What was measured: seconds of each operator, run, sum and message, with its shape before it.
+    """A measurement: seconds of each operator, run, sum and message, with its shape before it.
 
     ``products`` are (rows, columns, depth, seconds) in fp32, ``half_products`` in bf16; ``sweeps`` (bytes, seconds);
     ``attention`` (micro batch, heads, sequence, head size, forward, backward); ``sums`` (members, ranks, bytes,

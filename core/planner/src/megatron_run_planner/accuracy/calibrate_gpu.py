@@ -30,7 +30,7 @@ _SETTLED = (
 
 @dataclass(frozen=True)
 class GpuSurvey:
-    """What was measured of one GPU: seconds by its own events, medians, each after its shape.
+    """A measurement of one GPU: seconds by its own events, medians, each after its shape.
 
     ``peak`` are the data sheet's FLOP/s, 0 where they are not known; ``memory`` in bytes. ``products`` are (rows,
     columns, depth, seconds) in bf16; ``sweeps`` (bytes read and written, seconds); ``attention`` (micro batch, heads,

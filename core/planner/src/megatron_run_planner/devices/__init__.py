@@ -1,4 +1,4 @@
-"""What a device and the network around it can do, read from YAML; the package ships some by name."""
+"""The abilities of a device and of the network around it, read from YAML; the package ships some by name."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ class Cores(Section):
 
 
 class LayerShape(NamedTuple):
-    """What the efficiency of a plain layer (no gate, no key-value groups, stored scores) depends on."""
+    """The causes of the efficiency of a plain layer (no gate, no key-value groups, stored scores)."""
 
     hidden: PositiveInt
     heads: PositiveInt

@@ -55,7 +55,7 @@ def _work(passes: Passes, keeps: float, state: float) -> Work:
 
 @dataclass(frozen=True)
 class Answer:
-    """What was found, as a ``candidate``, and the installed schedules, fastest first.
+    """The schedule that was found, as a ``candidate``, and the installed schedules, fastest first.
 
     ``bound`` is the time of a step that no lists with the same layers at each place can beat.
     """

@@ -115,7 +115,7 @@ class _Run:
         return self._lists
 
     def _choose(self, stage: int) -> _Choice | None:
-        """What ``stage`` does next and when; None until a message arrives."""
+        """The next action of ``stage``, and when; None until a message arrives."""
         now, owed, done = self._now[stage], self._owes[stage], self._done
         if owed is not None and self._habit.prompt and done["F"][owed] < self._count:
             return _Choice(now, "W", owed)

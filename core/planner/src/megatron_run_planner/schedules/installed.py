@@ -47,7 +47,7 @@ class Schedules:
         return sorted(found)
 
     def info(self, name: str) -> PluginInfo:
-        """What the schedule says of itself. Raises :class:`PluginError` when it cannot be loaded."""
+        """The schedule's description of itself. Raises :class:`PluginError` when it cannot be loaded."""
         return self._plugin(name).info
 
     def serving(self, chunks: int) -> list[str]:
@@ -89,7 +89,7 @@ class Schedules:
 
 
 def named(name: str) -> tuple[str, Mapping[str, Any]]:
-    """What to choose a schedule by, and its options."""
+    """The word that chooses a schedule, and its options."""
     match = re.fullmatch(r"(.*?)((?: \w+=\S+)*)", name)
     assert match is not None, "the options may be empty"
     pairs = (pair.split("=", 1) for pair in match[2].split())

@@ -1,4 +1,4 @@
-"""What a search for a schedule is given, and a time that no answer can beat.
+"""The input of a search for a schedule, and a time that no answer can beat.
 
 A position is a place of the layout in model order, ``k``. A (microbatch, chunk) pair holds the bytes of its place from
 its forward to its weight gradient, as :attr:`~megatron_run.pipeline.plan.Plan.peak_held` counts it.

@@ -1,4 +1,4 @@
-"""What a configuration asks for, as the planner sees it; read without loading any plugin, and written back."""
+"""The task of a configuration, as the planner sees it: read without loading any plugin, and written back."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ def _schedule(merged: ConfigSource, split: Split) -> str:
 
 
 def _recomputed(train: TrainSection) -> Recompute:
-    """What the planner has nearest to ``train.recompute``."""
+    """The planner's nearest to ``train.recompute``."""
     if isinstance(train.recompute, str):
         return train.recompute
     return "mlp" if "mlp" in train.recompute else "core"
@@ -246,7 +246,7 @@ def written(task: Task, chosen: Candidate) -> str:
 
 
 def to_type(task: Task, chosen: Candidate) -> list[str]:
-    """What to set after the configuration of ``task`` to have what :func:`written` writes, as KEY=VALUE."""
+    """The settings KEY=VALUE after the configuration of ``task`` that give what :func:`written` writes."""
     data, own = _with_split(task, chosen), task.sections.get("parallel", {})
     schedule, parallel, train = data["schedule"], data["parallel"], data["train"]
     usual = {"tensor": 1, "pipeline": 1, "chunks": 1, "data": 1, "expert": 1, "sequence": False, "layers": []}
@@ -266,7 +266,7 @@ def to_type(task: Task, chosen: Candidate) -> list[str]:
 
 
 def to_install(task: Task, chosen: Candidate, catalog: Catalog) -> list[str]:
-    """What to type for the plugins that :func:`written` names, those of this project that ``catalog`` lacks."""
+    """The commands that bring the plugins that :func:`written` names, those of this project that ``catalog`` lacks."""
     commands = dict[str, None]()
     for section, keys in _with_split(task, chosen).items():
         kind, words = section.replace("_", "-"), keys.get("use", "") if isinstance(keys, dict) else ""

@@ -165,7 +165,7 @@ def read_model(word: str, given: Mapping[str, Any], sequence: int, vocabulary: i
 
 
 def _approximations(word: str, options: _Options, vocabulary: int | None) -> Iterator[str]:
-    """What time or activations are estimated from, and why; parameters and FLOPs are exact for the known models."""
+    """The model for estimates of time or activations, and why; parameters and FLOPs are exact for the known models."""
     if word not in KNOWN:
         yield f"a plain decoder because model={word} is none of {', '.join(KNOWN)}"
     if vocabulary is None:

@@ -213,7 +213,7 @@ def _opened_elsewhere(subject: DataSource | Callable[[], DataSource], sequence_l
 
 
 def _contents(source: DataSource, sequence_length: int, seed: int) -> _Contents:
-    """What ``source`` holds, in a form that processes can compare."""
+    """The content of ``source``, in a form that processes can compare."""
     return {
         name: (len(dataset), {index: _hashes(dataset[index]) for index in _looked_at(dataset)})
         for name, dataset in _orders(source, sequence_length, seed)

@@ -23,7 +23,7 @@ class NotSendableError(Exception):
 
 
 def another_rank() -> dict[str, str]:
-    """What differs in the environment of another rank: its place, and with it the seed of ``hash`` of texts."""
+    """The differences in the environment of another rank: its place, and with it the seed of ``hash`` of texts."""
     rank = "2" if os.environ.get("RANK") == "3" else "3"
     seed = "2" if os.environ.get("PYTHONHASHSEED") == "1" else "1"  # most processes have a random one
     return {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "4", "PYTHONHASHSEED": seed}

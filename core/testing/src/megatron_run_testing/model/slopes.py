@@ -71,7 +71,7 @@ def _blame(
     direction: Direction,
     norm: float,
 ) -> str:
-    """What is wrong, with the last tensor along which alone the loss does not change as its gradient says.
+    """The fault, with the last tensor along which alone the loss does not change as its gradient says.
 
     A gradient that is lost is lost for all that comes before: the last tensor is the nearest to the fault.
     """

@@ -138,7 +138,7 @@ class SavedState:
         }
 
     def __call__(self, name: str, field: str, starts: Shape, sizes: Shape) -> Tensor:
-        """What :meth:`read` returns: a ``ReadState`` that also lists its fields, as that of a saved step."""
+        """The result of :meth:`read`: a ``ReadState`` that also lists its fields, as that of a saved step."""
         return self.read(name, field, starts, sizes)
 
     def load_into(self, optimizer: Optimizer) -> None:

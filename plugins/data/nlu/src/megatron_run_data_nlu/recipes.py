@@ -62,7 +62,7 @@ _TABLE: Mapping[str, tuple[int, Mapping[str, Any], int, Mapping[str, tuple[int, 
 
 
 def published(task: Task, layers: int, hidden: int) -> tuple[str, Published]:
-    """What was published of the model of table 4 with these sizes, and its name; of another model that of 336M."""
+    """The published numbers of the model of table 4 with these sizes, and its name; of another model that of 336M."""
     name = next((name for name, sizes in SIZES.items() if sizes == (layers, hidden)), "336M")
     epochs, model, row, models = _TABLE[task]
     batch, lr = models[name]

@@ -1,4 +1,4 @@
-"""What the samples need of a tokenizer: its special tokens, which tokens begin a word, and which end a sentence."""
+"""Needs of the samples from a tokenizer: its special tokens, which tokens begin a word, and which end a sentence."""
 
 from __future__ import annotations
 

@@ -62,7 +62,7 @@ class Distributed(Format):
         files.sync_folder(folder)
 
     def read(self, source: Path) -> Weights:
-        """What :meth:`write` wrote, and the tokenizer that an export put beside it.
+        """The files that :meth:`write` wrote, and the tokenizer that an export put beside it.
 
         Executes what ``.metadata`` says. Raises :class:`CheckpointError`.
         """

@@ -151,7 +151,7 @@ def read(source: Path) -> Weights:
 
 
 class Counterpart(NamedTuple):
-    """What a model is there: its sizes by their keys, our ``model`` section, its ``rows``, and the shapes of ours."""
+    """A model there: its sizes by their keys, our ``model`` section, its ``rows``, and the shapes of ours."""
 
     config: Mapping[str, Any]
     model: Mapping[str, Any]
@@ -160,7 +160,7 @@ class Counterpart(NamedTuple):
 
 
 def counterpart(weights: Weights) -> Counterpart:
-    """What the model is at Hugging Face. Raises :class:`InputError` with every reason why it is not of this family."""
+    """The model at Hugging Face. Raises :class:`InputError` with every reason why it is not of this family."""
     model: dict[str, Any] = {"norm_order": "pre", "head": "masked", "activation": "gelu", **weights.config}
     reasons = [] if model["norm_order"] == "post" else [f"model.norm_order={model['norm_order']} (the family has post)"]
     if model["head"] not in _HEADS:
@@ -200,7 +200,7 @@ def write(weights: Weights, folder: Path) -> None:
 
 
 def _untied(tensors: Tensors) -> str:
-    """What of an output layer of its own, which our model does not have, the files hold."""
+    """The tensors in the files of an output layer of its own, which our model does not have."""
     for repeated, first in _SAME.items():
         both = repeated in tensors.entries and first in tensors.entries
         if both and not torch.equal(tensors.reader(repeated)(), tensors.reader(first)()):

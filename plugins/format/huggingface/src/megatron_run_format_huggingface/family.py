@@ -247,7 +247,7 @@ def must_be(config: Config, wanted: Mapping[str, tuple[Any, ...]]) -> list[str]:
 
 
 def dropout_notes(rates: Config) -> list[str]:
-    """What becomes of several ``rates``, the first of which is taken; or of a single one, of attention alone."""
+    """The rate for several ``rates``, the first of which is taken; or of a single one, of attention alone."""
     said = ", ".join(f"{key}={rate}" for key, rate in rates.items())
     if len(rates) == 1 and any(rates.values()):
         return [f"{said} was left out: model.dropout, here 0.0, acts on more than attention"]

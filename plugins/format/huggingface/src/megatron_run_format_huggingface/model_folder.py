@@ -220,7 +220,7 @@ class Counterpart(NamedTuple):
 
 
 def counterpart(weights: Weights) -> Counterpart:
-    """What the model is at Hugging Face: of the family that it came as, else of the first that can hold it.
+    """The model at Hugging Face: of the family that it came as, else of the first that can hold it.
 
     Raises :class:`InputError` with every reason why none of the families can.
     """

@@ -65,7 +65,7 @@ def rope(
 
 
 def rotation(found: Config) -> dict[str, Any]:
-    """What a ``rope_parameters`` says, ``rope_type`` under its name of today."""
+    """The content of a ``rope_parameters``, ``rope_type`` under its name of today."""
     return {**found, "rope_type": found.get("rope_type", found.get("type", "default"))}
 
 

@@ -92,7 +92,7 @@ def _vocabulary(found: Found) -> Setting:
 
 
 def _layout(found: Found, vocabulary: int) -> Network:
-    """What the layouts of tensors depend on. Raises ValueError where the arguments do not tell."""
+    """The causes of the layouts of tensors. Raises ValueError where the arguments do not tell."""
     given = found.arguments.get
     heads = count_of(found.arguments, "num_attention_heads")
     groups = count_of(found.arguments, "num_query_groups") if given("group_query_attention") else heads
@@ -109,7 +109,7 @@ def _layout(found: Found, vocabulary: int) -> Network:
 
 
 def _notes(found: Found, vocabulary: Setting) -> list[str]:
-    """What the user should know about values that were not imported."""
+    """Notices for the user about values that were not imported."""
     notes = []
     if vocabulary.why == WITH_PADDING:
         notes.append(f"the vocabulary is the embedding's, {WITH_PADDING}")

@@ -83,7 +83,7 @@ class Inert:
 
 
 def load_weights(path: Path) -> Any:
-    """What ``torch.save`` wrote into ``path``: tensors mapped from the file, and plain data around them.
+    """The content that ``torch.save`` wrote into ``path``: tensors mapped from the file, and plain data around them.
 
     Raises :class:`CheckpointError` for a file that asks for an object outside the tables, naming it.
     """
@@ -195,7 +195,7 @@ class _Metadata(pickle.Unpickler):
 
 @cache
 def _allowed() -> Mapping[str, Any]:
-    """What a ``.metadata`` may name. PyTorch looks layouts up in a table of its own."""
+    """The names that a ``.metadata`` may have. PyTorch looks layouts up in a table of its own."""
     inert = {f"{module}.{name}": Inert for module, names in _METADATA.items() for name in names}
     types = {f"torch.{name}": value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
     layout = torch.serialization._get_layout  # every file names it

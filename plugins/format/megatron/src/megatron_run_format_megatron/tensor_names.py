@@ -31,7 +31,7 @@ Pieces = Sequence["ReadTensor"]
 
 @dataclass(frozen=True)
 class Network:
-    """What layouts depend on. ``vocab``: unpadded; ``gated``: SwiGLU; ``centred``: norm weights are stored minus 1."""
+    """The causes of layouts. ``vocab``: unpadded; ``gated``: SwiGLU; ``centred``: norm weights are stored minus 1."""
 
     groups: int
     queries: int

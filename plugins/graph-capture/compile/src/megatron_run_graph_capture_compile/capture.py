@@ -33,7 +33,7 @@ _Shapes = tuple[tuple[tuple[int, ...], torch.dtype, bool], ...]
 
 
 class CompileOptions(BaseModel):
-    """What is compiled, how, and how often again."""
+    """Options of compilation: of which regions, how, and how often again."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -226,5 +226,5 @@ def _names(region: Region) -> tuple[str, ...]:
 
 
 def _look(region: Region) -> tuple[object, ...]:
-    """What regions that share graphs have in common, as far as it is known before anything has run."""
+    """The common traits of regions that share graphs, as far as it is known before anything has run."""
     return _names(region), tuple((tuple(p.shape), p.dtype, p.requires_grad) for s in region.segments for p in s.params)

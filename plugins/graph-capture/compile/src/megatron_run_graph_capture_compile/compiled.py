@@ -223,7 +223,7 @@ def _number(node: fx.Node) -> int:
 
 
 def _key(trace: Trace) -> str:
-    """What two regions that share graphs have in common: operations, and the layout of all inputs."""
+    """The common traits of two regions that share graphs: operations, and the layout of all inputs."""
     tensors = (*trace.inputs, *trace.read, *(draw.like for draw in trace.draws), *trace.gradients)
     layout = [(tuple(x.shape), x.stride(), x.dtype, str(x.device)) for x in tensors]
     return f"{trace.joint.code}\n{layout}\n{trace.outputs}"

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 
 class PartialOptions(BaseModel):
-    """What is captured, how often, and what happens on a mismatch."""
+    """Options of the capture: of which regions, how often, and what happens on a mismatch."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 

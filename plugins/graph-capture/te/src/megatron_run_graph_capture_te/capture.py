@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class TeOptions(BaseModel):
-    """What is captured, when, and what happens on a mismatch."""
+    """Options of the capture: of which regions, when, and what happens on a mismatch."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 

@@ -1,4 +1,4 @@
-"""What Transformer Engine is handed, made from the same regions and order as any capture, and what it hands back.
+"""The arguments of Transformer Engine, made from the same regions and order as any capture, and what it hands back.
 
 The library numbers forward passes by chunk, then by microbatch, then by region. It takes the k-th forward and the k-th
 backward of a chunk for its k-th microbatch, whatever the schedule meant. What it is handed are the recorded copies of

@@ -110,7 +110,7 @@ class Bert(Model):
         return (*first, *layers, "labels", "loss_mask", *order)
 
     def counts(self, fields: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """What the head counts of the mask. The order of sentences is a mean over samples, of which each counts."""
+        """The head's count of the mask. The order of sentences is a mean over samples, of which each counts."""
         return {"lm": counted(self._options.head, fields["loss_mask"]).sum()}
 
     def boundary(self, microbatch: Microbatch, micro_batch_size: int, sequence_length: int) -> Boundary:

@@ -1,4 +1,4 @@
-"""What turns the encoder's output into losses: masked tokens, the order of sentences, classes, choices and spans.
+"""From the encoder's output to losses: masked tokens, the order of sentences, classes, choices and spans.
 
 The labels of fine-tuning lie where those of tokens do: of a class or choice in the first label of a sample, of a span
 in the first two, its first and last token. So the loss mask counts samples, and every loss is the run's ``lm``.
@@ -260,7 +260,7 @@ class Span(Head):
 
 
 def counted(head: str, loss_mask: Tensor) -> Tensor:
-    """What the loss of ``head`` reads of the mask [b, s]: a sample's class, both ends of its span, or all tokens."""
+    """The mask [b, s] as the loss of ``head`` reads it: a sample's class, both ends of its span, or all tokens."""
     return loss_mask[:, : {"classification": 1, "choice": 1, "span": 2}.get(head)]
 
 

@@ -189,7 +189,7 @@ class DeepSeek(Gpt):
         return (*found, *(name for name in more if name not in found))
 
     def counts(self, fields: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """What the next token's loss and those of the predictors count."""
+        """The counts of the next token's loss and of those of the predictors."""
         documents = fields.get("documents")
         depths = range(1, self._predicted + 1)
         further = {loss_name(depth): counted(fields["loss_mask"], depth, documents).sum() for depth in depths}

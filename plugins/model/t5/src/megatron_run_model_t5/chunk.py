@@ -147,7 +147,7 @@ class T5Chunk(DecoderChunk):
             return ChunkOut(streams["x"], beside={name: streams[name] for name in BESIDE})
 
     def _biases(self, streams: dict[str, Any], mask: Tensor | None) -> dict[str, Any]:
-        """What the layers here add to their products, made once for all of them."""
+        """The sums that layers here add to their products, made once for all of them."""
         found: dict[str, Any] = {}
         if not self._layers:
             return found

@@ -86,7 +86,7 @@ class PositionBias(nn.Module):
 
     @staticmethod
     def across(mask: Tensor, like: Tensor) -> Tensor:
-        """What hides the encoder's padding, where ``mask`` [b, c] is 0, from the decoder: [b, 1, 1, c], as ``like``."""
+        """A mask that hides the encoder's padding, where ``mask`` [b, c] is 0: [b, 1, 1, c], as ``like``."""
         hidden = _hidden(mask)
         return like.new_zeros(hidden.shape).masked_fill_(hidden, _least(like))
 

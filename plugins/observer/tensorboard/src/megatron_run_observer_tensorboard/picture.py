@@ -78,7 +78,7 @@ class _Pen:
         return top + PART
 
     def _bar(self, bar: Bar, first: float, last: float, top: float) -> None:
-        """What of ``bar`` lies between two times; of its parts in two bands the longer one has the label."""
+        """The part of ``bar`` between two times; of its parts in two bands the longer one has the label."""
         start, end = max(first, bar.start), min(last, bar.end)
         left, right = (MARGIN + NAMES + (time - first) * self._scale for time in (start, end))
         colour = _shade(COLOURS[bar.action.op][0], bar.action.chunk)

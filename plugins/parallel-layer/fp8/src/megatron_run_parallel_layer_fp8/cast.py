@@ -28,7 +28,7 @@ _library.define("cast_both_into(Tensor matrix, Tensor scale, Tensor(a!) along, T
 
 
 def scale_of(matrix: Tensor, dtype: torch.dtype, *, each: bool) -> Tensor:
-    """What makes the largest value of ``matrix`` [m, k] the largest of ``dtype``: [1, 1], or [m, 1] of ``each`` row.
+    """A factor that makes the largest value of ``matrix`` [m, k] that of ``dtype``: [1, 1], or [m, 1] of ``each`` row.
 
     NaN for a value that is not finite.
     """

@@ -35,7 +35,7 @@ _ZEROS = Init("zeros")
 
 @dataclass(frozen=True)
 class LowRank:
-    """What all adapters have in common. ``scale`` is alpha / ``rank``, ``dropout`` is that of their input."""
+    """The common traits of all adapters. ``scale`` is alpha / ``rank``, ``dropout`` is that of their input."""
 
     rank: int
     scale: float

@@ -13,7 +13,7 @@ Message = dict[str, Any]
 
 
 class NoConversation(Exception):
-    """What is wrong with a conversation, or with its messages to the template."""
+    """The fault of a conversation, or with its messages to the template."""
 
 
 def checked_messages(found: object) -> list[Message]:
@@ -80,6 +80,6 @@ def _check_text(name: str, text: str) -> None:
 
 
 def kind_of(value: object) -> str:
-    """What ``value`` is in JSON, in words."""
+    """The name of the type of ``value`` in JSON."""
     kinds = {type(None): "missing", str: "text", list: "a list", dict: "an object", bool: "a truth value"}
     return kinds.get(type(value), "a number")

@@ -30,7 +30,7 @@ _SECONDS, _MEMORY = 5, 2 << 30
 
 
 class Refused(Exception):
-    """What the template says of its messages, or what fails as it renders them."""
+    """The template's complaint about its messages, or what fails as it renders them."""
 
 
 class Broken(Exception):

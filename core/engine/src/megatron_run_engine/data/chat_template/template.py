@@ -92,7 +92,7 @@ class ChatTemplate:
         return _without_marks(self._text(messages, tools, prompt=True))[0]
 
     def after_answer(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None) -> str:
-        """What stands between an answer to ``messages`` and the user's next words; empty where it cannot be seen."""
+        """The text between an answer to ``messages`` and the user's next words; empty where it cannot be seen."""
         later = [{"role": "assistant", "content": _ANSWER}, {"role": "user", "content": _NEXT}]
         try:
             text = _without_marks(self._text([*messages, *later], tools, prompt=False))[0]

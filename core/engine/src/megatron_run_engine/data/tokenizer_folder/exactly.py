@@ -1,4 +1,4 @@
-"""What of a folder is read without transformers: what this package reproduces exactly, and the field that forbids it.
+"""The part of a folder read without transformers: what this package reproduces exactly, and the field that forbids it.
 
 Only classes that take ``tokenizer.json`` as it is are read here. Every option that would change ids, special tokens or
 decoded text must be absent, without effect, or in agreement with ``tokenizer.json``.
@@ -48,7 +48,7 @@ KEEPS_CLASS = frozenset(
 
 
 class NotExact(Exception):
-    """What of a folder's files decides, and is not read here: ``FILE says FIELD=VALUE``."""
+    """The fields of a folder's files that decide, and are not read here: ``FILE says FIELD=VALUE``."""
 
 
 def read_exactly(folder: Path) -> FolderTokenizer:

@@ -46,7 +46,7 @@ class FolderTokenizer:
 
     @classmethod
     def from_json(cls, text: str) -> FolderTokenizer:
-        """What :meth:`to_json` has written. Raises :class:`ValueError` for anything else."""
+        """The record that :meth:`to_json` has written. Raises :class:`ValueError` for anything else."""
         found = json.loads(text)
         if not isinstance(found, dict) or set(found) != set(cls.__dataclass_fields__):
             raise ValueError("it is no tokenizer of a folder")

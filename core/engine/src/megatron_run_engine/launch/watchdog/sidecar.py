@@ -39,7 +39,7 @@ _REACH_WITHIN, _COME_AGAIN = 20.0, 0.2
 
 @dataclass(frozen=True)
 class Orders:
-    """What a sidecar is told: its ``rank`` of ``size``, the rank's ``process`` and ``page``, the time limit.
+    """The orders of a sidecar: its ``rank`` of ``size``, the rank's ``process`` and ``page``, the time limit.
 
     ``hub`` is ``host:port``; empty for the sidecar that keeps the hub, which listens at ``listen`` and writes the
     status of the ``attempt`` in the run ``folder`` when its rank no longer can.

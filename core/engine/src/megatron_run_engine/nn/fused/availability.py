@@ -38,7 +38,7 @@ def triton_runs() -> bool:
 
 
 def triton_lack() -> Lack | None:
-    """What Triton lacks to run kernels on a GPU: itself, or the C compiler that builds the launcher of each kernel.
+    """Triton's lack for kernels on a GPU: itself, or the C compiler that builds the launcher of each kernel.
 
     It takes the compiler that ``CC`` names, or else gcc or clang.
     """

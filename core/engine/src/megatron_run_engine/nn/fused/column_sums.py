@@ -15,7 +15,7 @@ from torch.library import Library
 
 
 class Tile(NamedTuple):
-    """What programs of a kernel read at a time; ``stages`` of it are on their way at once."""
+    """The block that programs of a kernel read at a time; ``stages`` of it are on their way at once."""
 
     rows: int
     columns: int

@@ -1,4 +1,4 @@
-"""What gloo lacks: a faster reduce-scatter and all-gather, from point-to-point sends, and tensors of a GPU.
+"""Collectives that gloo lacks: a faster reduce-scatter and all-gather, from point-to-point sends, and tensors of a GPU.
 
 gloo's own reduce-scatter moves as many bytes as an all-reduce, through copies of the whole tensor, and its all-gather
 copies too. The sends below move only the bytes that are needed and copy none. Sums equal those of gloo's all-reduce bit
@@ -29,7 +29,7 @@ _SUM, _GATHER = 1, 2
 
 
 class Waitable(Protocol):
-    """What a collective that was started can be asked: ``dist.Work``, or a stand-in for it."""
+    """The handle of a collective that was started: ``dist.Work``, or a stand-in for it."""
 
     def wait(self) -> object:
         """Block until it is complete."""

@@ -179,7 +179,7 @@ class TextTokens:
     start: int = field(default=0, init=False)
 
     def window(self, longest: int) -> list[int]:
-        """What the model sees: at most ``longest`` tokens; when there are more, the older half is left behind."""
+        """The tokens seen by the model, at most ``longest``: when there are more, the older half is left behind."""
         while len(self.tokens) - self.start > longest:
             self.start += (longest + 1) // 2
         return self.tokens[self.start :]

@@ -154,7 +154,7 @@ class GradientAccumulator:
 
 
 def _without_history() -> AbstractContextManager[object]:
-    """What ``torch.no_grad`` does. Within a backward nothing is recorded anyway, and to say so takes microseconds."""
+    """The work of ``torch.no_grad``. Within a backward nothing is recorded anyway, and to say so takes microseconds."""
     return torch.no_grad() if torch.is_grad_enabled() else nullcontext()
 
 

@@ -149,7 +149,7 @@ class _Shares:
 
 
 def _bucket_key(member: tuple[Parameter, ParamInfo]) -> tuple[object, ...]:
-    """What the members of a bucket must have in common: they are reduced by the same collective."""
+    """The common traits of a bucket's members: they are reduced by the same collective."""
     parameter, info = member
     return info.partial_over, info.replicas, parameter.dtype
 

@@ -1,4 +1,4 @@
-"""What is measured of one GPU for the planner, and how long that takes: within a minute.
+"""The survey of one GPU for the planner, and how long that takes: within a minute.
 
 Operators say what the device reaches on shapes of layers; trainings of a few steps say the rest: products beside other
 kernels, what the host needs for a layer, small kernels. They are bound by products, by the loss, and by launches.
@@ -73,7 +73,7 @@ TRAININGS = (
 
 
 class Clock(Protocol):
-    """What measures: :class:`~megatron_run_engine.training.calibration.gpu_clock.GpuClock`, on a CUDA device."""
+    """The measuring clock: :class:`~megatron_run_engine.training.calibration.gpu_clock.GpuClock`, on a CUDA device."""
 
     name: str
     memory: float

@@ -36,7 +36,7 @@ class Task(NamedTuple):
 
 
 def on_ranks(tasks: Sequence[Task], begun: Callable[[int], None] = lambda _: None) -> list[list[Any]]:
-    """What each of ``tasks`` returned on each of its ranks, of one thread each, that share a process group.
+    """The results of each of ``tasks`` on each of its ranks, of one thread each, that share a process group.
 
     ``begun`` gets the index of each task that begins. Raises :class:`InputError` when a rank fails.
     """

@@ -1,4 +1,4 @@
-"""What is measured of a machine: which shapes, which runs, on how many ranks.
+"""The survey of a machine: which shapes, which runs, on how many ranks.
 
 Layers are measured inside real runs, as the difference between deep and shallow ones. A rank of several tensor ranks
 computes what a layer with fewer heads and a narrower feed-forward half does, so one process measures those too.
@@ -192,7 +192,7 @@ def _active(world: int) -> list[int]:
 
 
 def read_round(results: Sequence[list[Any]]) -> Round:
-    """What :func:`tasks` returned on each rank, as a round. What several ranks do takes as long as the slowest does."""
+    """Results of :func:`tasks` on each rank, as a round. What several ranks do takes as long as the slowest does."""
     rest, found = iter(results), Round()
     alone = [result for (result,) in islice(rest, len(_operators()))]
     count = len(alone) - len(runs())

@@ -35,7 +35,7 @@ Timed = tuple[str, float, float]
 
 @dataclass
 class RunTimes:
-    """What one rank saw: per step its length by the wall and in processor seconds, and its actions in order.
+    """The times of one rank: per step its length by the wall and in processor seconds, and its actions in order.
 
     Actions are timed by the wall, or by the processor where that was asked.
     """

@@ -58,7 +58,7 @@ def spike_limit(losses: Sequence[float], factor: float) -> float:
 
 
 class NotFinite(NamedTuple):
-    """What is not finite, in words. Each field is empty if all is finite.
+    """The values that are not finite, in words. Each field is empty if all is finite.
 
     ``loss``: the loss, with the first microbatch and rank that saw it. ``weights``: a parameter, with the lowest rank
     that holds it.

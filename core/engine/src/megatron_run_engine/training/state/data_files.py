@@ -36,7 +36,7 @@ def changed_files(home: Path, saved: DataRecord, now: DataRecord) -> str:
 
 
 def _kept(home: Path) -> Iterator[Mapping[str, Any]]:
-    """What the attempts of the run in ``home`` have kept, that of the newest first."""
+    """The records that attempts of the run in ``home`` have kept, that of the newest first."""
     attempts = sorted((path.name for path in home.glob("logs/attempt-*")), key=lambda name: (len(name), name))
     for name in (_NAME, *(f"logs/{attempt}/{_NAME}" for attempt in reversed(attempts))):
         yield SafeFolder(home).read_json(name) or {}

@@ -138,7 +138,7 @@ def _free(run: ResolvedRun) -> frozenset[str]:
 
 
 def new_parts(run: ResolvedRun) -> NewParts:
-    """What of the model may be new; by default nothing."""
+    """The parts of the model that may be new; by default none."""
     parts: NewParts = getattr(run.one("model").options, "new_parts", NewParts())
     return parts
 

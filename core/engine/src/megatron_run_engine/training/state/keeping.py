@@ -1,4 +1,4 @@
-"""What a run keeps beside its checkpoints: its tokenizer, and what its first weights came with."""
+"""The things that a run keeps beside its checkpoints: its tokenizer, and what its first weights came with."""
 
 from __future__ import annotations
 

@@ -158,7 +158,7 @@ Plugins = Mapping[str, Sequence["Plugin"]]
 
 
 class Accepted(NamedTuple):
-    """What a run takes over from an accepted checkpoint.
+    """The values that a run takes over from an accepted checkpoint.
 
     ``scaler`` is the state to load, None to start with a new one. ``upgrade`` converts an older optimizer's state, None
     if it is current. ``changes`` are the configuration keys that differ, with permission.

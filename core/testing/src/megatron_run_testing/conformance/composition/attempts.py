@@ -26,7 +26,7 @@ WORLD, PATIENCE = 4, 60
 
 @dataclass
 class Outcome:
-    """What a run showed: by step the loss, the gradient norm and the validation loss; and the final weights by name.
+    """The numbers of a run: by step the loss, the gradient norm and the validation loss; and the final weights by name.
 
     ``fault`` says why there is nothing, or is empty; ``refused``: it is a choice that layers refuse.
     """

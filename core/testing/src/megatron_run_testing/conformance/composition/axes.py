@@ -1,4 +1,4 @@
-"""What a composition may choose.
+"""The choices of a composition.
 
 An axis has options, the simplest first; an option is the settings that it stands for. ``LEARNED`` decides what is
 learned: the single process has it too. ``CARRIED_OUT`` is how the work is done, and must not show.

@@ -40,7 +40,7 @@ class Difference:
 
 @dataclass
 class Findings:
-    """What a campaign found. ``largest`` are the greatest differences that were taken for rounding in fp32, by name."""
+    """Findings of a campaign. ``largest`` are the greatest differences taken for rounding in fp32, by name."""
 
     plugin: str = ""
     equal: int = 0

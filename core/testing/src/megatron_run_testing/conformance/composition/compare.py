@@ -40,7 +40,7 @@ class Compared:
 
     @property
     def faults(self) -> list[str]:
-        """What is beyond rounding; empty where it was refused."""
+        """The differences beyond rounding; empty where it was refused."""
         if self.fault:
             return [self.fault]
         beyond = zip(NAMES, self.largest, self.tolerances, strict=True)

@@ -1,4 +1,4 @@
-"""What compositions are drawn from, how one is drawn, what it asks for, and how it is made simpler.
+"""The space that compositions are drawn from, how one is drawn, what it asks for, and how it is made simpler.
 
 A composition names an option of each axis, so that it can be made simpler axis by axis.
 """
@@ -39,7 +39,7 @@ _DEFAULTS = {"model": "gpt", "data": "mock", "optimizer": "adamw"}
 
 @dataclass(frozen=True)
 class Space:
-    """What compositions are drawn from.
+    """The space that compositions are drawn from.
 
     ``splits`` begin with the single process. ``options`` are, by section and plugin, the option models of what is
     installed: a setting that the chosen plugin does not have is left out. ``more`` are settings of every run.
@@ -240,7 +240,7 @@ class Composition:
         return name in fields and value in (_literals(fields[name].annotation) or {value})
 
     def commands(self, folder: str, documents: str) -> list[str]:
-        """What to type: the single process, and the run in ``folder``."""
+        """The commands to type: the single process, and the run in ``folder``."""
         requests = {f"{folder}/alone": [self.reference], f"{folder}/split": self.attempts}
         return [_command(each, documents, home) for home, several in requests.items() for each in several]
 

@@ -1,4 +1,4 @@
-"""What ``PREFIX.json`` says of a prepared dataset: how it was made, and so whether a tokenizer fits it."""
+"""The content of ``PREFIX.json`` beside a prepared dataset: how it was made, and so whether a tokenizer fits it."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ class Tally:
 
 @dataclass
 class Report:
-    """What stayed, what went by each rule, and how many records were malformed or empty. ``size``: bytes read."""
+    """Documents that stayed and that went by each rule; malformed and empty records. ``size``: bytes read."""
 
     kept: Tally = field(default_factory=Tally)
     removed: dict[str, Tally] = field(default_factory=dict)
@@ -48,7 +48,7 @@ class Report:
 
 @dataclass(frozen=True)
 class Cleaning:
-    """What is asked for: ``inputs`` into ``out`` by ``rules``; ``tests`` are what no document may hold parts of."""
+    """A cleaning of ``inputs`` into ``out`` by ``rules``; ``tests`` are what no document may hold parts of."""
 
     inputs: tuple[Input, ...]
     out: Path

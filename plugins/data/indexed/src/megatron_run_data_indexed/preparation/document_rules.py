@@ -32,7 +32,7 @@ _BATCH = 256
 
 @dataclass(frozen=True)
 class Rules:
-    """What a document must be to stay."""
+    """The rules by which a document stays."""
 
     min_tokens: int = 128
     max_tokens: int | None = None
@@ -63,7 +63,7 @@ Doc = TypeVar("Doc", bound=Document)
 
 
 class Verdict(NamedTuple):
-    """What became of a document: it stays if ``rule`` is empty, else that rule removed it for the reason ``why``."""
+    """The verdict on a document: it stays if ``rule`` is empty, else that rule removed it for the reason ``why``."""
 
     tokens: int
     rule: str = ""
@@ -71,7 +71,7 @@ class Verdict(NamedTuple):
 
 
 class Features(NamedTuple):
-    """What is seen of a document alone: a verdict, and where it stays the hashes of its shingles."""
+    """The examination of a document alone: a verdict, and where it stays the hashes of its shingles."""
 
     verdict: Verdict
     hashes: NDArray[np.uint64]

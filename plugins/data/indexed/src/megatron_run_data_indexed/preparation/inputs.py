@@ -141,7 +141,7 @@ def _check_start(source: Input, start: bytes) -> None:
 
 
 class Separator:
-    """What ends a document of a text: ``text``, each line feed of which may have a carriage return before it."""
+    """The end of a document of a text: ``text``, each line feed of which may have a carriage return before it."""
 
     def __init__(self, text: bytes) -> None:
         unix = text.replace(b"\r\n", b"\n")
@@ -173,7 +173,7 @@ class Separator:
 
 
 def separator_of(source: Input, separator: bytes | None) -> Separator | None:
-    """What ends a record of ``source``: a line's end, or what ends a text's documents, None for one in each file."""
+    """The end of a record of ``source``: a line's end, or what ends a text's documents, None for one in each file."""
     if source.format == "jsonl":
         return Separator(b"\n")
     return None if separator is None else Separator(separator)

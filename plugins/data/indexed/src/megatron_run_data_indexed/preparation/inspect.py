@@ -1,4 +1,4 @@
-"""What an indexed dataset holds: counts, lengths, samples as text; and a check that reads all of it."""
+"""The content of an indexed dataset: counts, lengths, samples as text; and a check that reads all of it."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ _END = struct.Struct("<QQ8s")
 
 @dataclass(frozen=True)
 class Account:
-    """What a block came to: its ``records``, and how many of them are ``documents`` or ``empty``.
+    """The account of a block: its ``records``, and how many of them are ``documents`` or ``empty``.
 
     ``faults`` are the malformed ones, (number within the block, why), ``kept`` as documents or left out. ``tokens``
     counts the ends of documents too, ``lost`` the characters that have none.

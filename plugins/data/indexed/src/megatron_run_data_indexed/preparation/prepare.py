@@ -45,7 +45,7 @@ _UNITS = {"jsonl": "line", "text": "document", "parquet": "row"}
 
 @dataclass(frozen=True)
 class Preparation:
-    """What is asked for: ``inputs`` into the dataset ``prefix``, with the ``tokenizer`` that ``open_tokenizer`` opens.
+    """A preparation of ``inputs`` into the dataset ``prefix``, with the ``tokenizer`` that ``open_tokenizer`` opens.
 
     ``end`` names the token after each document: None for the tokenizer's own, ``none`` for no such token.
     """

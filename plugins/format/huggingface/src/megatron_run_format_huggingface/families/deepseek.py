@@ -63,7 +63,7 @@ def _write_rotations(options: Config) -> dict[str, Any]:
 
 
 def _experts(config: Config) -> dict[str, Any]:
-    """What both families have; nothing where all layers are dense."""
+    """The keys that both families have; none where all layers are dense."""
     first = config["first_k_dense_replace"] or 0
     if first >= config["num_hidden_layers"]:
         return {}

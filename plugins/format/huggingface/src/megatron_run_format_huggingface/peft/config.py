@@ -58,7 +58,7 @@ _NAME = re.compile(r"\^?[\w.-]+")
 
 
 class Said(NamedTuple):
-    """What the file says: the frozen model, and ranks and alphas, also of modules by the ends of their names."""
+    """The content of the file: the frozen model, and ranks and alphas, also of modules by the ends of their names."""
 
     base: str
     rank: int
@@ -73,13 +73,13 @@ class Said(NamedTuple):
         return next((rank for end, rank in self.ranks.items() if _ends(module, end)), self.rank)
 
     def scale_of(self, module: str) -> float:
-        """What the adapter of ``module`` is multiplied by."""
+        """The factor of the adapter of ``module``."""
         alpha = next((alpha for end, alpha in self.alphas.items() if _ends(module, end)), self.alpha)
         return self._scale(alpha, self.rank_of(module))
 
     @property
     def scale(self) -> float:
-        """What the adapters of modules without numbers of their own are multiplied by."""
+        """The factor of the adapters of modules without numbers of their own."""
         return self._scale(self.alpha, self.rank)
 
     def _scale(self, alpha: float, rank: int) -> float:
@@ -103,7 +103,7 @@ def _ends(module: str, end: str) -> bool:
 
 
 def read(found: Mapping[str, Any], path: Path) -> Said:
-    """What ``found``, the content of ``path``, says. Raises :class:`CheckpointError` with every key that decides."""
+    """``found``, the content of ``path``. Raises :class:`CheckpointError` with every key that decides."""
     reasons = list(_unsupported(found))
     if reasons:
         raise CheckpointError(f"{path.parent} holds adapters of another kind than here", why="; ".join(reasons))

@@ -163,7 +163,7 @@ def _foreign(name: str) -> str:
 
 
 def _misfit(file: TensorFile, module: str, row: Row, shapes: Mapping[str, Shape], rank: int) -> str:
-    """What is wrong with the shapes of A and B of ``module``; empty where nothing is."""
+    """The fault of the shapes of A and B of ``module``; empty where nothing is."""
     outputs, inputs = _upright(row).shape(shapes)
     for end, wanted in (("A", (rank, inputs)), ("B", (outputs, rank))):
         entry = file.entries.get(_name(module, end))

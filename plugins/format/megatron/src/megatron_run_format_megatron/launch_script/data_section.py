@@ -85,7 +85,7 @@ def _ids(file: Path) -> int:
 
 
 def tokenizer_notes(arguments: Arguments) -> Iterator[tuple[str, str]]:
-    """What the user does about a tokenizer: the flags as written, and the words. Nothing where there is none."""
+    """The user's steps about a tokenizer: the flags as written, and the words. Nothing where there is none."""
     given = arguments.get
     flags, file = tokenizer_words(arguments), tokenizer_file(arguments)
     if given("tokenizer_type") in _NUMBERS or not flags:
@@ -100,7 +100,7 @@ def tokenizer_notes(arguments: Arguments) -> Iterator[tuple[str, str]]:
 
 
 def _how_to_tokenize(arguments: Arguments) -> str:
-    """What the user sets for a tokenizer that is not in one file of the `tokenizers` library."""
+    """The user's settings for a tokenizer that is not in one file of the `tokenizers` library."""
     vocabulary, merges = arguments.get("vocab_file"), arguments.get("merge_file")
     if not (vocabulary and merges):
         return "data.tokenizer takes tokenizer.json, vocab.json, vocab.txt and .model files"

@@ -70,7 +70,7 @@ def _scope(arguments: Arguments) -> list[str]:
 
 
 def _segments(arguments: Arguments) -> tuple[str, ...]:
-    """What of a whole layer can be captured: not what depends on how many tokens an expert got."""
+    """The segments of a whole layer that can be captured: not what depends on how many tokens an expert got."""
     return ("attn", *_EXPERTS) if arguments.get("num_experts") else _DENSE
 
 

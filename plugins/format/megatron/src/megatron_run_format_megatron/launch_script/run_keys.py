@@ -70,7 +70,7 @@ def _recompute(arguments: Arguments) -> Iterator[Setting]:
 
 
 def recomputed_modules(arguments: Arguments) -> list[str]:
-    """What Megatron's selective recomputation names."""
+    """The parts that Megatron's selective recomputation names."""
     return arguments.get("recompute_modules") or ["core_attn"]
 
 

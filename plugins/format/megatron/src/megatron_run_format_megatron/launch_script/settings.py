@@ -1,4 +1,4 @@
-"""What every section is made of: a key with its value and reason, from Megatron's arguments.
+"""The parts of every section: a key with its value and reason, from Megatron's arguments.
 
 Arguments have Megatron's names (``num_attention_heads``); a missing one has Megatron's default.
 """

@@ -1,4 +1,4 @@
-"""What can become of a flag of Megatron-LM, and how its values are read."""
+"""The fates of a flag of Megatron-LM, and how its values are read."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _NUMBER = re.compile(r"[0-9]+(?:\.[0-9]*)?|\.[0-9]+")
 
 
 class Verdict(Enum):
-    """What becomes of a flag; the value is the heading under which it is reported."""
+    """The fate of a flag; the value is the heading under which it is reported."""
 
     TAKEN = "becomes a key"
     SAME = "is so here anyway"
