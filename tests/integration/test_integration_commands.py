@@ -55,10 +55,13 @@ def test_no_command_replaces_what_is_there_unasked(
 
 
 @pytest.mark.multiproc
-@pytest.mark.parametrize("command", SOME)
-def test_a_command_that_is_disturbed_leaves_all_or_nothing(command: str, inputs: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("turn", "command"), list(enumerate(SOME)), ids=SOME)
+def test_a_command_that_is_disturbed_leaves_all_or_nothing(
+    turn: int, command: str, inputs: Path, tmp_path: Path
+) -> None:
+    """Each disturbance befalls each command, early, in the middle or late; all commands have each at each place."""
     trials = Trials(command, inputs, tmp_path)
     assert trials.changes > 5, "else nothing is seen"
-    for how in ("SIGKILL", "full", "SIGTERM"):
-        for at in (2, trials.changes // 2, trials.changes - 1):
-            assert trials.trial(how, at) == []
+    places = (2, trials.changes // 2, trials.changes - 1)
+    for number, how in enumerate(("SIGKILL", "full", "SIGTERM")):
+        assert trials.trial(how, places[(number + turn) % len(places)]) == []

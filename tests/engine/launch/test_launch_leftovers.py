@@ -161,7 +161,7 @@ def leave_nothing(program: Callable[[Path], None], folder: Path, first: int, cou
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_process_is_as_before(name: str, tmp_path: Path) -> None:
     start_server()
-    leave_nothing(PROGRAMS[name], tmp_path, 1, 2)
+    leave_nothing(PROGRAMS[name], tmp_path, 1, 1)
 
 
 @pytest.mark.nightly
