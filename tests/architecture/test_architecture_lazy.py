@@ -9,7 +9,7 @@ from importlib.metadata import entry_points
 import pytest
 
 from megatron_run.contracts import KINDS, entry_point_group
-from megatron_run.errors import ENGINE_MODULES
+from megatron_run.errors.install_hint import ENGINE_MODULES
 from tests.support.checkout import COMMAND_LINE, KERNEL, PLUGINS
 
 #: Light code may not even need these.

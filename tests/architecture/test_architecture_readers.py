@@ -59,7 +59,7 @@ ALLOWED = {
     "sources, and what comes with the program": (
         f"{_ENGINE}/training/state/programs.py",
         "cli/src/megatron_run_cli/commands/plugins.py",
-        f"{_KERNEL}/errors.py",
+        f"{_KERNEL}/errors/install_hint.py",
         f"{_KERNEL}/registry/discover.py",
         f"{_KERNEL}/registry/load.py",
         "plugins/graph-capture/partial/src/megatron_run_graph_capture_partial/native.py",
@@ -84,6 +84,7 @@ ALLOWED = {
         f"{_ENGINE}/launch/rendezvous.py",
         f"{_ENGINE}/run_folder/lock.py",
         f"{_ENGINE}/run_folder/records.py",
+        f"{_KERNEL}/errors/machine_limits.py",
         "plugins/format/distributed/src/megatron_run_format_distributed/__init__.py",
         "plugins/format/megatron/src/megatron_run_format_megatron/rank_files.py",
         "plugins/graph-capture/partial/src/megatron_run_graph_capture_partial/__init__.py",

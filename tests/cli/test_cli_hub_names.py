@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_run.errors import from_hub
+from megatron_run.errors.wording import from_hub
 from megatron_run_cli.main import main
 
 #: Each place where a model's or tokenizer's folder is named.

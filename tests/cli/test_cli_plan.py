@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_run.errors import ExitCode, how_to_install
+from megatron_run.errors import ExitCode
+from megatron_run.errors.install_hint import how_to_install
 from megatron_run.planning import load_config
 from megatron_run.registry.discover import Catalog, scan
 from megatron_run_cli.main import main

@@ -16,7 +16,8 @@ from typing import Any, NoReturn
 import click
 from click.shell_completion import CompletionItem
 
-from megatron_run.errors import InputError, PluginError, RunError, did_you_mean, near_path
+from megatron_run.errors import InputError, PluginError, RunError
+from megatron_run.errors.wording import did_you_mean, near_path
 from megatron_run_cli.completion import words
 from megatron_run_cli.termination import ending_in_order
 

@@ -13,7 +13,9 @@ from collections.abc import Sequence
 import click
 
 from megatron_run import __version__
-from megatron_run.errors import EngineMissingError, ExitCode, RunError, check_engine, system_limit
+from megatron_run.errors import EngineMissingError, ExitCode, RunError
+from megatron_run.errors.install_hint import check_engine
+from megatron_run.errors.machine_limits import system_limit
 from megatron_run_cli.commands.checkpoint import checkpoint, export, import_
 from megatron_run_cli.commands.completion import completion
 from megatron_run_cli.commands.config import config

@@ -13,7 +13,8 @@ from typing import Any
 
 import click
 
-from megatron_run.errors import InputError, printable
+from megatron_run.errors import InputError
+from megatron_run.errors.wording import printable
 from megatron_run.files.publishing import publishing
 
 #: Whether the command has printed JSON: its answer is one document, also where it ends with a refusal.

@@ -139,7 +139,7 @@ def test_a_hanging_rank_is_killed_and_named_when_others_lost_it(launcher: Launch
 
 @pytest.mark.parametrize(
     ("number", "line"),
-    [  # test_kernel_errors has the line of too many files
+    [  # test_errors_machine_limits has the line of too many files
         pytest.param(errno.EMFILE, "too many files are open: ulimit -n allows", marks=pytest.mark.nightly),
         (errno.ENOSPC, r"the ranks cannot be started: No space left on device: .*; run\.folder and TMPDIR must"),
         pytest.param(errno.EROFS, "the ranks cannot be started: Read-only file system", marks=pytest.mark.nightly),

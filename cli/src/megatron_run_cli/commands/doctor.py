@@ -14,7 +14,8 @@ from typing import Literal, cast
 
 import click
 
-from megatron_run.errors import ENGINE, EngineMissingError, ExitCode, how_to_install
+from megatron_run.errors import EngineMissingError, ExitCode
+from megatron_run.errors.install_hint import ENGINE, how_to_install
 from megatron_run_cli.grammar import debug_option, json_option
 from megatron_run_cli.output import print_json, print_table
 

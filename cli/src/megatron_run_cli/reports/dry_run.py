@@ -9,7 +9,8 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
-from megatron_run.errors import ENGINE, RunError, how_to_install
+from megatron_run.errors import RunError
+from megatron_run.errors.install_hint import ENGINE, how_to_install
 from megatron_run.pipeline.simulate import timeline, timeline_text
 from megatron_run.planning.describe import describe, run_record, spans
 from megatron_run_cli.reports.memory_report import (

@@ -20,7 +20,9 @@ from megatron_run.config.values import members, plain, typed
 from megatron_run.contracts.plugin import RUN_KINDS, SEPARATORS
 from megatron_run.contracts.quantities import Duration, Span
 from megatron_run.contracts.schema import SECTIONS, Header
-from megatron_run.errors import ENGINE, EngineMissingError, InputError, PluginError, did_you_mean, how_to_install
+from megatron_run.errors import EngineMissingError, InputError, PluginError
+from megatron_run.errors.install_hint import ENGINE, how_to_install
+from megatron_run.errors.wording import did_you_mean
 from megatron_run.registry.choose import choose
 from megatron_run.registry.discover import scan
 from megatron_run.registry.load import load

@@ -10,7 +10,8 @@ from typing import Any
 
 from megatron_run.contracts.optimizer import MASTER
 from megatron_run.contracts.scaler import scale_text
-from megatron_run.errors import CheckpointError, printable
+from megatron_run.errors import CheckpointError
+from megatron_run.errors.wording import printable
 from megatron_run_engine.checkpoint.files import size_text
 from megatron_run_engine.checkpoint.manifest import Manifest
 from megatron_run_engine.checkpoint.step_folder import Checkpoints, check_length, verify_files

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from megatron_run.contracts.observer import Bar, Timeline
 from megatron_run.contracts.schedule import Action, Place, signed_order
-from megatron_run.errors import plural
+from megatron_run.errors.wording import plural
 from megatron_run.pipeline.plan import Plan
 from megatron_run.pipeline.simulate import bubble_fraction, shown_stages, timeline, timeline_text
 from megatron_run.pipeline.trace_events import NAMES, trace_document, trace_events

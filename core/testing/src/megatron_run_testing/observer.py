@@ -23,7 +23,7 @@ from megatron_run.contracts.observer import (
     StepTrace,
     Timeline,
 )
-from megatron_run.errors import did_you_mean
+from megatron_run.errors.wording import did_you_mean
 from megatron_run_testing import Check, CheckFailed
 
 #: Creates a new observer, as the plugin's factory does for each attempt at a run.

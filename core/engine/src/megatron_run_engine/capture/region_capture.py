@@ -12,7 +12,8 @@ import torch
 
 from megatron_run.config.values import typed
 from megatron_run.contracts import CaptureSize, GraphCapture
-from megatron_run.errors import GraphCaptureError, InputError, plural
+from megatron_run.errors import GraphCaptureError, InputError
+from megatron_run.errors.wording import plural
 from megatron_run.planning.batch_size import total_steps
 from megatron_run_engine.capture.order import OrderGuard, passes
 from megatron_run_engine.capture.regions import STEP, by_chunk, call, check_scope, check_step, choose_regions

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 from megatron_run.config.values import typed
 from megatron_run.contracts import Region
-from megatron_run.errors import InputError, advice, did_you_mean
+from megatron_run.errors import InputError
+from megatron_run.errors.wording import advice, did_you_mean
 from megatron_run_engine.capture.rules import blamed
 from megatron_run_engine.runtime.recompute import names_read, run_recomputed
 

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from megatron_run.contracts.optimizer import MASTER
-from megatron_run.errors import CheckpointError, advice, did_you_mean
+from megatron_run.errors import CheckpointError
+from megatron_run.errors.wording import advice, did_you_mean
 from megatron_run_engine.checkpoint.boxes import Box, box_fault
 from megatron_run_engine.checkpoint.manifest import ITEM_BYTES
 from megatron_run_engine.checkpoint.shard_file import DTYPES, read_header, tensor_name

@@ -16,7 +16,8 @@ from pathlib import Path
 
 import xxhash
 
-from megatron_run.errors import CheckpointError, advice, from_hub, near_path
+from megatron_run.errors import CheckpointError
+from megatron_run.errors.wording import advice, from_hub, near_path
 from megatron_run.files.latest_run import follow_latest
 from megatron_run_engine.checkpoint.files import hash_of, no_heartbeat, reading, size_of
 from megatron_run_engine.checkpoint.manifest import MANIFEST, Manifest, read_manifest

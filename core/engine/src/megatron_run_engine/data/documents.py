@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from megatron_run.errors import DataError, InputError, near_path
+from megatron_run.errors import DataError, InputError
+from megatron_run.errors.wording import near_path
 from megatron_run_engine.data.option_types import SPLITS
 from megatron_run_engine.data.user_files import file_lines, foreign, json_line, read_bytes, start_of, unreadable
 

@@ -30,7 +30,8 @@ from typing import TYPE_CHECKING, Any, BinaryIO, Self, TypeAlias
 
 import numpy as np
 
-from megatron_run.errors import DataError, advice, near_path
+from megatron_run.errors import DataError
+from megatron_run.errors.wording import advice, near_path
 from megatron_run.files.foreign_file import open_file
 from megatron_run.files.publishing import Publication
 from megatron_run_engine.data.user_files import refuse_pointer

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from megatron_run.contracts.data import DOCUMENTS, LABELS, LOSS_MASK, POSITIONS, TOKENS
-from megatron_run.errors import plural
+from megatron_run.errors.wording import plural
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

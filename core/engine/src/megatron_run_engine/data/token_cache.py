@@ -31,7 +31,8 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import numpy as np
 import xxhash
 
-from megatron_run.errors import DataError, plural
+from megatron_run.errors import DataError
+from megatron_run.errors.wording import plural
 from megatron_run.files.foreign_file import open_file, read_file
 from megatron_run.files.publishing import publishing
 from megatron_run_engine.data.documents import Document, Shares, split_streams, token_type

@@ -15,7 +15,8 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_run.errors import DataError, advice, from_hub, near_path
+from megatron_run.errors import DataError
+from megatron_run.errors.wording import advice, from_hub, near_path
 from megatron_run.files.foreign_file import check_file, followed, read_file
 from megatron_run.files.safe_folder import parse_json
 from megatron_run_engine.data.tokenizer_folder import FolderTokenizer, files_decide, read_folder

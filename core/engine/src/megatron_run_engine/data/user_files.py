@@ -23,7 +23,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, NamedTuple
 
-from megatron_run.errors import DataError, near_path
+from megatron_run.errors import DataError
+from megatron_run.errors.wording import near_path
 from megatron_run.files.foreign_file import open_file, read_file
 from megatron_run.files.safe_folder import parse_json
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from megatron_run.errors import plural
+from megatron_run.errors.wording import plural
 
 if TYPE_CHECKING:
     from megatron_run_engine.inference.loaded_model import LoadedModel

@@ -17,7 +17,8 @@ from lm_eval.models.utils import normalize_gen_kwargs, postprocess_generated_tex
 from lm_eval.tasks import TaskManager
 from lm_eval.utils import get_rolling_token_windows
 
-from megatron_run.errors import DataError, InputError, did_you_mean, near_path
+from megatron_run.errors import DataError, InputError
+from megatron_run.errors.wording import did_you_mean, near_path
 from megatron_run_engine.data.chat_template.messages import NoConversation
 from megatron_run_engine.data.chat_template.of_source import no_template, special_texts
 from megatron_run_engine.data.chat_template.template import ChatTemplate

@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_run.config.request import Request
-from megatron_run.errors import ExitCode, system_limit
+from megatron_run.errors import ExitCode
+from megatron_run.errors.machine_limits import system_limit
 from megatron_run_engine.launch.rank_output import flush_output
 
 if TYPE_CHECKING:

@@ -17,7 +17,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
-from megatron_run.errors import InputError, system_limit
+from megatron_run.errors import InputError
+from megatron_run.errors.machine_limits import system_limit
 from megatron_run.files.safe_folder import SafeFolder
 from megatron_run_engine.run_folder.folder import open_log
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megatron_run.contracts import Init, NormKind
-from megatron_run.errors import nearest_divisors, nearest_multiples
+from megatron_run.errors.wording import nearest_divisors, nearest_multiples
 
 Scores = Literal["softmax", "sigmoid"]
 DropPolicy = Literal["probs", "position"]

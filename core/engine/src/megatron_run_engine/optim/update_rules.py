@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import torch
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
-from megatron_run.errors import InputError, advice, did_you_mean, let_end
+from megatron_run.errors import InputError, let_end
+from megatron_run.errors.wording import advice, did_you_mean
 from megatron_run.registry.choose import is_file
 from megatron_run.registry.load import FileNotRunError, import_file
 from megatron_run.registry.loaded_plugin import in_one_line

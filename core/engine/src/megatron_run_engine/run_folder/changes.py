@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megatron_run.config.origin import DEFAULT
 from megatron_run.config.run_home import config_file, run_home
-from megatron_run.errors import InputError, advice, did_you_mean
+from megatron_run.errors import InputError
+from megatron_run.errors.wording import advice, did_you_mean
 from megatron_run.planning.run import leaves, sections
 
 if TYPE_CHECKING:

@@ -11,7 +11,8 @@ import torch
 
 from megatron_run.contracts import Microbatch, mixture_options
 from megatron_run.contracts.topology import Sizes, Topology
-from megatron_run.errors import InputError, RunError, advice, did_you_mean
+from megatron_run.errors import InputError, RunError
+from megatron_run.errors.wording import advice, did_you_mean
 from megatron_run.planning.rank_grid import attribute
 from megatron_run_engine.runtime.comm import Groups
 from megatron_run_engine.runtime.parameter_init import (

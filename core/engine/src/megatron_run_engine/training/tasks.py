@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, NamedTuple, cast, get_args
 from megatron_run.contracts import EvalMetrics
 from megatron_run.contracts.data import Split
 from megatron_run.contracts.schema import TASKS, read_task
-from megatron_run.errors import DataError, InputError, did_you_mean
+from megatron_run.errors import DataError, InputError
+from megatron_run.errors.wording import did_you_mean
 from megatron_run_engine.data.documents import NoTextError, find_documents
 from megatron_run_engine.data.user_files import json_line, read_text, text_lines
 from megatron_run_engine.runtime.generation.scoring import Score, Window, score, text_windows

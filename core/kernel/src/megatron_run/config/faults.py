@@ -12,7 +12,8 @@ from types import MappingProxyType
 from typing import Any, get_args
 
 from megatron_run.contracts.activity import PhaseName
-from megatron_run.errors import InputError, advice, did_you_mean
+from megatron_run.errors import InputError
+from megatron_run.errors.wording import advice, did_you_mean
 
 #: The variable.
 VARIABLE = "MEGATRON_RUN_FAULT"

@@ -10,7 +10,8 @@ from megatron_run.config.origin import KIND_SECTIONS, Choice, Key, Origin, Value
 from megatron_run.config.yaml import Node, bare
 from megatron_run.contracts.plugin import SEPARATORS
 from megatron_run.contracts.schema import RIVALS, SECTIONS
-from megatron_run.errors import Findings, InputError, did_you_mean
+from megatron_run.errors import Findings, InputError
+from megatron_run.errors.wording import did_you_mean
 
 
 @dataclass

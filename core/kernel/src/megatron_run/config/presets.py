@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from importlib.resources import files
 
-from megatron_run.errors import InputError, did_you_mean
+from megatron_run.errors import InputError
+from megatron_run.errors.wording import did_you_mean
 
 
 def presets() -> dict[str, str]:

@@ -16,7 +16,8 @@ from megatron_run.config.request import ENVIRONMENT_PREFIX, Found, Request
 from megatron_run.config.run_home import name_runs
 from megatron_run.config.yaml import MAX_BYTES, Node, parse, too_large
 from megatron_run.contracts.plugin import RUN_KINDS, SEPARATORS, check_run_kind
-from megatron_run.errors import Findings, InputError, did_you_mean, near_path
+from megatron_run.errors import Findings, InputError
+from megatron_run.errors.wording import did_you_mean, near_path
 from megatron_run.files.foreign_file import open_file
 from megatron_run.files.latest_run import follow_latest
 

@@ -14,7 +14,8 @@ from megatron_run.config.origin import DEFAULT, Key, Origin, Text, Value, dotted
 from megatron_run.config.values import members, plain, read_text, whole
 from megatron_run.config.yaml import bare, parse
 from megatron_run.contracts.schema import Section
-from megatron_run.errors import Findings, InputError, RunError, did_you_mean
+from megatron_run.errors import Findings, InputError, RunError
+from megatron_run.errors.wording import did_you_mean
 
 AnyModel = TypeVar("AnyModel", bound=BaseModel)
 

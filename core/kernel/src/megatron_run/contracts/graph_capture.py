@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from megatron_run.errors import plural
+from megatron_run.errors.wording import plural
 
 if TYPE_CHECKING:
     from torch import Tensor

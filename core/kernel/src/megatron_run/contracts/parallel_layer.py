@@ -13,7 +13,8 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal
 
 from megatron_run.contracts.parameters import Init
-from megatron_run.errors import InputError, nearest_divisors, nearest_multiples
+from megatron_run.errors import InputError
+from megatron_run.errors.wording import nearest_divisors, nearest_multiples
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from megatron_run.errors import InputError, advice, did_you_mean
+from megatron_run.errors import InputError
+from megatron_run.errors.wording import advice, did_you_mean
 
 if TYPE_CHECKING:
     from pydantic import BaseModel

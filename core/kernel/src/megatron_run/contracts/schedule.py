@@ -11,7 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from megatron_run.errors import InputError, ScheduleError, nearest_multiples, plural
+from megatron_run.errors import InputError, ScheduleError
+from megatron_run.errors.wording import nearest_multiples, plural
 
 Op = Literal["F", "B", "I", "W", "S", "R"]
 

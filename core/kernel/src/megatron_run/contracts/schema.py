@@ -23,7 +23,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from megatron_run.contracts.quantities import Duration, Span
-from megatron_run.errors import advice, did_you_mean
+from megatron_run.errors.wording import advice, did_you_mean
 
 Shape = Literal["constant", "linear", "cosine"]
 #: Names of segments; ``full``: every segment of a layer.

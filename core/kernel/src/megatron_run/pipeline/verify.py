@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate, product
 
 from megatron_run.contracts.schedule import Action, LayoutSpec, Op, Place, ScheduleSpec, check_counts
-from megatron_run.errors import ScheduleError, plural
+from megatron_run.errors import ScheduleError
+from megatron_run.errors.wording import plural
 from megatron_run.pipeline.lower import check_pairing
 from megatron_run.pipeline.plan import Plan, activations, positions
 from megatron_run.pipeline.simulate import completion_order, simulate, takes_time

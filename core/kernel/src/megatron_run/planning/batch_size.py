@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from megatron_run.errors import Findings, InputError, nearest_divisors, nearest_multiples
+from megatron_run.errors import Findings, InputError
+from megatron_run.errors.wording import nearest_divisors, nearest_multiples
 
 if TYPE_CHECKING:
     from megatron_run.contracts.schema import TrainSection

@@ -17,7 +17,8 @@ from megatron_run.config.validate import fields_of, unchecked, unknown_key, vali
 from megatron_run.config.values import typed
 from megatron_run.contracts.plugin import RUN_KINDS, SEPARATORS, check_run_kind
 from megatron_run.contracts.schema import PluginSection, PluginsSection
-from megatron_run.errors import EngineMissingError, Findings, InputError, PluginError, advice
+from megatron_run.errors import EngineMissingError, Findings, InputError, PluginError
+from megatron_run.errors.wording import advice
 from megatron_run.files.safe_folder import SafeFolder, parse_json
 from megatron_run.registry.choose import choose, is_file
 from megatron_run.registry.discover import Catalog, Entry, SourceDigests

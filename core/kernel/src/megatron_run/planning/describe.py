@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from megatron_run.contracts.topology import Topology
-from megatron_run.errors import plural
+from megatron_run.errors.wording import plural
 from megatron_run.pipeline.simulate import timeline
 from megatron_run.planning.choosing import dumped
 from megatron_run.planning.rank_grid import experts_of, held_experts

@@ -12,7 +12,8 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from megatron_run.contracts.schema import ParallelSection
-from megatron_run.errors import InputError, nearest, plural
+from megatron_run.errors import InputError
+from megatron_run.errors.wording import nearest, plural
 
 _COUNTS = "parallel.layers"
 _FIRST, _LAST = "parallel.first_stage_layers", "parallel.last_stage_layers"

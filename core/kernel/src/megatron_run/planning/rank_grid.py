@@ -11,7 +11,8 @@ from megatron_run.config.origin import DEFAULT, Key, Origin, dotted
 from megatron_run.contracts import mixture_options
 from megatron_run.contracts.schema import ParallelSection, TrainSection
 from megatron_run.contracts.topology import Sizes
-from megatron_run.errors import InputError, RunError, nearest, nearest_multiples
+from megatron_run.errors import InputError, RunError
+from megatron_run.errors.wording import nearest, nearest_multiples
 from megatron_run.registry.loaded_plugin import Plugin
 
 #: The most ranks of a run: their groups are lists, and a world of more is a typing mistake.

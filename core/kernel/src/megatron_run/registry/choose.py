@@ -9,7 +9,8 @@ from packaging.utils import canonicalize_name
 
 from megatron_run import __version__
 from megatron_run.contracts.plugin import check_kind
-from megatron_run.errors import EngineMissingError, PluginError, advice, did_you_mean
+from megatron_run.errors import EngineMissingError, PluginError
+from megatron_run.errors.wording import advice, did_you_mean
 from megatron_run.registry.discover import KERNEL, Catalog, Entry
 from megatron_run.registry.known import known_plugin
 

@@ -18,16 +18,8 @@ from megatron_run.contracts.format import (
     TranslatedScript,
     Weights,
 )
-from megatron_run.errors import (
-    CheckpointError,
-    InputError,
-    PluginError,
-    RunError,
-    advice,
-    did_you_mean,
-    from_hub,
-    near_path,
-)
+from megatron_run.errors import CheckpointError, InputError, PluginError, RunError
+from megatron_run.errors.wording import advice, did_you_mean, from_hub, near_path
 from megatron_run.registry.choose import choose, is_file
 from megatron_run.registry.discover import Catalog, Entry, scan
 from megatron_run.registry.known import KNOWN, known_plugin

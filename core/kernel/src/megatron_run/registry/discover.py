@@ -18,7 +18,8 @@ from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import canonicalize_name
 
 from megatron_run.contracts.plugin import KINDS, entry_point_group
-from megatron_run.errors import ENGINE, did_you_mean
+from megatron_run.errors.install_hint import ENGINE
+from megatron_run.errors.wording import did_you_mean
 
 #: The distribution whose version plugins ask for.
 KERNEL = "megatron-run-core"

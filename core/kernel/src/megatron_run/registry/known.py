@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_run.errors import ENGINE, how_to_install
+from megatron_run.errors.install_hint import ENGINE, how_to_install
 
 
 @dataclass(frozen=True)

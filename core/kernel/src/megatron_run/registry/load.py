@@ -20,7 +20,8 @@ import pluggy
 
 from megatron_run import hookspecs
 from megatron_run.contracts.plugin import KINDS, PluginInfo, entry_point_group
-from megatron_run.errors import PluginError, check_engine, let_end
+from megatron_run.errors import PluginError, let_end
+from megatron_run.errors.install_hint import check_engine
 from megatron_run.registry.discover import SourceDigests, source_digest
 from megatron_run.registry.loaded_plugin import (
     CONTRACTS,

@@ -25,7 +25,9 @@ from megatron_run.contracts import (
     Schedule,
 )
 from megatron_run.contracts.plugin import KINDS, RUN_KINDS, PluginInfo
-from megatron_run.errors import PluginError, RunError, check_engine, did_you_mean, let_end
+from megatron_run.errors import PluginError, RunError, let_end
+from megatron_run.errors.install_hint import check_engine
+from megatron_run.errors.wording import did_you_mean
 from megatron_run.registry.known import known_plugin
 
 if TYPE_CHECKING:

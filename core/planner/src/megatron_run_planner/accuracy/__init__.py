@@ -16,7 +16,8 @@ from itertools import combinations
 from pathlib import Path
 from typing import NamedTuple
 
-from megatron_run.errors import InputError, did_you_mean
+from megatron_run.errors import InputError
+from megatron_run.errors.wording import did_you_mean
 from megatron_run.files.foreign_file import read_file
 from megatron_run_planner.devices import Device
 from megatron_run_planner.schedules import Schedules

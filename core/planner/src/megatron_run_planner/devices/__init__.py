@@ -11,7 +11,8 @@ from pydantic import Field, PositiveFloat, PositiveInt, ValidationError
 
 from megatron_run.config.yaml import bare, parse
 from megatron_run.contracts.schema import Section
-from megatron_run.errors import InputError, did_you_mean
+from megatron_run.errors import InputError
+from megatron_run.errors.wording import did_you_mean
 from megatron_run.files.foreign_file import read_file
 
 _SHIPPED = Path(__file__).parent

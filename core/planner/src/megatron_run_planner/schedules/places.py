@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from random import Random
 
 from megatron_run.contracts.schedule import Action, Place
-from megatron_run.errors import InputError, plural
+from megatron_run.errors import InputError
+from megatron_run.errors.wording import plural
 from megatron_run_planner.schedules.greedy import Habit, greedy_lists, habits
 from megatron_run_planner.schedules.installed import spread
 from megatron_run_planner.schedules.polish import makespan, polished, split

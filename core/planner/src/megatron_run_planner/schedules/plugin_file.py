@@ -7,7 +7,8 @@ from pathlib import Path
 from string import Template
 
 from megatron_run.contracts.schedule import Action, Place
-from megatron_run.errors import InputError, plural
+from megatron_run.errors import InputError
+from megatron_run.errors.wording import plural
 from megatron_run.files.publishing import publishing
 
 #: The file. ``LISTS`` serve any number of microbatches: fewer leave out the others' actions, more begin again.

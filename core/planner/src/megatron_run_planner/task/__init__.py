@@ -14,7 +14,8 @@ from megatron_run.config.validate import annotation_at, validate_section
 from megatron_run.config.values import core_scalar, read_text, typed
 from megatron_run.config.yaml import yaml_text
 from megatron_run.contracts.schema import SECTIONS, ParallelSection, TrainSection
-from megatron_run.errors import Findings, InputError, nearest_multiples
+from megatron_run.errors import Findings, InputError
+from megatron_run.errors.wording import nearest_multiples
 from megatron_run.planning.batch_size import BatchRamp, total_steps
 from megatron_run.planning.layer_split import is_uneven, layer_counts
 from megatron_run.planning.rank_grid import ExpertSplit

@@ -11,7 +11,8 @@ import numpy as np
 
 from megatron_run.contracts import Dataset, DataSource, Split
 from megatron_run.contracts.data import Field
-from megatron_run.errors import DataError, InputError, plural
+from megatron_run.errors import DataError, InputError
+from megatron_run.errors.wording import plural
 from megatron_run_data_indexed import megatron_order
 from megatron_run_data_indexed.blend import blend, normalised, places_in
 from megatron_run_data_indexed.cache import cached, key, within

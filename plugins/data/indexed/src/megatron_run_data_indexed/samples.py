@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 import numpy as np
 
 from megatron_run.contracts.data import DOCUMENTS, LABELS, LOSS_MASK, POSITIONS, TOKENS, Field
-from megatron_run.errors import DataError, plural
+from megatron_run.errors import DataError
+from megatron_run.errors.wording import plural
 from megatron_run_data_indexed.blend import places_in
 
 if TYPE_CHECKING:

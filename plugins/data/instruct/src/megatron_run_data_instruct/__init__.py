@@ -18,7 +18,8 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from megatron_run.contracts import DataSource, PluginInfo, Split
 from megatron_run.contracts.data import Field as BatchField
-from megatron_run.errors import DataError, plural
+from megatron_run.errors import DataError
+from megatron_run.errors.wording import plural
 from megatron_run.hookspecs import hookimpl
 from megatron_run_data_instruct.conversations import Line, conversation, lines_of
 from megatron_run_engine.data.chat_template.messages import NoConversation

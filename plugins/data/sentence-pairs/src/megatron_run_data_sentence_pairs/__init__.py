@@ -13,7 +13,8 @@ from pydantic import Field
 from megatron_run.contracts import DataSource, PluginInfo, Split
 from megatron_run.contracts.data import LABELS, LOSS_MASK, TOKENS
 from megatron_run.contracts.data import Field as BatchField
-from megatron_run.errors import InputError, plural
+from megatron_run.errors import InputError
+from megatron_run.errors.wording import plural
 from megatron_run.hookspecs import hookimpl
 from megatron_run_data_sentence_pairs.masking import Masking
 from megatron_run_data_sentence_pairs.pairs import LEAST, SPECIALS, Documents, Pairs

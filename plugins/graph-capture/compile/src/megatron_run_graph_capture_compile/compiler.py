@@ -15,7 +15,8 @@ from torch import Tensor, fx
 from torch._guards import TracingContext, tracing
 from torch._subclasses import FakeTensorMode
 
-from megatron_run.errors import PluginError, advice, did_you_mean
+from megatron_run.errors import PluginError
+from megatron_run.errors.wording import advice, did_you_mean
 from megatron_run_engine.data.user_cache import COMPILED, keep_compiled
 from megatron_run_engine.nn.fused import triton_lack
 

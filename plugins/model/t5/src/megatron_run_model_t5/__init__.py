@@ -12,7 +12,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from megatron_run.contracts import Boundary, Chunk, Model, PluginInfo
-from megatron_run.errors import InputError, nearest_divisors, nearest_multiples
+from megatron_run.errors import InputError
+from megatron_run.errors.wording import nearest_divisors, nearest_multiples
 from megatron_run.hookspecs import hookimpl
 from megatron_run_engine.nn import WORD, tie_to_word
 from megatron_run_model_t5.chunk import WORDS, T5Chunk, T5Embedding, encoder_mask, encoder_tokens

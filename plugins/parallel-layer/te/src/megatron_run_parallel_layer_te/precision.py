@@ -14,7 +14,8 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field
 
 from megatron_run.config.values import typed
-from megatron_run.errors import InputError, PluginError, nearest_multiples
+from megatron_run.errors import InputError, PluginError
+from megatron_run.errors.wording import nearest_multiples
 
 if TYPE_CHECKING:
     from megatron_run.contracts.schema import Config, TrainSection

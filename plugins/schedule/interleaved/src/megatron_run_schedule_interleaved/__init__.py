@@ -18,7 +18,8 @@ from __future__ import annotations
 from pydantic import BaseModel, ConfigDict, Field
 
 from megatron_run.contracts import Action, PluginInfo, Schedule, ScheduleSpec
-from megatron_run.errors import ScheduleError, plural
+from megatron_run.errors import ScheduleError
+from megatron_run.errors.wording import plural
 from megatron_run.hookspecs import hookimpl
 
 

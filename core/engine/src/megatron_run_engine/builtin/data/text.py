@@ -12,7 +12,8 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from megatron_run.contracts import DataSource, PluginInfo, Split
 from megatron_run.contracts.data import Field as BatchField
-from megatron_run.errors import DataError, plural
+from megatron_run.errors import DataError
+from megatron_run.errors.wording import plural
 from megatron_run.hookspecs import hookimpl
 from megatron_run_engine.data.documents import (
     CUT_FROM,

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
 from megatron_run.contracts import NormKind
-from megatron_run.errors import nearest_divisors, nearest_multiples
+from megatron_run.errors.wording import nearest_divisors, nearest_multiples
 from megatron_run_engine.nn import ExpertSpec, TransformerSpec
 from megatron_run_engine.nn.spec import (
     Activation,

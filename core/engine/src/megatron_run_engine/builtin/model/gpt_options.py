@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
-from megatron_run.errors import nearest_divisors, plural
+from megatron_run.errors.wording import nearest_divisors, plural
 from megatron_run_engine.builtin.model.decoder_options import DecoderOptions
 from megatron_run_engine.nn import ExpertSpec, TransformerSpec
 from megatron_run_engine.nn.spec import Dispatch, DropPolicy, Scores

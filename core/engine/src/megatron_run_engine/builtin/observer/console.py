@@ -23,7 +23,7 @@ from megatron_run.contracts import (
     StepMetrics,
     scale_text,
 )
-from megatron_run.errors import plural
+from megatron_run.errors.wording import plural
 from megatron_run.hookspecs import hookimpl
 from megatron_run_engine.checkpoint.files import size_text
 

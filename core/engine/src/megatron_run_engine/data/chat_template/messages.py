@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megatron_run.errors import did_you_mean
+from megatron_run.errors.wording import did_you_mean
 from megatron_run_engine.data.chat_template.renderer import BEGIN, END
 
 #: One turn: its role, its content, and what else a template reads, such as ``tool_calls``.

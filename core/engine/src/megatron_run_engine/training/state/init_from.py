@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_run.contracts import NewParts
-from megatron_run.errors import CheckpointError, InputError, advice
+from megatron_run.errors import CheckpointError, InputError
+from megatron_run.errors.wording import advice
 from megatron_run.planning.batch_size import run_length
 from megatron_run.registry.discover import plain_name
 from megatron_run_engine.checkpoint.adapted import open_step

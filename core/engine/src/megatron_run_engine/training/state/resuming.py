@@ -16,7 +16,8 @@ from pydantic import ValidationError
 
 from megatron_run.contracts import MASTER
 from megatron_run.contracts.schema import TrainSection
-from megatron_run.errors import CheckpointError, DataError, advice
+from megatron_run.errors import CheckpointError, DataError
+from megatron_run.errors.wording import advice
 from megatron_run.planning.batch_size import run_length
 from megatron_run.planning.learning_rate import LearningRate
 from megatron_run_engine.checkpoint.collectives import on_all_ranks, on_rank0

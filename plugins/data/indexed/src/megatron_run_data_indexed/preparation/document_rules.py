@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
-from megatron_run.errors import InputError, did_you_mean
+from megatron_run.errors import InputError
+from megatron_run.errors.wording import did_you_mean
 from megatron_run_data_indexed.preparation.near_duplicates import Duplicates, shingles
 from megatron_run_data_indexed.preparation.workers import process_pool
 from megatron_run_engine.data.overlap import SIZE, ngrams

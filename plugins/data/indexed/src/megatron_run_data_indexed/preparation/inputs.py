@@ -15,7 +15,8 @@ from glob import glob, has_magic
 from pathlib import Path
 from typing import BinaryIO, Literal
 
-from megatron_run.errors import DataError, InputError, near_path
+from megatron_run.errors import DataError, InputError
+from megatron_run.errors.wording import near_path
 from megatron_run.files.foreign_file import open_file
 from megatron_run_data_indexed.preparation.parquet_file import row_groups
 from megatron_run_engine.data.user_files import (

@@ -12,7 +12,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_run.errors import DataError, did_you_mean
+from megatron_run.errors import DataError
+from megatron_run.errors.wording import did_you_mean
 from megatron_run.files.foreign_file import check_file
 from megatron_run_engine.data.user_files import LARGEST, unreadable
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron_run.errors import did_you_mean
+from megatron_run.errors.wording import did_you_mean
 from megatron_run_data_indexed.preparation.inputs import Block, Input, blocks, separator_of
 from megatron_run_data_indexed.preparation.parquet_file import column_values
 from megatron_run_engine.data.user_files import byte_lines, json_line, read_range

@@ -17,7 +17,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
 
-from megatron_run.errors import InputError, near_path
+from megatron_run.errors import InputError
+from megatron_run.errors.wording import near_path
 from megatron_run.files.foreign_file import open_file
 
 #: What a shell would put something else in the place of: a sum, a command's output, a variable.

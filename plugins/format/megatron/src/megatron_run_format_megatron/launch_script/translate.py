@@ -12,7 +12,8 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from megatron_run.config.yaml import flow
-from megatron_run.errors import InputError, plural
+from megatron_run.errors import InputError
+from megatron_run.errors.wording import plural
 from megatron_run_format_megatron.launch_script import layer_kernels, run_keys
 from megatron_run_format_megatron.launch_script.data_section import data, find_vocabulary, tokenizer_notes
 from megatron_run_format_megatron.launch_script.flags import find, near

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from fnmatch import fnmatchcase
 
-from megatron_run.errors import LONGEST_WORD
+from megatron_run.errors.wording import LONGEST_WORD
 from megatron_run_format_megatron.launch_script.flags.kinds import (
     Flag,
     Verdict,

@@ -1,0 +1,56 @@
+"""How to install what is missing: the engine, or another distribution of this project."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from shlex import quote
+
+from megatron_run.errors import EngineMissingError
+
+#: The distribution that brings torch, and the modules that come with it.
+ENGINE = "megatron-run-engine"
+ENGINE_MODULES = frozenset({"megatron_run_engine", "numpy", "safetensors", "tokenizers", "torch"})
+
+
+def check_engine(cause: BaseException, what: str, origin: str = "") -> None:
+    """Raise :class:`EngineMissingError` with ``what`` when ``cause`` is the failed import of a module of the engine."""
+    missing = cause.name if isinstance(cause, ModuleNotFoundError) else None
+    if missing and missing.partition(".")[0] in ENGINE_MODULES:
+        why = f"it needs the engine, and there is no module {missing!r}"
+        raise EngineMissingError(what, why=why, origin=origin, fix=f"type: {how_to_install(ENGINE)}") from cause
+
+
+def how_to_install(distribution: str, kernel: Path = Path(__file__)) -> str:
+    """The command that brings a first-party ``distribution``; ``kernel`` is a module of the kernel that runs.
+
+    A kernel that runs from a checkout asks for the checkout's other folders: no index may have that version. Of two
+    folders the engine's comes first, since pip looks on the index for what a plugin needs and does not find installed.
+    """
+    source = kernel.resolve().parents[1]
+    in_checkout = source.match("core/kernel/src/megatron_run")
+    root = source.parents[3] if in_checkout else source
+    members = _members(root) if in_checkout else iter(())
+    folder = next((each for each in members if _distribution_of(each, root) == distribution), None)
+    if folder is None:
+        return f"pip install {distribution}"
+    folders = [folder]
+    needs_engine = f'"{ENGINE}' in (folder / "pyproject.toml").read_text(encoding="utf-8")
+    if needs_engine and find_spec("megatron_run_engine") is None:
+        folders.insert(0, root / "core/engine")
+    here = Path.cwd() == root  # pip takes a path for one only with a leading ./ or /
+    words = [f"./{each.relative_to(root)}" if here else quote(str(each)) for each in folders]
+    return f"pip install {' '.join(f'-e {word}' for word in words)}"
+
+
+def _members(root: Path) -> Iterator[Path]:
+    """The folders of a checkout that hold a distribution."""
+    for pattern in ("core/*/pyproject.toml", "cli/pyproject.toml", "plugins/*/*/pyproject.toml"):
+        yield from (file.parent for file in sorted(root.glob(pattern)))
+
+
+def _distribution_of(folder: Path, root: Path) -> str:
+    """``plugins/schedule/gpipe`` -> ``megatron-run-schedule-gpipe``."""
+    names = folder.relative_to(root).parts
+    return "-".join(("megatron-run", *(names[1:] if len(names) > 1 else names)))
