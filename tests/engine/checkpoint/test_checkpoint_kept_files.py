@@ -140,7 +140,7 @@ def test_a_run_that_is_refused_keeps_its_tokenizer(carried: Path) -> None:
     Path("text.txt").write_text(TEXT)
     before = (carried / "tokenizer.json").read_bytes()
     write_words(Path(GIVEN), tuple(reversed(WORDS)))
-    with pytest.raises(RunError, match="the training data is not what it was"):
+    with pytest.raises(RunError, match="the data has another tokenizer"):
         train(extended(paths(GIVEN)), extend=True)
     assert (carried / "tokenizer.json").read_bytes() == before
 

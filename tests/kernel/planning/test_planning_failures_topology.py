@@ -105,9 +105,9 @@ def test_heads_that_do_not_divide() -> None:
         (
             "parallel.pipeline=2",
             "schedule=sequential",
-            "choose --plugin schedule=1f1b or --plugin schedule=interleaved",
+            "choose --plugin schedule=1f1b or --plugin schedule=gpipe",
         ),
-        ("parallel.chunks=2", "schedule=sequential", "choose --plugin schedule=interleaved"),
+        ("parallel.chunks=2", "schedule=sequential", "choose --plugin schedule=gpipe or --plugin schedule=interleaved"),
         ("parallel.tensor=2", "parallel-layer=dense", "tensor"),
         ("parallel.sequence=true", "parallel-layer=dense", "tensor"),
     ],

@@ -83,21 +83,23 @@ def test_ids_that_replace_a_prepared_dataset_are_not_said_to_be_its_tokenizer_s(
     assert read_about(tmp_path / "out") == {"documents": 2, "tokens": 4, "inputs": [str(texts)]}
 
 
-def killed_at_the_second_name(write: Callable[[], object]) -> None:
-    """Do ``write`` in a process that is killed before it gives its second file its name."""
+def killed_at_name(number: int, write: Callable[[], object]) -> None:
+    """Do ``write`` in a process that is killed before it gives its file ``number``, from 1, its name."""
     process = os.fork()
     if not process:
-        rename, given = Path.replace, []
+        rename, given, own = Path.replace, [], os.getpid()
 
         def counting(path: Path, target: Path) -> Path:
             given.append(target)
-            if len(given) == 2:
-                os.kill(os.getpid(), signal.SIGKILL)
+            if len(given) == number and os.getpid() == own:  # and not one of its workers
+                os.kill(own, signal.SIGKILL)
             return rename(path, target)
 
         setattr(Path, "replace", counting)  # noqa: B010  # mypy lets no method be assigned
-        write()
-        os._exit(0)
+        try:
+            write()
+        finally:
+            os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == -signal.SIGKILL
 
 
@@ -110,13 +112,48 @@ def test_a_command_that_was_killed_between_two_names_is_typed_again(texts: Path,
         "kept.jsonl": lambda: clean(job, progress=lambda _: None),
     }
     for last, write in writers.items():
-        killed_at_the_second_name(write)
+        killed_at_name(2, write)
         assert len(list(tmp_path.glob(f"{last[:3]}*"))) == 1
         write()
         assert (tmp_path / last).is_file()
         assert not list(tmp_path.glob(".*.tmp"))
         with pytest.raises(InputError, match="exists"):
             write()
+
+
+def test_a_file_that_its_user_wrote_after_a_kill_is_not_taken_for_the_command_s(texts: Path, tmp_path: Path) -> None:
+    job = Cleaning(tuple(find_inputs([str(texts)])[0]), tmp_path / "kept.jsonl", "bytes")
+    killed_at_name(1, lambda: clean(job, progress=lambda _: None))
+    job.removed.write_text("the user's")
+    with pytest.raises(InputError, match=r"kept\.removed\.jsonl exists"):
+        clean(job, progress=lambda _: None)
+    assert job.removed.read_text() == "the user's"
+
+
+def test_a_preparation_goes_on_over_its_own_dataset_and_over_no_other(texts: Path, tmp_path: Path) -> None:
+    """Its first name is the plan's, and the dataset's three follow."""
+    source, folder = texts.rename(tmp_path / "in.jsonl"), tmp_path / "out.preparing"
+    killed_at_name(2, lambda: make(tmp_path / "out", source))
+    plan = (folder / "plan.json").read_bytes()
+    import_(source, tmp_path / "other", "tokens")
+    for ending in (".bin", ".idx", ".json"):
+        (tmp_path / f"other{ending}").rename(tmp_path / f"out{ending}")
+    with pytest.raises(InputError, match=r"the dataset .*out exists; name another --out, or add --overwrite"):
+        make(tmp_path / "out", source)
+    make(tmp_path / "out", source, overwrite=True)
+    folder.mkdir()  # as if it had been killed once all had its name
+    (folder / "plan.json").write_bytes(plan)
+    make(tmp_path / "out", source)
+    assert len(Reader(tmp_path / "out")) == len(ROWS)
+    assert not folder.exists()
+
+
+def test_a_preparation_that_may_replace_may_still_once_it_was_killed(texts: Path, tmp_path: Path) -> None:
+    source = texts.rename(tmp_path / "in.jsonl")
+    import_(source, tmp_path / "out", "tokens")
+    killed_at_name(2, lambda: make(tmp_path / "out", source, overwrite=True))
+    make(tmp_path / "out", source)
+    assert made_with(tmp_path / "out") is not None
 
 
 def test_what_is_said_of_a_dataset_comes_with_it_or_not_at_all(tmp_path: Path) -> None:

@@ -127,9 +127,9 @@ def test_a_folder_is_walked_in_an_order_of_its_own(tmp_path: Path) -> None:
 
 @pytest.mark.multiproc
 def test_the_bytes_do_not_depend_on_the_workers(tmp_path: Path) -> None:
-    made = []
+    made, source = [], lines(tmp_path / "a.jsonl")
     for workers in (1, 3):
-        run(job(tmp_path, lines(tmp_path / "a.jsonl"), workers=workers), overwrite=True)
+        run(job(tmp_path, source, workers=workers), overwrite=True)
         made.append(written(tmp_path / "out"))
     assert made[0] == made[1]
 

@@ -51,7 +51,7 @@ def adapt(folder: Path, source: Path | None, layers: str = f"dense+{LORA}", **mo
     start = {} if source is None else {"run.init_from": str(source)}
     options = {key.replace("__", "."): value for key, value in more.items()}
     run = load_config("preset:tiny", sets=values(folder, {**start, **options}), plugins=[f"parallel-layer={layers}"])
-    return [float(loss) for loss in train(run, extend=True).losses]
+    return [float(loss) for loss in train(run, extend=(folder / "checkpoints").is_dir()).losses]
 
 
 def validation(folder: Path) -> float:

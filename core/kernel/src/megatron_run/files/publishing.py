@@ -13,7 +13,7 @@ from operator import and_
 from pathlib import Path
 from typing import BinaryIO
 
-from megatron_run.files.temporary_names import lock_new, remove_left, temporary_files, temporary_name
+from megatron_run.files.temporary_names import lock_new, remove_left, temporary_name, writer_was_killed
 
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY
 
@@ -81,16 +81,22 @@ class Publication:
         self._stack.close()
 
 
-def is_torso(*paths: Path) -> bool:
-    """Whether what is there of ``paths`` was left by a writer that was killed while it gave them their names.
+def half_named(*paths: Path) -> frozenset[Path]:
+    """Those of ``paths`` that a writer named which was killed before it named the last.
 
-    Then the last is not there, and its temporary file is.
+    Its temporary file of the last is there, and that of a named one is not: whoever was killed earlier has both.
     """
-    last = Path(os.path.realpath(paths[-1]))
-    if last.exists() or not last.parent.is_dir():
-        return False
-    with _opened(last.parent) as folder:
-        return bool(temporary_files(last.name, folder))
+    *others, last = (Path(os.path.realpath(path)) for path in paths)
+    if last.exists() or _writer_was_killed(last) is not True:
+        return frozenset()
+    return frozenset(path for path, place in zip(paths, others, strict=False) if _writer_was_killed(place) is None)
+
+
+def _writer_was_killed(path: Path) -> bool | None:
+    if not path.parent.is_dir():
+        return None
+    with _opened(path.parent) as folder:
+        return writer_was_killed(path.name, folder)
 
 
 @contextmanager

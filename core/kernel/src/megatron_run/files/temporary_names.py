@@ -10,7 +10,8 @@ import re
 import secrets
 import shutil
 import stat
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from functools import cache
 
 #: Bytes of a name that may be longer by what is around it here.
@@ -42,18 +43,34 @@ def lock_new(handle: int) -> bool:
 
 def remove_left(name: str, folder: int) -> None:
     """Remove what killed writers of ``name``, of this host, have left in the open ``folder``, and no living one's."""
-    for left in temporary_files(name, folder):
-        with suppress(OSError):
-            _remove_unlocked(left, folder)
+    for left in _temporary_files(name, folder):
+        with suppress(OSError), _unlocked(left, folder) as handle:
+            if stat.S_ISDIR(os.fstat(handle).st_mode):
+                shutil.rmtree(left, dir_fd=folder)
+            else:
+                os.unlink(left, dir_fd=folder)
 
 
-def temporary_files(name: str, folder: int) -> list[str]:
-    """The temporary files of writers of ``name``, of this host, in the open ``folder``, of killed ones too."""
+def writer_was_killed(name: str, folder: int) -> bool | None:
+    """Whether killed writers of ``name``, of this host, alone have temporary files in ``folder``; None without any."""
+    found = _temporary_files(name, folder)
+    try:
+        for left in found:
+            with _unlocked(left, folder):
+                pass
+    except OSError:
+        return False
+    return True if found else None
+
+
+def _temporary_files(name: str, folder: int) -> list[str]:
     ours = re.compile(rf"\.{re.escape(_stem(name))}\.{_host()}[0-9a-f]{{8}}\.tmp")
     return [each for each in os.listdir(folder) if ours.fullmatch(each)]
 
 
-def _remove_unlocked(left: str, folder: int) -> None:
+@contextmanager
+def _unlocked(left: str, folder: int) -> Iterator[int]:
+    """A handle that has locked ``left`` meanwhile. Raises OSError where a living writer has."""
     flags = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:
         handle = os.open(left, os.O_RDWR | flags, dir_fd=folder)  # NFS locks only what may be written
@@ -61,9 +78,6 @@ def _remove_unlocked(left: str, folder: int) -> None:
         handle = os.open(left, os.O_RDONLY | flags, dir_fd=folder)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if stat.S_ISDIR(os.fstat(handle).st_mode):
-            shutil.rmtree(left, dir_fd=folder)
-        else:
-            os.unlink(left, dir_fd=folder)
+        yield handle
     finally:
         os.close(handle)

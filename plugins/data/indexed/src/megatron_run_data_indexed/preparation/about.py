@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_run.errors import DataError, refuse_taken, taken
 from megatron_run.files.foreign_file import read_file
-from megatron_run.files.publishing import is_torso
+from megatron_run.files.publishing import half_named
 from megatron_run.files.safe_folder import parse_json
 from megatron_run_engine.data.indexed_files import Writer, index_path, tokens_path
 from megatron_run_engine.data.tokenizer import open_tokenizer
@@ -27,14 +27,14 @@ def about_path(prefix: str | Path) -> Path:
     return Path(f"{prefix}.json")
 
 
-def refuse_dataset(prefix: Path, option: str, inputs: Iterable[Path], *, overwrite: bool) -> None:
+def refuse_dataset(prefix: Path, option: str, inputs: Collection[Path], *, overwrite: bool) -> None:
     """Raise :class:`InputError` for a dataset that exists, unless it may be replaced, and for one over an input."""
     if index_path(prefix).exists() and not overwrite:
         raise taken(f"the dataset {prefix}", option)
     paths = (tokens_path(prefix), about_path(prefix), index_path(prefix))
-    replaces = overwrite or is_torso(*paths)
+    ours = half_named(*paths)
     for path in paths:
-        refuse_taken(path, option, overwrite=replaces, inputs=inputs)
+        refuse_taken(path, option, overwrite=overwrite or path in ours, inputs=inputs)
 
 
 @contextmanager

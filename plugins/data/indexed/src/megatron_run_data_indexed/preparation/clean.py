@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import IO, NamedTuple
 
 from megatron_run.errors import DataError, InputError, refuse_taken
-from megatron_run.files.publishing import is_torso, publishing
+from megatron_run.files.publishing import half_named, publishing
 from megatron_run_data_indexed.preparation.document_rules import Examiner, Rules, judge, ngrams_of
 from megatron_run_data_indexed.preparation.inputs import ENDINGS, Input, blocks
 from megatron_run_data_indexed.preparation.records import Reading, read_records, texts
@@ -86,10 +86,10 @@ def clean(job: Cleaning, *, overwrite: bool = False, progress: Callable[[Report]
     if ENDINGS.get(plain.suffix) != "jsonl":  # the other commands would not read it
         why = "JSON lines are written, also .gz or .zst"
         raise InputError(f"{job.out} does not say its format", why=why, fix=f"name it {plain}.jsonl")
-    replaces = overwrite or is_torso(job.removed, job.out)
+    ours = half_named(job.removed, job.out)
     for path in (job.out, job.removed):
         inputs = (source.path for source in (*job.inputs, *job.tests))
-        refuse_taken(path, "--out", overwrite=replaces, inputs=inputs)
+        refuse_taken(path, "--out", overwrite=overwrite or path in ours, inputs=inputs)
     report = Report()
     tests = ngrams_of(texts(job.tests, Reading(job.reading.key, job.reading.separator, "skip")), job.rules.ngram)
     examiner = partial(_examiner, job.rules, job.tokenizer, tests)

@@ -22,7 +22,7 @@ import xxhash
 
 from megatron_run.errors import DataError, InputError, ToldToEnd
 from megatron_run.files.publishing import publishing
-from megatron_run_data_indexed.preparation.about import read_json, refuse_dataset, writing
+from megatron_run_data_indexed.preparation.about import about_path, read_json, refuse_dataset, writing
 from megatron_run_data_indexed.preparation.inputs import Block, Input, blocks
 from megatron_run_data_indexed.preparation.parts import Account, read_part, write_part
 from megatron_run_data_indexed.preparation.records import Reading, Record, read_records
@@ -110,7 +110,8 @@ def prepare(
     tokenizer = open_tokenizer(job.tokenizer)
     end = end_token(tokenizer, job.end)
     dtype = dtype_for(tokenizer.vocab_size)
-    with _disk(job), _held(job, tokenizer, end, overwrite=overwrite) as plan:
+    with _disk(job), _held(job, tokenizer, end, overwrite=overwrite) as mark:
+        plan = int(mark, 16)
 
         def work(block: Block) -> None:
             with _disk(job):
@@ -131,7 +132,7 @@ def prepare(
                 count += 1
         if not totals.documents:
             raise DataError("there is no document", why=f"{totals.empty} were empty, {totals.malformed} malformed")
-        with writing(job.prefix, dtype, lambda: _about(job, tokenizer, end, totals)) as writer:
+        with writing(job.prefix, dtype, lambda: {**_about(job, tokenizer, end, totals), "plan": mark}) as writer:
             for number in range(count):
                 tokens, lengths, _ = _read(job, number, plan, dtype)
                 writer.add_documents(tokens, lengths)
@@ -280,8 +281,8 @@ def _disk(job: Preparation) -> Iterator[None]:
 
 
 @contextmanager
-def _held(job: Preparation, tokenizer: Tokenizer, end: int | None, *, overwrite: bool) -> Iterator[int]:
-    """Begin or go on with the folder of ``job``, alone; yield the hash of its plan, which marks its parts.
+def _held(job: Preparation, tokenizer: Tokenizer, end: int | None, *, overwrite: bool) -> Iterator[str]:
+    """Begin or go on with the folder of ``job``, alone; yield the hash of its plan, which marks what it makes.
 
     A folder of another plan is refused, or emptied by ``overwrite``.
     """
@@ -299,10 +300,13 @@ def _held(job: Preparation, tokenizer: Tokenizer, end: int | None, *, overwrite:
             fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # workers that outlive a killed program do not hold it
         except (BlockingIOError, PermissionError) as cause:
             raise InputError(f"{job.prefix} is being prepared by another process") from cause
-        file = job.folder / _PLAN
-        old = read_json(file)
+        file, mark = job.folder / _PLAN, xxhash.xxh3_64_hexdigest(json.dumps(plan).encode())
+        begun = read_json(file) or {}
+        old = begun.get("plan")
+        replaces = overwrite or bool(begun.get("overwrite"))
+        made_by_it = old == plan and (read_json(about_path(job.prefix)) or {}).get("plan") == mark  # and then killed
         inputs = [each.path for each in job.inputs]
-        refuse_dataset(job.prefix, "--out", inputs, overwrite=overwrite or old is not None)
+        refuse_dataset(job.prefix, "--out", inputs, overwrite=replaces or made_by_it)
         if old not in (None, plan) and not overwrite:
             differing = ", ".join(key for key in plan if old.get(key) != plan[key])
             raise InputError(
@@ -312,9 +316,9 @@ def _held(job: Preparation, tokenizer: Tokenizer, end: int | None, *, overwrite:
             )
         if old != plan:
             _remove_parts(job.folder)
-            with publishing(file) as (made,):
-                made.write(json.dumps(plan).encode())
-        yield xxhash.xxh3_64_intdigest(json.dumps(plan).encode())
+        with publishing(file) as (made,):
+            made.write(json.dumps({"plan": plan, "overwrite": replaces}).encode())
+        yield mark
 
 
 @contextmanager
