@@ -18,7 +18,9 @@ from megatron_run_data_indexed.preparation.clean import Cleaning, clean
 from megatron_run_data_indexed.preparation.import_export import import_
 from megatron_run_data_indexed.preparation.inputs import find_inputs
 from megatron_run_data_indexed.preparation.prepare import Preparation, prepare
+from megatron_run_engine.data.documents import find_documents
 from megatron_run_engine.data.indexed_files import Reader
+from megatron_run_engine.data.tokenizer_training import train_tokenizer
 
 ROWS = ("one text", "and another")
 
@@ -73,6 +75,35 @@ def test_no_tokenizer_is_written_over_its_texts(texts: Path, capsys: pytest.Capt
     assert main(words) == 2
     assert "mine.json is an input too; name another --out" in capsys.readouterr().err
     assert texts.read_bytes() == before
+
+
+def test_nothing_is_written_over_the_tokenizer_that_makes_it(
+    texts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "words").mkdir()
+    file = tmp_path / "words" / "tokenizer.json"
+    train_tokenizer(ROWS, "bpe", 300, file)
+    before = file.read_bytes()
+    for tokenizer in (file, file.parent):
+        for command, out in (("prepare", file.with_suffix("")), ("clean", file.with_name("tokenizer.jsonl"))):
+            if command == "clean":
+                out.unlink(missing_ok=True)
+                out.symlink_to(file)
+            words = ["data", command, str(texts), "--out", str(out), "--tokenizer", str(tokenizer), "--overwrite"]
+            assert main(words) == 2
+            assert "is an input too; name another --out" in capsys.readouterr().err
+            assert file.read_bytes() == before
+
+
+def test_what_is_said_of_a_dataset_is_no_text_of_its_folder(texts: Path, tmp_path: Path) -> None:
+    (tmp_path / "texts").mkdir()
+    source = texts.rename(tmp_path / "texts" / "a.jsonl")
+    make(tmp_path / "texts" / "mine", source)
+    (source.parent / "data.json").write_text('{"text": "another"}')
+    read = [file.name for file in (source.parent / "data.json", source)]
+    for name in (str(source.parent), str(source.parent / "*.json*")):
+        assert sorted(each.path.name for each in find_inputs([name])[0]) == sorted(read)
+        assert sorted(each.path.name for each in find_documents([name])) == sorted(read)
 
 
 def test_ids_that_replace_a_prepared_dataset_are_not_said_to_be_its_tokenizer_s(texts: Path, tmp_path: Path) -> None:

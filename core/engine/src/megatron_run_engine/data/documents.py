@@ -22,6 +22,7 @@ import numpy as np
 
 from megatron_run.errors import DataError, InputError
 from megatron_run.errors.wording import near_path
+from megatron_run_engine.data.indexed_files import belongs_to_dataset
 from megatron_run_engine.data.option_types import SPLITS
 from megatron_run_engine.data.user_files import file_lines, foreign, json_line, read_bytes, start_of, unreadable
 
@@ -126,7 +127,10 @@ def _files(name: str) -> Sequence[Path]:
         return [path]
     if has_magic(name):
         matches = sorted(Path(match) for match in glob(str(path), recursive=True))  # noqa: PTH207  # absolute too
-        return _at_least_one([match for match in matches if _holds_text(match)], f"{name} matches no text file")
+        return _at_least_one(
+            [match for match in matches if _holds_text(match) and not belongs_to_dataset(match)],
+            f"{name} matches no text file",
+        )
     raise _missing(path)
 
 
@@ -178,7 +182,10 @@ def _walk(folder: Path, without: frozenset[str]) -> Iterator[Path]:
             continue
         seen.add(here)
         folders[:] = [name for name in folders if not name.startswith(".") and name not in without]
-        for path in (Path(parent, name) for name in files if not name.startswith(".")):
+        paths = (Path(parent, name) for name in files if not name.startswith("."))
+        for path in paths:
+            if belongs_to_dataset(path):
+                continue
             if path.is_symlink() and not path.exists():
                 _LOG.warning("%s is left out: %s", path, _broken(path))
             yield path

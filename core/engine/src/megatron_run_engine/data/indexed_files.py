@@ -74,6 +74,12 @@ def tokens_path(prefix: str | Path) -> Path:
     return Path(f"{prefix}.bin")
 
 
+def belongs_to_dataset(path: Path) -> bool:
+    """Whether ``path`` is the file ``PREFIX.json`` beside a dataset: a folder's texts are without it."""
+    prefix, _, ending = str(path).rpartition(".")
+    return ending == "json" and index_path(prefix).exists() and tokens_path(prefix).exists()
+
+
 class Writer:
     """Writes a dataset, sequence by sequence. As a context manager it closes, or after an error discards.
 

@@ -19,6 +19,7 @@ from megatron_run.errors import DataError, InputError
 from megatron_run.errors.wording import near_path
 from megatron_run.files.foreign_file import open_file
 from megatron_run_data_indexed.preparation.parquet_file import row_groups
+from megatron_run_engine.data.indexed_files import belongs_to_dataset
 from megatron_run_engine.data.user_files import (
     LARGEST,
     LARGEST_LINE,
@@ -85,12 +86,13 @@ def find_inputs(names: Sequence[str], form: Format | None = None) -> tuple[list[
         if path.is_dir():
             paths = [Path(folder, file) for folder, _, files in os.walk(path) for file in files]
             visible = [each for each in paths if not any(part.startswith(".") for part in each.relative_to(path).parts)]
-            known = [each for each in visible if form or _kind(each)[0]]
+            known = [each for each in visible if (form or _kind(each)[0]) and not belongs_to_dataset(each)]
             left_out += len(visible) - len(known)
             if not known:
                 raise DataError(f"folder {path} holds no file to prepare", why=f"names end in {', '.join(ENDINGS)}")
         elif not path.exists() and has_magic(name):
-            known = [Path(match) for match in glob(str(path), recursive=True) if Path(match).is_file()]  # noqa: PTH207
+            matches = map(Path, glob(str(path), recursive=True))  # noqa: PTH207
+            known = [each for each in matches if each.is_file() and not belongs_to_dataset(each)]
             if not known:
                 raise DataError(f"{name} matches no file")
         else:
