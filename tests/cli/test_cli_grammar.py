@@ -212,6 +212,8 @@ def test_a_missing_argument_is_answered_with_a_command_that_lacks_nothing(
     line = capsys.readouterr().err
     shown = f"Type, as an example: megatron-run {' '.join(path)} "
     assert line.startswith("megatron-run: Missing ")
+    assert line.count("\n") == 1
+    assert "\t" not in line
     assert shown in line
     command = NEEDY[path]
     words = shlex.split(line.split(shown)[1])

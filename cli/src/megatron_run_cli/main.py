@@ -134,12 +134,14 @@ EXAMPLES = {
 
 
 def _refusal(error: click.ClickException) -> str:
-    """The words for what click refuses; where something is missing, with a command that has it."""
-    message = _VALID.sub(lambda found: _NUMBERS[found[1]], error.format_message())
+    """The words for what click refuses, in one line; where something is missing, with a command that has it."""
+    message = " ".join(_VALID.sub(lambda found: _NUMBERS[found[1]], error.format_message()).split())
     if not isinstance(error, click.MissingParameter) or error.ctx is None:
         return message
     name, _, command = error.ctx.command_path.partition(" ")
-    return f"{message} Type, as an example: {name} {command} {EXAMPLES[command]}" if command in EXAMPLES else message
+    if command not in EXAMPLES:
+        return message
+    return f"{message.rstrip('.')}. Type, as an example: {name} {command} {EXAMPLES[command]}"
 
 
 def _ended(error: BaseException) -> str:

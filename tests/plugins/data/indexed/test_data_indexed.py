@@ -229,6 +229,8 @@ def test_what_is_missing_is_one_line_that_says_what_to_set(tmp_path: Path) -> No
     corpus(tmp_path / "corpus", 1, 50)
     with pytest.raises(DataError, match=r"corups\.idx does not exist.*did you mean 'corpus\.idx'\? name the prefix"):
         source(str(tmp_path / "corups")).dataset("train", S, 1)
+    with pytest.raises(DataError, match=r"corpus\.bin\.idx does not exist.*; name the prefix of both: .*/corpus"):
+        Reader(tmp_path / "corpus.bin")
     (tmp_path / "corpus.bin").unlink()
     with pytest.raises(DataError, match=r"corpus\.bin does not exist: an indexed[^;]*; name the prefix"):
         source(str(tmp_path / "corpus")).dataset("train", S, 1)

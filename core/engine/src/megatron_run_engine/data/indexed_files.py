@@ -358,14 +358,22 @@ def _naming(path: Path, done: str) -> Iterator[None]:
 def _mapped(path: Path) -> mmap.mmap | bytes:
     """Return the contents of the file, mapped: read when they are touched. An empty file cannot be mapped."""
     if not path.exists():
-        partner = path.with_suffix(".bin" if path.suffix == ".idx" else ".idx")
-        meant = "" if partner.exists() else near_path(path)
-        fix = advice(meant, "name the prefix that <prefix>.bin and <prefix>.idx share")
+        fix = _prefix_meant(path)
         raise DataError(f"{path} does not exist", why="an indexed dataset is a pair of files", fix=fix)
     with _naming(path, "read"), open_file(path) as file:
         refuse_pointer(path)
         size = os.fstat(file.fileno()).st_size
         return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if size else b""
+
+
+def _prefix_meant(path: Path) -> str:
+    """The advice where there is no ``path`` of a dataset: perhaps one of its files was named, and not their prefix."""
+    named = path.with_suffix("")
+    if named.suffix in (".bin", ".idx") and named.exists():
+        return f"name the prefix of both: {named.with_suffix('')}"
+    partner = path.with_suffix(".bin" if path.suffix == ".idx" else ".idx")
+    meant = "" if partner.exists() else near_path(path)
+    return advice(meant, "name the prefix that <prefix>.bin and <prefix>.idx share")
 
 
 def _let_go(mapped: mmap.mmap | bytes) -> None:

@@ -98,7 +98,11 @@ def samples(reader: Reader, prefix: str | Path, tokenizer: Tokenizer, count: int
 
 
 def tokenizer_of(prefix: str | Path, name: str | None) -> Tokenizer | None:
-    """Open the tokenizer ``name``, by default the one that ``<prefix>.json`` describes; None if nothing does."""
+    """Open the tokenizer ``name``, by default the one that ``<prefix>.json`` describes; None if nothing does.
+
+    Raises :class:`DataError` where there is no dataset.
+    """
+    Reader(prefix)
     if name:
         return open_tokenizer(name)
     made = made_with(Path(prefix))
