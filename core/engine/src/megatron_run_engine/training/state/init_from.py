@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron_run.config.run_home import run_and_step
 from megatron_run.contracts import NewParts
 from megatron_run.errors import CheckpointError, InputError
 from megatron_run.errors.wording import advice
@@ -103,10 +104,10 @@ def choose_branch(run: ResolvedRun, text: str) -> tuple[Checkpoints, int]:
 
     Raises :class:`CheckpointError`, which names the steps that are there, if there is none.
     """
-    path, at, word = text.rpartition("@")
-    number = word.removeprefix("step")
+    path, at = run_and_step(text)
+    number = at.removeprefix("@").removeprefix("step")
     try:
-        if not at or not number.isdecimal():
+        if not number.isdecimal():
             return find_step(Path(text).expanduser().absolute())
         checkpoints, step = find_step(Path(path).expanduser().absolute(), int(number))
         checkpoints.find(step)
