@@ -70,6 +70,15 @@ class Checkpoints:
             )
         return newest
 
+    def select(self, word: str) -> int | None:
+        """Return the step that ``--resume word`` selects: ``auto`` the newest, ``never`` None, else the step's number.
+
+        Raises as :meth:`newest` does.
+        """
+        if word == "never":
+            return None
+        return self.newest() if word == "auto" else int(word)
+
     def find(self, step: int) -> Path:
         """Return the folder of ``step``. Raises :class:`CheckpointError` with the saved steps if it is missing."""
         folder = self.folder(step)

@@ -17,6 +17,7 @@ from megatron_run_engine.checkpoint.adapted import open_step
 from megatron_run_engine.checkpoint.collectives import on_all_ranks, on_rank0
 from megatron_run_engine.checkpoint.step_folder import CHECKPOINTS, IMPORTED, Checkpoints, find_step
 from megatron_run_engine.run_folder.changes import FREE_OF_MODEL, identity
+from megatron_run_engine.run_folder.permissions import with_granted
 from megatron_run_engine.runtime.parameter_init import initial_values
 from megatron_run_engine.training.state.adapting import fill_frozen
 from megatron_run_engine.training.state.reading import load
@@ -55,6 +56,7 @@ def check_source(run: ResolvedRun) -> None:
     config = run.config.run
     if (config.init_from is None and config.branch_from is None) or _resumes(run):
         return
+    run = _as_granted(run)
     if config.init_from is not None:
         checkpoints, step = choose_source(run, config.init_from)
         differing_options(run, checkpoints, step)
@@ -160,10 +162,18 @@ def _text(value: object) -> str:
 
 def _resumes(run: ResolvedRun) -> bool:
     """Whether ``run`` will resume from a checkpoint of its own folder."""
+    return run.request.resume != "never" and _has_saved(run)
+
+
+def _has_saved(run: ResolvedRun) -> bool:
     folder = run.config.run.folder
-    if folder is None or run.request.resume == "never":
-        return False
-    return bool(Checkpoints(folder.expanduser() / CHECKPOINTS).steps())
+    return folder is not None and bool(Checkpoints(folder.expanduser() / CHECKPOINTS).steps())
+
+
+def _as_granted(run: ResolvedRun) -> ResolvedRun:
+    """``run`` with what earlier attempts were allowed to start with, until one of them has saved a step."""
+    folder = run.config.run.folder
+    return run if folder is None or _has_saved(run) else with_granted(run, folder.expanduser(), 0)
 
 
 def branch(run: ResolvedRun, assembly: Assembly, source: str, ranks: Ranks, data: DataRecord) -> Resumed:
@@ -180,7 +190,7 @@ def branch(run: ResolvedRun, assembly: Assembly, source: str, ranks: Ranks, data
     folder, step = json.loads(on_rank0(ranks, chosen))
     if ranks.rank == 0:
         assembly.context.log.warning("branch of step %d of %s", step, Path(folder).parent)
-    return resume(run, assembly, Checkpoints(Path(folder)), ranks, data, step, decided=None)
+    return resume(_as_granted(run), assembly, Checkpoints(Path(folder)), ranks, data, step, decided=None)
 
 
 def start_from(run: ResolvedRun, assembly: Assembly, path: Path, ranks: Ranks, shapes: Shapes) -> Path:
