@@ -8,7 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from megatron_run.files.latest_run import LATEST, follow_latest, is_unnamed, point_latest_at
+from megatron_run.config.request import Request
+from megatron_run.files.latest_run import LATEST_RUN, follow_latest, is_unnamed, point_latest_at
+from megatron_run.planning import resolve
+from megatron_run.planning.decided import pinned
 
 OLD, NEW = "20261126-120000-00aa", "20261126-130000-00bb"
 
@@ -23,47 +26,72 @@ def runs(tmp_path: Path) -> Path:
 
 
 def test_it_stands_for_the_run_wherever_it_is_in_a_path(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    latest = runs / LATEST
+    latest = runs / LATEST_RUN
     assert latest.read_text() == f"{NEW}\n", "for cat"
     assert follow_latest(latest) == runs / NEW
     assert follow_latest(latest / "checkpoints" / "step3") == runs / NEW / "checkpoints" / "step3"
     monkeypatch.chdir(runs)
-    assert follow_latest(Path(LATEST)) == Path(NEW)
+    assert follow_latest(Path(LATEST_RUN)) == Path(NEW)
     for other in (runs, runs / NEW, runs / OLD / "config.yaml", Path("/"), Path()):
         assert follow_latest(other) == other
 
 
 @pytest.mark.parametrize("text", ["", "step2000", "mine", f"../{OLD}", f"{OLD}/..", f"{OLD}\0", "\xff", "a" * 99])
 def test_what_names_no_run_beside_it_stands_for_nothing(runs: Path, text: str) -> None:
-    (runs / LATEST).write_text(text, encoding="latin-1")
-    assert follow_latest(runs / LATEST) == runs / LATEST
+    (runs / LATEST_RUN).write_text(text, encoding="latin-1")
+    assert follow_latest(runs / LATEST_RUN) == runs / LATEST_RUN
     point_latest_at(runs / OLD)
-    assert (runs / LATEST).read_text(encoding="latin-1") == text, "it is somebody else's"
+    assert (runs / LATEST_RUN).read_text(encoding="latin-1") == text, "it is somebody else's"
 
 
 @pytest.mark.timeout(20)
 @pytest.mark.parametrize("what", ["folder", "pipe", "link"])
 def test_something_else_of_that_name_is_left_alone(runs: Path, what: str) -> None:
-    (runs / LATEST).unlink()
+    (runs / LATEST_RUN).unlink()
     make: dict[str, Callable[[Path], object]] = {
         "folder": Path.mkdir,
         "pipe": os.mkfifo,
         "link": lambda path: path.symlink_to("mine"),
     }
-    make[what](runs / LATEST)
-    before = (runs / LATEST).lstat()
+    make[what](runs / LATEST_RUN)
+    before = (runs / LATEST_RUN).lstat()
     point_latest_at(runs / OLD)
-    assert follow_latest(runs / LATEST) == runs / LATEST
-    assert (runs / LATEST).lstat() == before
+    assert follow_latest(runs / LATEST_RUN) == runs / LATEST_RUN
+    assert (runs / LATEST_RUN).lstat() == before
 
 
 def test_the_link_of_an_early_version_becomes_a_file(runs: Path) -> None:
-    (runs / LATEST).unlink()
-    (runs / LATEST).symlink_to(OLD)
+    (runs / LATEST_RUN).unlink()
+    (runs / LATEST_RUN).symlink_to(OLD)
     point_latest_at(runs / NEW)
-    assert not (runs / LATEST).is_symlink()
-    assert follow_latest(runs / LATEST) == runs / NEW
+    assert not (runs / LATEST_RUN).is_symlink()
+    assert follow_latest(runs / LATEST_RUN) == runs / NEW
 
 
 def test_a_run_with_a_name_of_its_own_is_none_of_these() -> None:
-    assert [is_unnamed(Path("runs") / name) for name in (OLD, "mine", LATEST, f"{OLD}x")] == [True, False, False, False]
+    assert [is_unnamed(Path("runs") / name) for name in (OLD, "mine", LATEST_RUN, f"{OLD}x")] == [
+        True,
+        False,
+        False,
+        False,
+    ]
+
+
+@pytest.mark.parametrize(
+    "named", ["run.folder=runs/latest", "run.init_from=runs/latest", "run.branch_from=runs/latest@3"]
+)
+def test_whoever_resolves_a_resolved_request_again_reads_of_the_same_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, named: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, steps in ((OLD, 3), (NEW, 4)):
+        (tmp_path / "runs" / name).mkdir(parents=True)
+        (tmp_path / "runs" / name / "config.yaml").write_text(f"train: {{steps: {steps}}}\n")
+    point_latest_at(tmp_path / "runs" / OLD)
+    typed = Request(configs=("preset:tiny", "runs/latest/config.yaml"), sets=(named,))
+    first = resolve(typed)
+    point_latest_at(tmp_path / "runs" / NEW)
+    again = resolve(Request.from_json(pinned(typed, first).to_json()))
+    assert again.config == first.config
+    assert again.config.train.steps == 3
+    assert resolve(typed).config.train.steps == 4

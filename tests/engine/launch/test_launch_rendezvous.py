@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
+from threading import Event
 from typing import Any, TypeVar
 
 import pytest
 from torch._C._distributed_c10d import TCPStore
 
+from megatron_run.config.request import Request
 from megatron_run.errors import InputError, PluginError, RankLostError
+from megatron_run.files.latest_run import point_latest_at
+from megatron_run.planning import ResolvedRun, resolve
 from megatron_run_engine.launch.rendezvous import (
     Outcome,
     PeerError,
     Rendezvous,
+    agree_on_run,
     attempt,
     check_digests,
     check_gpus,
@@ -243,3 +249,30 @@ def test_ranks_on_the_cpu_or_with_a_gpu_each_agree() -> None:
 def test_two_ranks_with_the_same_gpu_are_named() -> None:
     with pytest.raises(InputError, match=r"rank 1, 2 would train on the same GPU of b: .* or set run\.device=cpu"):
         check_gpus([note("a", gpu="x"), note("b", gpu="y"), note("b", gpu="y")])
+
+
+def test_ranks_that_found_other_latest_runs_take_that_of_rank_0_and_keep_it_when_they_are_started_again(
+    tmp_path: Path,
+) -> None:
+    agent = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    names = [f"2026010{number}-000000-aaaa" for number in range(4)]
+    request = Request(configs=("preset:tiny",), sets=(f"run.init_from={tmp_path / 'latest'}",))
+
+    def resolve_run(latest: Mapping[str, str]) -> ResolvedRun:
+        return resolve(replace(request, latest=latest))
+
+    def start(restart: int) -> list[list[str]]:
+        turn = Event()
+
+        def work(rank: int, rendezvous: Rendezvous) -> list[str]:
+            assert not rank or turn.wait(20)
+            point_latest_at(tmp_path / names[2 * restart + rank])  # a run that has begun between their looks
+            resolved = attempt(lambda: resolve_run(rendezvous.remembered() if restart else {}))
+            turn.set()
+            runs = [resolved.values[0], agree_on_run(rendezvous, resolve_run, resolved)]
+            return [run.config.run.init_from.name for run in runs if run.config.run.init_from]
+
+        return [outcome.values[0] for outcome in meet(f"tcp://127.0.0.1:{agent.port}", 2, work, restart=restart)]
+
+    assert start(0) == [[names[0], names[0]], [names[1], names[0]]]
+    assert start(1) == [[names[0], names[0]]] * 2

@@ -8,7 +8,8 @@ import pytest
 
 from megatron_run.config.request import Request
 from megatron_run.errors import ExitCode, InputError
-from megatron_run.planning import resolve
+from megatron_run.files.latest_run import point_latest_at
+from megatron_run.planning import ResolvedRun, resolve
 from megatron_run_engine.launch import LaunchOptions, RunResult, launch
 from megatron_run_engine.launch.failures import Restarts, resumed
 
@@ -64,3 +65,26 @@ def test_ranks_that_somebody_else_has_started_are_theirs_to_start_again(
         launch(Request(), LaunchOptions(max_restarts=1))
     assert str(failure.value).startswith(f"--max-restarts 1 in a world of {launcher}: ")
     assert advice in str(failure.value)
+
+
+A, B = "20260101-000000-aaaa", "20260102-000000-bbbb"
+
+
+def test_a_start_again_reads_the_run_that_was_the_latest_when_the_command_was_typed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("megatron_run_engine.launch.api._checked", lambda run: run)  # nothing is saved there
+    (tmp_path / "runs").mkdir()
+    point_latest_at(tmp_path / "runs" / A)
+    read: list[Path | None] = []
+
+    def lost_once(run: ResolvedRun, request: Request, *_: object, **__: object) -> RunResult:
+        point_latest_at(tmp_path / "runs" / B)  # as the first step of this very run does
+        read.append(resolve(request).config.run.init_from)  # as its ranks do
+        return RunResult(ExitCode.DONE if len(read) > 1 else ExitCode.RANK_LOST, tmp_path / "mine", "lost", steps=1)
+
+    monkeypatch.setattr("megatron_run_engine.launch.api._attempt", lost_once)
+    typed = Request(configs=("preset:tiny",), sets=("run.init_from=runs/latest",))
+    assert launch(typed, LaunchOptions(max_restarts=1, tell=lambda _: None), "local").code is ExitCode.DONE
+    assert read == [Path("runs", A)] * 2

@@ -13,6 +13,7 @@ from megatron_run.errors import ExitCode, InputError
 from megatron_run.planning import ResolvedRun, load_config
 from megatron_run_engine.run_folder import OpenedFolder, RunFolder, open_run_folder
 from megatron_run_engine.run_folder.folder import DESCRIPTION, last_config
+from megatron_run_engine.run_folder.permissions import with_granted
 
 
 @pytest.fixture(autouse=True)
@@ -175,3 +176,28 @@ def test_an_opening_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytes
     with pytest.raises(InputError, match="No space left"):
         open_run_folder(tiny(tmp_path / "run"))
     assert not list(tmp_path.iterdir())
+
+
+def test_a_run_keeps_what_an_attempt_that_began_was_allowed_and_from_which_step(run: Path) -> None:
+    with (opened := open_run_folder(tiny(run, steps=9, extend=True, allow_change=("data",)))).lock:
+        opened.end(ExitCode.RANK_LOST, "before it began")
+    asked = {"allow_change": ("train.lr",), "allow_plugin_change": ("scaler",)}
+    with (opened := open_run_folder(tiny(run, steps=9, extend=True, **asked))).lock:
+        opened.folder.begin(5)
+        opened.folder.end(ExitCode.RANK_LOST, "before it saved")
+    granted = [with_granted(tiny(run), run, step).request for step in (5, 6)]
+    assert [(each.allow_change, each.allow_plugin_change) for each in granted] == [
+        (("train.lr",), ("scaler",)),
+        ((), ()),
+    ]
+
+
+def test_another_optimizer_that_was_allowed_to_begin_anew_is_the_run_s(run: Path) -> None:
+    def opened(**asked: Any) -> OpenedFolder:
+        changed = load_config("preset:tiny", sets={"train.steps": 5, "run.folder": run, "optimizer.eps": 0.5})
+        return open_run_folder(replace(changed, request=replace(changed.request, resume="3", **asked)))
+
+    with (first := opened(allow_plugin_change=("optimizer",))).lock:
+        first.folder.begin(3)
+    with opened().lock:
+        pass

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import shutil
 from contextlib import nullcontext
 from dataclasses import replace
@@ -182,6 +183,22 @@ def test_the_folder_refuses_asks_and_remembers(tmp_path: Path) -> None:
     assert extended.folder.changed_keys == {"train.steps"}
     opened({}, **{"train.steps": 8})  # allowed once: the run now has 8 steps
     assert "train.steps=8, now 4" in refused({})
+
+
+def test_what_an_end_that_is_too_early_is_told_to_type_is_accepted(short: Path, tmp_path: Path) -> None:
+    open_run_folder(load_config("preset:tiny", sets={**LONGER, "run.folder": tmp_path / "run"})).lock.release()
+    shutil.copytree(short / "checkpoints", tmp_path / "run" / "checkpoints")
+
+    def check(sets: dict[str, Any], *allowed: str) -> None:
+        run = load_config("preset:tiny", sets={**LONGER, **sets, "run.folder": tmp_path / "run"})
+        check_run_folder(replace(run, request=replace(run.request, allow_change=allowed)))
+
+    for sets in ({"train.steps": 3}, {"train.steps": None, "train.samples": 15}):
+        with pytest.raises(InputError, match="ends before step 4") as error:
+            check(sets)
+        typed = re.search(r"the least is --set (\S+)=(\d+) --allow-change (\S+);", str(error.value))
+        assert typed, str(error.value)
+        check({**sets, typed[1]: int(typed[2])}, *typed[3].split(","))
 
 
 @pytest.mark.parametrize(

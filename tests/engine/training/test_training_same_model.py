@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -60,3 +61,31 @@ def test_the_same_words_in_another_file_go_on(sets: dict[str, Any], tmp_path: Pa
     (tmp_path / "tokenizer.json").rename(tmp_path / "moved" / "tokenizer.json")
     moved = {**sets, "data.tokenizer": str(tmp_path / "moved" / "tokenizer.json")}
     assert attempt(tmp_path / "run", moved, allow_change=("data.tokenizer",)).first == 3
+
+
+def allowed(run: Path, name: str, step: int | None) -> None:
+    """Let ``run`` have an attempt that was allowed to change ``name``, and was killed before it saved."""
+    entry = {"changes": {}, "allow_change": [name], "allow_plugin_change": []} | (
+        {} if step is None else {"step": step}
+    )
+    (run / "run.json").write_text(json.dumps({"v": 1, "id": "0" * 32, "attempts": [{}, entry]}))
+
+
+def test_what_an_attempt_was_allowed_that_saved_nothing_needs_no_word_again(
+    sets: dict[str, Any], tmp_path: Path
+) -> None:
+    write_tokenizer(tmp_path / "tokenizer.json", NAMES[::-1])
+    for step in (None, 1):  # it never began, or has saved the step from which the run now goes on
+        allowed(tmp_path / "run", "data.tokenizer", step)
+        with pytest.raises(DataError, match="another tokenizer"):
+            attempt(tmp_path / "run", sets)
+    allowed(tmp_path / "run", "data.tokenizer", 2)
+    assert attempt(tmp_path / "run", sets).first == 3
+
+
+def test_a_text_that_was_edited_with_permission_needs_no_word_again(sets: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "letters.txt").write_text(" ".join(reversed(NAMES)) * 400)
+    with pytest.raises(DataError, match="the training data is not what it was"):
+        attempt(tmp_path / "run", sets)
+    allowed(tmp_path / "run", "data", 2)
+    assert attempt(tmp_path / "run", sets).first == 3

@@ -12,6 +12,7 @@ def test_a_rank_reads_back_what_was_typed() -> None:
         stdin="a: 1",
         environment={"MEGATRON_RUN_SET": "train.lr=1", "SECRET": "x"},
         values={"train.steps": 4},
+        latest={"runs/latest": "20260101-000000-aaaa"},
     )
     assert Request.from_json(request.to_json()) == request
     assert "SECRET" not in request.to_json()

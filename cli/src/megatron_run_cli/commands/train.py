@@ -246,7 +246,7 @@ def _check_finetuning(data: tuple[str, ...], task: str | None, seeds: int, words
 
 def _ours(folder: Path) -> Path:
     """``folder`` if it has saved steps, else its model imported into ``runs``, once for the files that it has."""
-    from megatron_run_engine.checkpoint.step_folder import LATEST, find_step
+    from megatron_run_engine.checkpoint.step_folder import LATEST_STEP, find_step
     from megatron_run_engine.formats.convert import import_model
     from megatron_run_engine.training.environments import find_world
 
@@ -259,7 +259,7 @@ def _ours(folder: Path) -> Path:
     source = folder.resolve()
     name = f"{source.name}-{hashlib.sha256(repr((str(source), files)).encode()).hexdigest()[:8]}"
     target = Path("runs", "imported", name)
-    if not (target / "checkpoints" / LATEST).is_file():
+    if not (target / "checkpoints" / LATEST_STEP).is_file():
         if find_world(os.environ) is not None:
             raise InputError(
                 f"{folder} is not imported", why="each rank would", fix=f"megatron-run import {folder} NEW, then NEW"

@@ -15,7 +15,9 @@ import click
 from click.shell_completion import CompletionItem
 
 from megatron_run.config.presets import presets
+from megatron_run.config.run_home import run_and_step
 from megatron_run.contracts.plugin import KINDS, RUN_KINDS, SEPARATORS
+from megatron_run.files.latest_run import DEFAULT_RUN
 from megatron_run.registry.discover import Catalog, scan
 from megatron_run_cli.completion.vocabulary import Vocabulary, Word, learned
 
@@ -149,7 +151,7 @@ def step(context: click.Context, _parameter: click.Parameter, typed: str) -> Ite
     """The steps in the folder that the line names, else in ``runs/latest`` where the command would take that."""
     folders = (
         *context.args,
-        *([] if "model" in context.params else ["runs/latest"]),
+        *([] if "model" in context.params else [str(DEFAULT_RUN)]),
     )  # no option's value ends the line
     return _items(_steps(Path(folders[0])) if folders else (), typed)
 
@@ -218,9 +220,9 @@ def _tasks(typed: str, before: str = "") -> Items:
 
 def _run_at_step(typed: str, before: str) -> Items:
     """``RUN@STEP``: a folder, and then the steps that are saved there."""
-    run, at, number = typed.rpartition("@")
-    if at:
-        return _items(_steps(Path(run)), number, f"{before}{run}@")
+    run, step = run_and_step(typed)
+    if step:
+        return _items(_steps(Path(run)), step[1:], f"{before}{run}@")
     return [*_items((f"{typed}@",) if typed and _steps(Path(typed)) else (), typed, before), *_paths(typed, before)]
 
 

@@ -24,7 +24,7 @@ from megatron_run_engine.checkpoint.collectives import as_note, on_rank0, raise_
 from megatron_run_engine.checkpoint.files import FileSystem, lock, saving
 from megatron_run_engine.checkpoint.manifest import MANIFEST, Manifest, make_manifest
 from megatron_run_engine.checkpoint.shard_file import NAMES, file_name, split_into_files, write_shard
-from megatron_run_engine.checkpoint.step_folder import LATEST, Checkpoints
+from megatron_run_engine.checkpoint.step_folder import LATEST_STEP, Checkpoints
 
 if TYPE_CHECKING:
     from megatron_run.contracts.optimizer import StatePiece
@@ -110,7 +110,7 @@ class Commit:
         # ``latest`` first: after a crash in between it must not name a step that is gone.
         if after is None:
             with suppress(FileNotFoundError):
-                self._files.unlink(self._checkpoints.path / LATEST)
+                self._files.unlink(self._checkpoints.path / LATEST_STEP)
         else:
             self._point_latest_at(self._checkpoints.folder(after))
         folders = [self._checkpoints.folder(step) for step in newer]
@@ -127,7 +127,7 @@ class Commit:
 
     def _point_latest_at(self, target: Path) -> None:
         """Replace ``latest`` atomically. A killed job may have left ``latest.tmp``."""
-        path, temporary = self._checkpoints.path / LATEST, self._checkpoints.path / f"{LATEST}.tmp"
+        path, temporary = self._checkpoints.path / LATEST_STEP, self._checkpoints.path / f"{LATEST_STEP}.tmp"
         with suppress(FileNotFoundError):
             self._files.unlink(temporary)
         self._write(temporary, f"{target.name}\n".encode())

@@ -18,7 +18,7 @@ import xxhash
 
 from megatron_run.errors import CheckpointError
 from megatron_run.errors.wording import advice, from_hub, near_path
-from megatron_run.files.latest_run import follow_latest
+from megatron_run.files.latest_run import DEFAULT_RUN, follow_latest
 from megatron_run_engine.checkpoint.files import hash_of, no_heartbeat, reading, size_of
 from megatron_run_engine.checkpoint.manifest import MANIFEST, Manifest, read_manifest
 
@@ -27,7 +27,7 @@ CHECKPOINTS = "checkpoints"
 #: What the manifest of an imported step calls its run.
 IMPORTED = "imported"
 #: The name of the hint, a text file that holds the name of the newest step.
-LATEST = "latest"
+LATEST_STEP = "latest"
 _STEP = re.compile(r"step(0|[1-9][0-9]{0,17})")
 
 
@@ -49,7 +49,7 @@ class Checkpoints:
     def hint(self) -> int | None:
         """Return the step that ``latest`` names; None if the file is missing or names no step."""
         try:
-            with reading(self.path / LATEST) as file:
+            with reading(self.path / LATEST_STEP) as file:
                 match = _STEP.fullmatch(file.read(100).decode(errors="replace").strip())
         except CheckpointError:
             return None
@@ -66,9 +66,18 @@ class Checkpoints:
         if hint is not None and (newest is None or hint > newest):
             fix = f"to resume from step {newest}: --resume {newest}" if steps else "to start again: --resume never"
             raise CheckpointError(
-                f"{self.folder(hint)} is missing", why=f"{self.path / LATEST} says that it was saved", fix=fix
+                f"{self.folder(hint)} is missing", why=f"{self.path / LATEST_STEP} says that it was saved", fix=fix
             )
         return newest
+
+    def select(self, word: str) -> int | None:
+        """Return the step that ``--resume word`` selects: ``auto`` the newest, ``never`` None, else the step's number.
+
+        Raises as :meth:`newest` does.
+        """
+        if word == "never":
+            return None
+        return self.newest() if word == "auto" else int(word)
 
     def find(self, step: int) -> Path:
         """Return the folder of ``step``. Raises :class:`CheckpointError` with the saved steps if it is missing."""
@@ -125,7 +134,7 @@ def find_checkpoints(path: Path | None) -> tuple[Checkpoints, int | None]:
     ``path`` is a run folder, its checkpoints, or one step; None means the latest run. Raises :class:`CheckpointError`
     if there are no checkpoints.
     """
-    named = Path("runs/latest") if path is None else path
+    named = DEFAULT_RUN if path is None else path
     start = follow_latest(named)
     if (start / MANIFEST).is_file():
         siblings = Checkpoints(start.absolute().parent)

@@ -7,7 +7,7 @@ import logging
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from megatron_run.planning import ResolvedRun
     from megatron_run_engine.launch.local import LocalPlan
     from megatron_run_engine.launch.rank import Task
+    from megatron_run_engine.launch.rendezvous import ResolveRun
     from megatron_run_engine.run_folder import OpenedFolder, RunFolder
 
 #: How other launchers start ranks again.
@@ -109,7 +110,8 @@ def _launch_joined(request: Request, world: World, options: LaunchOptions) -> Ru
             why=f"{world.launcher} has started {world.size}",
             fix="leave --nproc out",
         )
-    return _join(lambda: _checked(resolve(replace(request, nproc=world.size))), world, options)
+    typed = replace(request, nproc=world.size)
+    return _join(lambda latest: _checked(resolve(replace(typed, latest=latest))), world, options)
 
 
 def train(
@@ -141,7 +143,7 @@ def train(
     world = find_world(os.environ)
     here = world is None and run.sizes.world == 1
     if world is not None:
-        result = _join(lambda: _checked(_of_size(run, world)), world, LaunchOptions())
+        result = _join(lambda latest: _checked(_with_latest(_of_size(run, world), latest)), world, LaunchOptions())
     elif here:
         result = _train_here(_checked(run))
     else:
@@ -159,6 +161,17 @@ def _of_size(run: ResolvedRun, world: World) -> ResolvedRun:
             f"a run of {run.sizes.world} ranks in a world of {world.size}",
             why=f"{world.launcher} has started {world.size}",
             fix=f"resolve it with nproc={world.size}",
+        )
+    return run
+
+
+def _with_latest(run: ResolvedRun, latest: Mapping[str, str]) -> ResolvedRun:
+    """``run``, which a program has resolved on this rank. Raises :class:`InputError` if rank 0 read ``latest`` else."""
+    if latest and dict(run.request.latest) != dict(latest):
+        raise InputError(
+            f"the ranks found different runs in {', '.join(latest)}",
+            why="another run has begun while they read it",
+            fix="name the run itself, or start again",
         )
     return run
 
@@ -349,7 +362,7 @@ def _last_step(folder: RunFolder) -> int:
     return status.step if status is not None else 0
 
 
-def _join(resolve_run: Callable[[], ResolvedRun], world: World, options: LaunchOptions) -> RunResult:
+def _join(resolve_run: ResolveRun, world: World, options: LaunchOptions) -> RunResult:
     """This process is a rank of a world that torchrun or Slurm made: run it, with its message if it is to print one."""
     from megatron_run_engine.launch.worker import RankWorker
     from megatron_run_engine.run_folder import REFUSALS

@@ -114,7 +114,7 @@ def main(path: Path, run: ResolvedRun | None = None) -> int:
     folder = RunFolder(job.folder, job.attempt, world.rank)
     page, work = page_path(path, world.rank), None if job.task is None else job.task.work
 
-    def make() -> ResolvedRun:
+    def make(_latest: Mapping[str, str]) -> ResolvedRun:  # the request of the job has it
         return job.resolve_run(world.size) if run is None else run
 
     result = RankWorker(make, world, print, folder=folder, page=page, debug=job.debug, work=work).run()

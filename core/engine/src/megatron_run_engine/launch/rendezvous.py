@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from hashlib import sha256
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 # torch.distributed has these names too, but does not declare them as its own.
 from torch._C._distributed_c10d import FileStore, HashStore, PrefixStore, Store, TCPStore
@@ -18,7 +18,15 @@ from megatron_run.errors import ExitCode, InputError, PluginError, RankLostError
 from megatron_run_engine.launch.failures import exit_code
 from megatron_run_engine.runtime.world import World
 
+if TYPE_CHECKING:
+    from megatron_run.planning import ResolvedRun
+
 T = TypeVar("T")
+
+#: Makes the run of a rank from what each ``runs/latest`` stands for, as :class:`Request` has it; empty: read it.
+ResolveRun = Callable[[Mapping[str, str]], "ResolvedRun"]
+#: Where a store keeps that for later starts.
+_LATEST = "megatron-run/latest"
 
 #: Seconds that ranks wait longer than rank 0, so that it is rank 0 that names a missing rank.
 _SLACK = 2.0
@@ -62,7 +70,7 @@ class Agreement(Generic[T]):
 
 
 class Rendezvous:
-    """The ranks of one world around a key-value store, each phase under its own keys.
+    """The ranks of one world around a key-value store, each phase under its own keys, in which they wait ``timeout`` s.
 
     Rank 0 reads the notes of all ranks, once; the others read one verdict of fixed size. So a phase costs the store
     time and bytes proportional to the number of ranks, and not to its square.
@@ -70,10 +78,11 @@ class Rendezvous:
 
     def __init__(self, world: World, timeout: float) -> None:
         self._world = world
-        self._timeout = timeout
+        self.timeout = timeout
         # torchrun's agent keeps its store over restarts, with the keys of the ranks that failed: each start has a
         # prefix of its own, as in torch's env://.
-        self._store = PrefixStore(f"attempt-{world.restart}", _open_store(world, timeout))
+        self._all_starts = _open_store(world, timeout)
+        self._store = PrefixStore(f"attempt-{world.restart}", self._all_starts)
 
     @property
     def group_store(self) -> Store:
@@ -94,20 +103,30 @@ class Rendezvous:
         verdict: dict[str, Any]
         if rank == 0:
             keys = [f"{phase}/{each}" for each in range(self._world.size)]
-            self._wait(phase, keys, self._timeout)
+            self._wait(phase, keys, self.timeout)
             notes = tuple(json.loads(text) for text in store.multi_get(keys))
             failures = ((each, said["failure"]) for each, said in enumerate(notes) if said["failure"] is not None)
             failed, code = next(failures, (None, None))
             verdict = {"failed": failed, "code": code, "first": notes[0]}
             store.set(f"{phase}/verdict", json.dumps(verdict))
         else:
-            self._wait(phase, [f"{phase}/verdict"], self._timeout + _SLACK)
+            self._wait(phase, [f"{phase}/verdict"], self.timeout + _SLACK)
             verdict = json.loads(store.get(f"{phase}/verdict"))
         if verdict["failed"] is None:
             return Agreement(outcome.values[0], verdict["first"], notes)
         if outcome.error is not None and verdict["failed"] == rank:
             raise outcome.error
         raise PeerError(verdict["failed"], verdict["code"])
+
+    def remembered(self) -> Mapping[str, str]:
+        """What ``runs/latest`` stood for in the first start; empty where nothing was kept."""
+        kept = self._all_starts.check([_LATEST])
+        return json.loads(self._all_starts.get(_LATEST)) if kept else {}
+
+    def remember(self, latest: Mapping[str, str]) -> None:
+        """Let later starts know what ``runs/latest`` stands for, if the store is one that outlives this start."""
+        if self._world.rank == 0 and not self._world.restart:
+            self._all_starts.set(_LATEST, json.dumps(dict(latest)))
 
     def _wait(self, phase: str, keys: list[str], timeout: float) -> None:
         try:
@@ -126,7 +145,7 @@ class Rendezvous:
         except RuntimeError:
             return RankLostError("the rank that serves the rendezvous is gone", why=str(error).splitlines()[0])
         return RankLostError(
-            f"rank {', '.join(map(str, missing))} of {self._world.size} did not join within {self._timeout:g} s",
+            f"rank {', '.join(map(str, missing))} of {self._world.size} did not join within {self.timeout:g} s",
             why=f"phase {phase!r}",
             fix="see the log of that rank, or raise run.timeout",
             rank=missing[0],
@@ -167,6 +186,20 @@ class Rendezvous:
             if self._world.serves_store:
                 others = [f"left/{rank}" for rank in range(self._world.size)]
                 self._store.wait(others, timedelta(seconds=_SLACK))
+
+
+def agree_on_run(rendezvous: Rendezvous, resolve_run: ResolveRun, resolved: Outcome[ResolvedRun]) -> ResolvedRun:
+    """The ``resolved`` run of this rank, with the runs that rank 0 found where it names ``runs/latest``. Collective.
+
+    Another run may have begun between two ranks' looks.
+    """
+    agreed = rendezvous.agree("resolve", resolved, lambda run: {"latest": dict(run.request.latest)})
+    latest, run = agreed.first["latest"], agreed.value
+    if not latest:
+        return run
+    rendezvous.remember(latest)
+    other = latest != dict(run.request.latest)
+    return rendezvous.agree("latest", attempt(lambda: resolve_run(latest) if other else run)).value
 
 
 def _open_store(world: World, timeout: float) -> Store:

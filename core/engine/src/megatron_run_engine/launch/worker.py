@@ -19,7 +19,15 @@ from megatron_run.errors import CheckpointError, ExitCode, RankLostError
 from megatron_run.planning.run import comparison_table
 from megatron_run_engine.launch.failures import classify, exit_code, last_line
 from megatron_run_engine.launch.rank_output import append_line, redirect_output, shown_log, untold
-from megatron_run_engine.launch.rendezvous import PeerError, Rendezvous, attempt, check_digests, check_gpus
+from megatron_run_engine.launch.rendezvous import (
+    PeerError,
+    Rendezvous,
+    ResolveRun,
+    agree_on_run,
+    attempt,
+    check_digests,
+    check_gpus,
+)
 from megatron_run_engine.launch.results import RankResult
 from megatron_run_engine.launch.signals import stopping_on_signals
 from megatron_run_engine.launch.watchdog.page import PageWriter
@@ -31,6 +39,8 @@ from megatron_run_engine.training.process import assign_device, gpu_name, set_th
 from megatron_run_engine.training.trainer import train_rank
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from megatron_run.planning import ResolvedRun
 
 #: Seconds to wait for the others when this rank could not read run.timeout.
@@ -50,7 +60,7 @@ class RankWorker:
 
     def __init__(  # noqa: PLR0913  # facts of three launchers
         self,
-        resolve_run: Callable[[], ResolvedRun],
+        resolve_run: ResolveRun,
         world: World,
         tell: Callable[[str], None],
         *,
@@ -115,10 +125,11 @@ class RankWorker:
 
     def _train(self) -> ExitCode:
         """The start of a rank, phase by phase: the ranks agree on the outcome of each, so that all fail together."""
-        resolved = attempt(self._resolve_run)
+        resolved = attempt(lambda: self._resolve_run(self._known_latest()))
         timeout = resolved.values[0].config.run.timeout if resolved.values else _DEFAULT_TIMEOUT
-        self._rendezvous = rendezvous = Rendezvous(self._world, timeout)
-        run = rendezvous.agree("resolve", resolved).value
+        self._rendezvous = rendezvous = self._rendezvous or Rendezvous(self._world, timeout)
+        rendezvous.timeout = timeout
+        run = agree_on_run(rendezvous, self._resolve_run, resolved)
         world = self._place(rendezvous, run)
         if self.folder is None:
             if world.rank == 0:
@@ -152,6 +163,13 @@ class RankWorker:
             return train_in_folder(run, world, self.folder, activity)
         self._work(run, world, activity)
         return ExitCode.DONE
+
+    def _known_latest(self) -> Mapping[str, str]:
+        """What ``runs/latest`` stood for in the first start: by now it may name this very run, started again."""
+        if not self._world.restart:
+            return {}
+        self._rendezvous = Rendezvous(self._world, _DEFAULT_TIMEOUT)
+        return self._rendezvous.remembered()
 
     def _place(self, rendezvous: Rendezvous, run: ResolvedRun) -> World:
         """This rank's world with its device, once all ranks are known to run the same; NCCL wants a GPU for each."""

@@ -189,7 +189,7 @@ def find_refusal(
     ``decided`` are keys that an earlier attempt was allowed to change. ``weights`` is where the state lies.
     """
     fixed = [change for change in found if change.fixed]
-    refused = fixed or [change for change in found if not (change.key in decided or _allows(request, change))]
+    refused = fixed or [change for change in found if not (change.key in decided or allows(request, change))]
     if not refused:
         return None
     keys = [change.key for change in refused]
@@ -211,7 +211,8 @@ def has_trained(path: Path) -> bool:
     return any((path / "checkpoints").glob("step*")) or os.path.lexists(path / "metrics.jsonl")
 
 
-def _allows(request: Request, change: Change) -> bool:
+def allows(request: Request, change: Change) -> bool:
+    """Whether ``request`` has the word that ``change`` needs."""
     return (request.extend and change.longer) or any(_covers(name, change.key) for name in request.allow_change)
 
 

@@ -155,8 +155,9 @@ class RunFolder:
             return
         prepared = self.files.read_json(f"{self.records}/{ATTEMPT}")
         if prepared is not None:  # else nobody has opened the folder: it is a scratch folder
+            prepared |= {"entry": prepared["entry"] | {"step": step}, "begun": True}
             self.publish(prepared)
-            self.write_record(ATTEMPT, prepared | {"begun": True})
+            self.write_record(ATTEMPT, prepared)
         self._write(Status("starting", step, self.attempt, time.time()))
 
     def publish(self, prepared: Mapping[str, Any]) -> None:

@@ -12,7 +12,7 @@ from megatron_run.errors import CheckpointError, InputError
 from megatron_run.errors.wording import advice
 from megatron_run.planning.batch_size import run_length
 from megatron_run_engine.checkpoint.step_folder import CHECKPOINTS, Checkpoints
-from megatron_run_engine.run_folder.changes import LENGTH, Change
+from megatron_run_engine.run_folder.changes import LENGTH, Change, allows
 
 if TYPE_CHECKING:
     from megatron_run.planning import ResolvedRun
@@ -25,16 +25,17 @@ def check_length(run: ResolvedRun, changed: Sequence[Change], home: Path) -> Non
     No permission covers that: what was trained would be called another run's end. Whether the step can be read is for
     the ranks to find out.
     """
-    if LENGTH.isdisjoint(change.key for change in changed) or run.request.resume == "never":
-        return
+    lengths = [change for change in changed if change.key in LENGTH]
     checkpoints = Checkpoints(home / CHECKPOINTS)
     with suppress(CheckpointError):
-        step = checkpoints.newest() if run.request.resume == "auto" else int(run.request.resume)
+        step = checkpoints.select(run.request.resume) if lengths else None
         if step is not None:
-            _compare(run, checkpoints, checkpoints.manifest(step), home)
+            _compare(run, lengths, checkpoints, checkpoints.manifest(step), home)
 
 
-def _compare(run: ResolvedRun, checkpoints: Checkpoints, manifest: Manifest, home: Path) -> None:
+def _compare(
+    run: ResolvedRun, lengths: Sequence[Change], checkpoints: Checkpoints, manifest: Manifest, home: Path
+) -> None:
     train, counters, step = run.config.train, manifest.about.counters, manifest.about.step
     key, wanted, least = "train.steps", train.steps, step
     if train.samples is not None:
@@ -49,7 +50,14 @@ def _compare(run: ResolvedRun, checkpoints: Checkpoints, manifest: Manifest, hom
         why=f"it has {least} {key.removeprefix('train.')} behind it",
         origin=str(run.origins.get(tuple(key.split(".")), "")),
         fix=advice(
-            f"the least is --set {key}={least}",
+            f"the least is --set {key}={least}{_permission(run, lengths, key, least)}",
             "" if older is None else f"to end there, branch in another run.folder: --set {source}",
         ),
     )
+
+
+def _permission(run: ResolvedRun, lengths: Sequence[Change], key: str, least: int) -> str:
+    """The option that the run needs to end at ``least`` by ``key``; empty where it needs none, or has it."""
+    then = [change._replace(now=least) if change.key == key else change for change in lengths]
+    names = [change.key for change in then if change.before != change.now and not allows(run.request, change)]
+    return f" --allow-change {','.join(names)}" if names else ""

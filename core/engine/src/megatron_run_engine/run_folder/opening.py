@@ -31,6 +31,7 @@ from megatron_run_engine.run_folder.changes import (
 from megatron_run_engine.run_folder.folder import ATTEMPT, RunFolder, is_run_id
 from megatron_run_engine.run_folder.length import check_length
 from megatron_run_engine.run_folder.lock import FolderLock
+from megatron_run_engine.run_folder.permissions import sound_permissions
 from megatron_run_engine.run_folder.records import attempt_record, write_records
 from megatron_run_engine.run_folder.undoing import REFUSALS, Before
 
@@ -197,7 +198,8 @@ def _enter(before: Before, lock: FolderLock, run: ResolvedRun, arguments: Sequen
         return OpenedFolder(last, lock, record["id"], before, finished=True)
     folder = RunFolder(path, len(record["attempts"]) + 1)
     entry = attempt_record(folder.attempt, run, arguments, changed)
-    becomes = {"digest": digest(keys), "identity": keys} if changed else {}
+    other = changed or run.request.allow_plugin_change  # another plugin's keys are no change
+    becomes = {"digest": digest(keys), "identity": keys} if other else {}
     prepared = {"v": 1, "id": record["id"], "entry": entry, "becomes": becomes}
     try:
         _describe(folder, run, record, prepared)
@@ -231,7 +233,8 @@ def _read_record(path: Path) -> dict[str, Any] | None:
         return None
     attempts = record.get("attempts")
     sound = isinstance(attempts, list) and all(
-        isinstance(each, dict) and isinstance(each.get("changes", {}), dict) for each in attempts
+        isinstance(each, dict) and isinstance(each.get("changes", {}), dict) and sound_permissions(each)
+        for each in attempts
     )
     if not (sound and is_run_id(record.get("id")) and isinstance(record.get("identity", {}), dict)):
         raise _refusal(path, "its run.json is not what a run writes")

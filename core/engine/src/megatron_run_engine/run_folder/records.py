@@ -19,6 +19,7 @@ from megatron_run.planning.describe import run_record
 from megatron_run.planning.run import to_yaml
 from megatron_run_engine.run_folder.changes import Change
 from megatron_run_engine.run_folder.folder import RunFolder
+from megatron_run_engine.run_folder.permissions import permission_record
 
 if TYPE_CHECKING:
     from megatron_run.planning import ResolvedRun
@@ -71,7 +72,7 @@ def _packages() -> dict[str, str]:
 def attempt_record(
     attempt: int, run: ResolvedRun, arguments: Sequence[str], changed: Sequence[Change] = ()
 ) -> dict[str, Any]:
-    """Return the entry of this attempt in ``run.json``, with old and new value of each key that was ``changed``."""
+    """Return the entry of this attempt in ``run.json``, old and new value of each key ``changed`` among it."""
     return {
         "attempt": attempt,
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
@@ -82,6 +83,7 @@ def attempt_record(
         "ranks": run.sizes.world,
         "git": git_record(),
         "changes": {change.key: [change.before, change.now] for change in changed},
+        **permission_record(run.request),
     }
 
 

@@ -33,6 +33,8 @@ class Request:
     ``environment`` needs only the variables that start with ``MEGATRON_RUN_``. ``resume`` is ``auto``, ``never`` or the
     number of the saved step to resume from; ``allow_plugin_change`` are kinds whose saved state may be dropped,
     ``allow_change`` keys and sections that may differ from the run that is resumed; ``extend`` allows it more steps.
+    ``latest`` is empty as typed; that of a resolved run has the run that each ``runs/latest`` in it named, so that
+    whoever resolves it again reads of the same one.
     """
 
     configs: tuple[str | Mapping[str, Any], ...] = ()
@@ -46,6 +48,7 @@ class Request:
     allow_plugin_change: tuple[str, ...] = ()
     allow_change: tuple[str, ...] = ()
     extend: bool = False
+    latest: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         ours = {name: text for name, text in self.environment.items() if name.startswith(ENVIRONMENT_PREFIX)}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, MutableMapping
 from dataclasses import replace
 from pathlib import Path
 from shlex import quote
@@ -19,17 +19,26 @@ if TYPE_CHECKING:
 _RUNS = (("run", "folder"), ("run", "init_from"), ("run", "branch_from"))
 
 
-def name_runs(merged: ConfigSource) -> None:
-    """Put the run itself where ``merged`` says ``runs/latest``, which another run may be when it is read again."""
+def run_and_step(text: str) -> tuple[str, str]:
+    """``RUN@STEP`` as RUN and ``@STEP``; the latter is empty where no step is named."""
+    run, at, step = text.rpartition("@")
+    return (run, f"{at}{step}") if at else (text, "")
+
+
+def name_runs(merged: ConfigSource, latest: MutableMapping[str, str]) -> None:
+    """Put the run itself where ``merged`` says ``runs/latest``, which another run may be when it is read again.
+
+    ``latest`` is what :func:`follow_latest` knows.
+    """
     for key in _RUNS:
         value = merged.values.get(key)
         if value is None or not isinstance(value.data, str | Path):
             continue
         text = str(value.data)
-        run = text.rpartition("@")[0] if key[-1] == "branch_from" and "@" in text else text
+        run, step = run_and_step(text) if key[-1] == "branch_from" else (text, "")
         named = Path(run).expanduser()
-        if (lies := follow_latest(named)) != named:
-            merged.values[key] = replace(value, data=type(value.data)(f"{lies}{text[len(run) :]}"))
+        if (lies := follow_latest(named, latest)) != named:
+            merged.values[key] = replace(value, data=type(value.data)(f"{lies}{step}"))
 
 
 def config_file(origin: Origin) -> Path | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, MutableMapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -81,19 +81,24 @@ _PRESET = "preset:"
 _STDIN = "-"
 
 
-def read_sources(request: Request, findings: Findings, notices: list[str]) -> ConfigSource:
+def read_sources(
+    request: Request, findings: Findings, notices: list[str], latest: MutableMapping[str, str] | None = None
+) -> ConfigSource:
     """Merge every source of ``request``, defaults included, suggestions of plugins not. Errors enter ``findings``.
 
-    Where the user chose no plugin of a kind, a rule over other keys may choose it.
+    Where the user chose no plugin of a kind, a rule over other keys may choose it. What ``runs/latest`` stands for
+    enters ``latest``, which begins as that of ``request``.
 
     Raises :class:`~megatron_run.errors.Problems` at once when a CONFIG cannot be read: further errors would only
     follow from the missing file.
     """
+    latest = {} if latest is None else latest
+    latest.update(request.latest)
     sources = [default_source()]
     configs = request.configs or (DEFAULT_PRESET,)
     for config in configs:
         with findings.collect():
-            sources.append(source_from(_read(config, request.stdin), findings))
+            sources.append(source_from(_read(config, request.stdin, latest), findings))
     unread = len(sources) <= len(configs)
     sources.append(environment_source(request.environment, findings, notices))
     sources.append(command_line_source(request.sets, request.plugins, findings))
@@ -102,11 +107,11 @@ def read_sources(request: Request, findings: Findings, notices: list[str]) -> Co
         findings.settle()
     merged = merge(sources)
     follow_rules(merged)
-    name_runs(merged)
+    name_runs(merged, latest)
     return merged
 
 
-def _read(config: str | Mapping[str, Any], stdin: str | None) -> dict[str, Node]:
+def _read(config: str | Mapping[str, Any], stdin: str | None, latest: MutableMapping[str, str]) -> dict[str, Node]:
     if isinstance(config, Found):
         return _nodes(config, Origin("found", config.place))
     if not isinstance(config, str):
@@ -118,7 +123,7 @@ def _read(config: str | Mapping[str, Any], stdin: str | None) -> dict[str, Node]
     if config.startswith(_PRESET):
         return parse(read_preset(config.removeprefix(_PRESET)), config)
     path = Path(config).expanduser()
-    lies = follow_latest(path)
+    lies = follow_latest(path, latest)
     return parse(_file(lies), config if lies == path else str(lies))
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_run.config.merge import ConfigSource, merge
 from megatron_run.config.origin import Key, Origin, dotted, section_of
+from megatron_run.config.run_home import run_and_step
 from megatron_run.files.safe_folder import SafeFolder
 
 if TYPE_CHECKING:
@@ -40,10 +41,10 @@ def apply_decided(merged: ConfigSource, plugins: Mapping[str, tuple[Plugin, ...]
 
 
 def pinned(request: Request, run: ResolvedRun) -> Request:
-    """``request`` for the ranks of ``run``, which may resolve it when another day has begun."""
+    """``request`` for the ranks of ``run``: they may resolve it when another day, or another latest run, has begun."""
     keys = [key for key, origin in run.origins.items() if origin == START]
     found = {dotted(key): run.config.data.options[key[-1]] for key in keys if key[0] == "data"}
-    return replace(request, values={**request.values, **found}) if found else request
+    return replace(request, values={**request.values, **found}, latest=run.request.latest)
 
 
 def _begun(merged: ConfigSource) -> Mapping[str, Any] | None:
@@ -52,8 +53,7 @@ def _begun(merged: ConfigSource) -> Mapping[str, Any] | None:
         place = _text(merged, key)
         if not place:
             continue
-        folder, at, _ = place.rpartition("@")
-        for home in (place, folder) if at else (place,):
+        for home in dict.fromkeys((place, run_and_step(place)[0])):
             record = SafeFolder(Path(home).expanduser()).read_json("run.json")
             identity = None if record is None else record.get("identity")
             if isinstance(identity, dict):

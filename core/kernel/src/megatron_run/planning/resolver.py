@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import PurePath
 from types import MappingProxyType
 from typing import Any, TypeVar
@@ -123,6 +124,7 @@ class _Resolver:
         self._request, self._objects, self._plan_only = request, objects, plan_only
         self._findings = Findings()
         self._notices: list[str] = []
+        self._latest: dict[str, str] = {}
 
     def run(self) -> ResolvedRun:
         catalog = scan()
@@ -160,7 +162,7 @@ class _Resolver:
             plans=MappingProxyType(plans),
             origins=MappingProxyType(origins),
             notices=tuple(dict.fromkeys(self._notices)),
-            request=self._request,
+            request=replace(self._request, latest=self._latest),
         )
 
     def _choose(self, catalog: Catalog) -> tuple[ConfigSource, dict[str, tuple[Plugin, ...]]]:
@@ -189,7 +191,7 @@ class _Resolver:
         to later checks.
         """
         self._notices += catalog.notices
-        merged = read_sources(self._request, self._findings, self._notices)
+        merged = read_sources(self._request, self._findings, self._notices, self._latest)
         sections: Mapping[str, type[Section]] = {"": Header, **SECTIONS}
         for name, model in sections.items():
             validate_section(model, name, merged.values, self._findings, partial=True)

@@ -24,6 +24,7 @@ from megatron_run_engine.checkpoint.saving import Retention, Saver
 from megatron_run_engine.checkpoint.step_folder import Checkpoints
 from megatron_run_engine.data.contents import contents_hash
 from megatron_run_engine.run_folder.changes import digest, identity
+from megatron_run_engine.run_folder.permissions import with_granted
 from megatron_run_engine.runtime.comm import create_aside, patience
 from megatron_run_engine.runtime.parameter_init import frozen, shapes_of, trained
 from megatron_run_engine.training.numbers import Progress
@@ -155,6 +156,7 @@ class Checkpointing:
             step = choose_on_rank0(word, checkpoints, ranks)
             if step is None:
                 return Resumed(Progress())
+            run = with_granted(run, self._folder.path, step)
             return resume(run, self._assembly, checkpoints, ranks, self.data, step, self._folder.changed_keys)
 
     def is_due(self, step: int, last: int) -> bool:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron_run.config.run_home import run_and_step
 from megatron_run.contracts import NewParts
 from megatron_run.errors import CheckpointError, InputError
 from megatron_run.errors.wording import advice
@@ -16,6 +17,7 @@ from megatron_run_engine.checkpoint.adapted import open_step
 from megatron_run_engine.checkpoint.collectives import on_all_ranks, on_rank0
 from megatron_run_engine.checkpoint.step_folder import CHECKPOINTS, IMPORTED, Checkpoints, find_step
 from megatron_run_engine.run_folder.changes import FREE_OF_MODEL, identity
+from megatron_run_engine.run_folder.permissions import with_granted
 from megatron_run_engine.runtime.parameter_init import initial_values
 from megatron_run_engine.training.state.adapting import fill_frozen
 from megatron_run_engine.training.state.reading import load
@@ -54,6 +56,7 @@ def check_source(run: ResolvedRun) -> None:
     config = run.config.run
     if (config.init_from is None and config.branch_from is None) or _resumes(run):
         return
+    run = _as_granted(run)
     if config.init_from is not None:
         checkpoints, step = choose_source(run, config.init_from)
         differing_options(run, checkpoints, step)
@@ -103,10 +106,10 @@ def choose_branch(run: ResolvedRun, text: str) -> tuple[Checkpoints, int]:
 
     Raises :class:`CheckpointError`, which names the steps that are there, if there is none.
     """
-    path, at, word = text.rpartition("@")
-    number = word.removeprefix("step")
+    path, at = run_and_step(text)
+    number = at.removeprefix("@").removeprefix("step")
     try:
-        if not at or not number.isdecimal():
+        if not number.isdecimal():
             return find_step(Path(text).expanduser().absolute())
         checkpoints, step = find_step(Path(path).expanduser().absolute(), int(number))
         checkpoints.find(step)
@@ -159,10 +162,18 @@ def _text(value: object) -> str:
 
 def _resumes(run: ResolvedRun) -> bool:
     """Whether ``run`` will resume from a checkpoint of its own folder."""
+    return run.request.resume != "never" and _has_saved(run)
+
+
+def _has_saved(run: ResolvedRun) -> bool:
     folder = run.config.run.folder
-    if folder is None or run.request.resume == "never":
-        return False
-    return bool(Checkpoints(folder.expanduser() / CHECKPOINTS).steps())
+    return folder is not None and bool(Checkpoints(folder.expanduser() / CHECKPOINTS).steps())
+
+
+def _as_granted(run: ResolvedRun) -> ResolvedRun:
+    """``run`` with what earlier attempts were allowed to start with, until one of them has saved a step."""
+    folder = run.config.run.folder
+    return run if folder is None or _has_saved(run) else with_granted(run, folder.expanduser(), 0)
 
 
 def branch(run: ResolvedRun, assembly: Assembly, source: str, ranks: Ranks, data: DataRecord) -> Resumed:
@@ -179,7 +190,7 @@ def branch(run: ResolvedRun, assembly: Assembly, source: str, ranks: Ranks, data
     folder, step = json.loads(on_rank0(ranks, chosen))
     if ranks.rank == 0:
         assembly.context.log.warning("branch of step %d of %s", step, Path(folder).parent)
-    return resume(run, assembly, Checkpoints(Path(folder)), ranks, data, step, decided=None)
+    return resume(_as_granted(run), assembly, Checkpoints(Path(folder)), ranks, data, step, decided=None)
 
 
 def start_from(run: ResolvedRun, assembly: Assembly, path: Path, ranks: Ranks, shapes: Shapes) -> Path:

@@ -108,16 +108,9 @@ def resume(
 
 
 def choose_on_rank0(word: str, checkpoints: Checkpoints, ranks: Ranks) -> int | None:
-    """Return what :func:`choose` returns on rank 0. Collective."""
-    step: int | None = json.loads(on_rank0(ranks, lambda: json.dumps(choose(word, checkpoints))))
+    """Return what :meth:`Checkpoints.select` returns on rank 0. Collective."""
+    step: int | None = json.loads(on_rank0(ranks, lambda: json.dumps(checkpoints.select(word))))
     return step
-
-
-def choose(word: str, checkpoints: Checkpoints) -> int | None:
-    """Return the step that ``--resume word`` selects: ``auto`` the newest, ``never`` None, else the step's number."""
-    if word == "never":
-        return None
-    return checkpoints.newest() if word == "auto" else int(word)
 
 
 def _verify(checkpoints: Checkpoints, step: int, ranks: Ranks, heartbeat: Callable[[], None]) -> Manifest:
