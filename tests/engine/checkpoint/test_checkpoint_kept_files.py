@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Mapping
+from hashlib import sha256
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from megatron_run.errors import CheckpointError, DataError, InputError, RunError
 from megatron_run.planning import ResolvedRun, resolve
 from megatron_run_engine import train
 from megatron_run_engine.checkpoint.kept_files import (
+    exported_tokenizer,
     is_kept,
     keep_tokenizer,
     kept_tokenizer,
@@ -145,13 +147,40 @@ def test_a_run_that_is_refused_keeps_its_tokenizer(carried: Path) -> None:
     assert (carried / "tokenizer.json").read_bytes() == before
 
 
-def test_what_another_tokenizer_left_goes_with_it(tmp_path: Path, trained: Path) -> None:
-    home = tmp_path / "home"
+def test_changed_contents_are_told_and_recorded_where_no_key_has_changed(
+    carried: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And the step that was trained with the old tokenizer still has it."""
+    shutil.copytree(carried, "before")
+    text = "a lazy dog jumps"
+    write_words(Path(GIVEN), tuple(reversed(WORDS)))
+    Path("text.txt").write_text(TEXT * 2)
+    train(extended(paths(GIVEN)), extend=True, allow_change=["data", "data.tokenizer"])
+    hashes = [sha256((run / "tokenizer.json").read_bytes()).hexdigest()[:12] for run in (Path("before"), carried)]
+    changes = json.loads((carried / "run.json").read_text())["attempts"][-1]["changes"]
+    assert changes["contents of data.tokenizer"] == hashes
+    assert len(set(changes["contents of data"])) == 2
+    assert "text.txt has other contents" in caplog.text
+    assert load("r/checkpoints/step1").encode(text) == [6, 7, 8, 4]
+    assert load("r/checkpoints/step2").encode(text) == [3, 2, 1, 5]
+
+
+def test_another_tokenizer_gives_way_and_stays_with_the_steps_that_have_it(trained: Path, tmp_path: Path) -> None:
+    home, about = tmp_path / "home", about_of(trained / "r")
     home.mkdir()
     keep_tokenizer(tokenizer_files(trained / GIVEN), home)
-    assert sorted(path.name for path in home.iterdir()) == ["tokenizer.json", "tokenizer_config.json"]
-    keep_tokenizer(tokenizer_files(write_words(tmp_path / "u.json")), home)
-    assert sorted(path.name for path in home.iterdir()) == ["tokenizer.json"]
+    names = ["tokenizer.json", "tokenizer_config.json"]
+    assert sorted(path.name for path in home.iterdir()) == names
+    for _ in range(2):
+        keep_tokenizer(tokenizer_files(write_words(tmp_path / "u.json", tuple(reversed(WORDS)))), home)
+        assert sorted(path.name for path in home.iterdir()) == ["tokenizer.json", "tokenizers"]
+    (older,) = (home / "tokenizers").iterdir()
+    assert sorted(path.name for path in older.iterdir()) == names
+    assert kept_tokenizer(home, about) == older / "tokenizer.json" == exported_tokenizer(home, about)
+    assert tokenizer_of(home, about, "bytes") == str(older / "tokenizer.json")
+    older.rename(tmp_path / "elsewhere")
+    older.symlink_to(tmp_path / "elsewhere")
+    assert kept_tokenizer(home, about) is None
 
 
 def test_a_sentencepiece_model_is_kept_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

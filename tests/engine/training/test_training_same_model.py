@@ -56,6 +56,13 @@ def test_as_many_other_words_are_trained_on_where_that_is_allowed(sets: dict[str
     assert attempt(tmp_path / "run", sets, allow_change=("data.tokenizer",)).first == 3
 
 
+@pytest.mark.parametrize("name", ["data.tokenizer", "data.split", "train.lr"])
+def test_another_permission_lets_no_other_text_in(name: str, sets: dict[str, Any], tmp_path: Path) -> None:
+    (tmp_path / "letters.txt").write_text(" ".join(NAMES) * 300)
+    with pytest.raises(DataError, match=r"the training data is not what it was.*--allow-change data,"):
+        attempt(tmp_path / "run", sets, allow_change=(name,))
+
+
 def test_the_same_words_in_another_file_go_on(sets: dict[str, Any], tmp_path: Path) -> None:
     (tmp_path / "moved").mkdir()
     (tmp_path / "tokenizer.json").rename(tmp_path / "moved" / "tokenizer.json")

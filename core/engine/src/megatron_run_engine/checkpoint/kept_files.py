@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 #: The folder of files that travel unread.
 SOURCE = "source"
+#: The folder of tokenizers that a run had before, each by the first digits of its SHA-256.
+OLDER, _DIGITS = "tokenizers", 16
 
 
 class TokenizerFiles(NamedTuple):
@@ -73,8 +75,14 @@ def _kept_name(home: Path, record: TokenizerRecord | None) -> str:
 
 
 def keep_tokenizer(files: TokenizerFiles, home: Path) -> None:
-    """Make ``files`` the tokenizer of the run at ``home``. What another one has left there goes."""
+    """Make ``files`` the tokenizer of the run at ``home``. Another one stays in a folder, for steps that have it."""
     folder = SafeFolder(home)
+    old = {name: content for name in (*KEPT, *WRITTEN) if (content := read_own(home, name)) is not None}
+    if any(name in old for name in KEPT) and old != files.contents:
+        place = f"{OLDER}/{_hashes(old)[0][:_DIGITS]}"
+        folder.make(place)
+        for name, content in old.items():
+            folder.replace(f"{place}/{name}", content)
     for name in (*KEPT, *WRITTEN):
         content = files.contents.get(name)
         if content is None:
@@ -119,6 +127,7 @@ def kept_tokenizer(home: Path, about: About) -> Path | None:
     None where a recorded file is missing or another one, or one lies there that was not recorded and has its say. A
     link among them is refused as :func:`read_own` does.
     """
+    home = _place(home, about.tokenizer)
     return None if _fault(home, about.tokenizer) else home / _kept_name(home, about.tokenizer)
 
 
@@ -127,7 +136,7 @@ def exported_tokenizer(home: Path, about: About) -> Path | None:
 
     Raises :class:`CheckpointError` where its files are there, and others than the step has recorded.
     """
-    fault = _fault(home, about.tokenizer)
+    fault = _fault(_place(home, about.tokenizer), about.tokenizer)
     if fault is not None and fault.path.exists():
         what = f"the tokenizer of step {about.step} is not exported"
         raise CheckpointError(what, why=f"{fault.path} {fault.why}", fix=f"{fault.fix}, or move the tokenizer away")
@@ -143,6 +152,7 @@ def tokenizer_of(home: Path, about: About, configured: str) -> str:
     record = about.tokenizer
     if record is None:
         return configured
+    home = _place(home, record)
     fault = _fault(home, record)
     if fault is None:
         return str(home / _kept_name(home, record))
@@ -171,6 +181,15 @@ def same_tokenizer(name: str, record: TokenizerRecord) -> bool:
     except (DataError, OSError):
         return False
     return bool(files) and _hashes(files) == (record.sha256, dict(record.files))
+
+
+def _place(home: Path, record: TokenizerRecord | None) -> Path:
+    """The folder of the recorded tokenizer: ``home``, or where that has put it when it got another one."""
+    if record is None or _fault(home, record) is None:
+        return home
+    older = home / OLDER / record.sha256[:_DIGITS]
+    own = older.is_dir() and not (older.is_symlink() or older.parent.is_symlink())
+    return older if own and _fault(older, record) is None else home
 
 
 class _Fault(NamedTuple):

@@ -5,18 +5,21 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from megatron_run.errors import CheckpointError, ExitCode, InputError
 from megatron_run.files.latest_run import follow_latest, is_unnamed, point_latest_at
 from megatron_run.files.safe_folder import SafeFolder, parse_json
 from megatron_run_engine.checkpoint.step_folder import CHECKPOINTS, Checkpoints
 from megatron_run_engine.data.user_files import byte_lines
+
+if TYPE_CHECKING:
+    from megatron_run_engine.run_folder.changes import Change
 
 State = Literal["starting", "running", "finished", "stopped", "failed"]
 
@@ -145,17 +148,19 @@ class RunFolder:
         """Whether nothing refuses this attempt any more."""
         return bool((self.files.read_json(f"{self.records}/{ATTEMPT}") or {}).get("begun"))
 
-    def begin(self, step: int) -> None:
+    def begin(self, step: int, changes: Iterable[Change] = ()) -> None:
         """Make this attempt, which goes on from ``step``, what the run is: nothing refuses it any more.
 
-        Before, nothing in the folder says that the run has changed: a refusal leaves it as it was.
+        Before, nothing in the folder says that the run has changed: a refusal leaves it as it was. ``changes`` are
+        those of contents, which no configuration shows.
         """
         self._step = step
         if self.rank:
             return
         prepared = self.files.read_json(f"{self.records}/{ATTEMPT}")
         if prepared is not None:  # else nobody has opened the folder: it is a scratch folder
-            prepared |= {"entry": prepared["entry"] | {"step": step}, "begun": True}
+            found = prepared["entry"]["changes"] | {change.key: [change.before, change.now] for change in changes}
+            prepared |= {"entry": prepared["entry"] | {"step": step, "changes": found}, "begun": True}
             self.publish(prepared)
             self.write_record(ATTEMPT, prepared)
         self._write(Status("starting", step, self.attempt, time.time()))

@@ -134,7 +134,9 @@ class Checkpointing:
             self._adapters = resumed.adapters or record_of(adapters, base)
             if not self._adapters.base and self._ranks.rank == 0:
                 self._assembly.context.log.warning("%s adapts random weights: set run.init_from", adapters.name)
-        self._folder.begin(resumed.progress.step)  # nothing in it has changed so far: everything above may refuse
+        contents = [change for change in resumed.changes if change.by_content]
+        # Nothing in the folder has changed so far: everything above may refuse.
+        self._folder.begin(resumed.progress.step, contents)
         self._keeping.begin(base or resumed.folder)
         keep_listed(self.data, self._folder)
         self._saver.set_aside(own, self._folder.attempt)

@@ -85,13 +85,14 @@ def resume(
     """
     heartbeat = assembly.context.groups.activity.heartbeat
     manifest = on_all_ranks(ranks, lambda: _verify(checkpoints, step, ranks, heartbeat))
-    on_all_ranks(ranks, lambda: check_tokenizer(run, checkpoints, step))
+    words = on_all_ranks(ranks, lambda: check_tokenizer(run, checkpoints, step))
     base = on_all_ranks(ranks, lambda: open_base(run, assembly, manifest.about, checkpoints.folder(step), ranks))
-    accepted = on_all_ranks(ranks, lambda: accept(run, manifest.about, data, checkpoints.path.parent, decided))
+    accepted = on_all_ranks(ranks, lambda: accept(run, manifest.about, data, checkpoints.path.parent, decided, words))
     if ranks.rank == 0:
         keys, plugins = map(str, accepted.changes), plugin_changes(manifest.about, run.plugins)
         code = program_changes(manifest.about, run)
-        for line in (*plugins, *code, *keys, *rate_change(run, manifest.about, accepted)):
+        files = changed_files(checkpoints.path.parent, manifest.about.data, data)
+        for line in (*plugins, *code, *keys, *filter(None, (files,)), *rate_change(run, manifest.about, accepted)):
             assembly.context.log.warning("%s", line)
     reader = Reader(checkpoints.folder(step), manifest)
     on_all_ranks(ranks, lambda: check_shapes(run, assembly, reader, checkpoints.folder(step)))
@@ -165,12 +166,18 @@ class Accepted(NamedTuple):
 
 
 def accept(
-    run: ResolvedRun, saved: About, data: DataRecord, source: Path, decided: Collection[str] | None = ()
+    run: ResolvedRun,
+    saved: About,
+    data: DataRecord,
+    source: Path,
+    decided: Collection[str] | None = (),
+    words: Sequence[Change] = (),
 ) -> Accepted:
     """Accept the checkpoint ``saved`` for ``run``, which trains on ``data``, or raise why not.
 
-    ``decided`` are keys that an attempt since then was allowed to change; None stands for all that can change, as in a
-    branch of the run at ``source``, which has a configuration of its own.
+    ``words`` is the change of the vocabulary, by which the same files have other samples. ``decided`` are keys that an
+    attempt since then was allowed to change; None stands for all that can change, as in a branch of the run at
+    ``source``, which has a configuration of its own.
     """
     allowed = run.request.allow_plugin_change
     now = identity(run)
@@ -179,7 +186,10 @@ def accept(
     if refusal is not None:
         what = f"step {saved.step} belongs to another run"
         raise CheckpointError(what, why=refusal.why, fix=refusal.fix)
-    if not saved.data.fits(data) and not allows_other_data(run.request, found):
+    contents: tuple[Change, ...] = ()
+    if not saved.data.fits(data) and not (words and saved.data.files == data.files):
+        contents = (Change.of_content("data", _content(saved.data), _content(data)),)
+    if contents and not allows_other_data(run.request, found):
         counts = f"{saved.data.samples} samples then, {data.samples} now"
         files, more = changed_files(source, saved.data, data), saved.data.samples != data.samples
         raise DataError(
@@ -189,7 +199,12 @@ def accept(
         )
     upgrade = optimizer_upgrade(saved, run.plugins)
     scaler = scaler_state(saved, run.plugins, allowed)
-    return Accepted(Progress.restored(saved.step, saved.counters, saved.losses), scaler, upgrade, found)
+    progress = Progress.restored(saved.step, saved.counters, saved.losses)
+    return Accepted(progress, scaler, upgrade, (*found, *words, *contents))
+
+
+def _content(data: DataRecord) -> str:
+    return data.files or data.sha256
 
 
 def rate_change(run: ResolvedRun, saved: About, accepted: Accepted) -> list[str]:

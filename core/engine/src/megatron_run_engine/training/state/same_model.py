@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from megatron_run.contracts import MASTER
 from megatron_run.errors import CheckpointError, DataError
-from megatron_run_engine.checkpoint.kept_files import kept_tokenizer, same_tokenizer
+from megatron_run_engine.checkpoint.kept_files import kept_tokenizer, same_tokenizer, tokenizer_files
 from megatron_run_engine.data.standalone_tokenizer import reads_bytes, same_vocabulary
-from megatron_run_engine.run_folder.changes import identity
+from megatron_run_engine.run_folder.changes import Change, identity
 from megatron_run_engine.runtime.parameter_init import shapes_of, trained
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from megatron_run.contracts import DataSource
     from megatron_run.planning import ResolvedRun
     from megatron_run_engine.checkpoint.reader import Reader
@@ -29,30 +28,36 @@ _MOST = 3
 Shapes = Mapping[str, tuple[int, ...]]
 
 
-def check_tokenizer(run: ResolvedRun, checkpoints: Checkpoints, step: int) -> None:
+def check_tokenizer(run: ResolvedRun, checkpoints: Checkpoints, step: int) -> tuple[Change, ...]:
     """Check that the data has the vocabulary with which the weights of ``step`` were trained, where that is known.
 
-    Raises :class:`DataError` that names both tokenizers, unless ``--allow-change`` names that key.
+    Returns another one as a change, where ``--allow-change`` names that key. Else raises :class:`DataError` that names
+    both tokenizers.
     """
     about = checkpoints.manifest(step).about
     kept = None if about.tokenizer is None else kept_tokenizer(checkpoints.path.parent, about)
-    known = about.tokenizer is not None or reads_bytes(about.identity)
-    if not known or TOKENIZER_KEY in run.request.allow_change:
-        return
+    if about.tokenizer is None and not reads_bytes(about.identity):
+        return ()
     now = cast("DataSource", run.one("data").create()).tokenizer_file
     if about.tokenizer is not None and kept is None:  # it is lost: only the same file will do
         same = now is not None and same_tokenizer(str(now), about.tokenizer)
     else:
         same = (now is not None or reads_bytes(identity(run))) and same_vocabulary(kept, now)
-    if not same:
-        name = run.config.data.options.get("tokenizer", run.one("data"))
-        trained = "bytes" if about.tokenizer is None else about.tokenizer.name
+    if same:
+        return ()
+    name = str(now or run.config.data.options.get("tokenizer", run.one("data")))
+    trained = "bytes" if about.tokenizer is None else about.tokenizer.name
+    if TOKENIZER_KEY not in run.request.allow_change:
+        now_has = "which has changed" if name == trained else f"the data has {name}"
         raise DataError(
             f"the data has another tokenizer than the weights in {checkpoints.folder(step)}",
-            why=f"they were trained with {trained}, the data has {now or name}",
+            why=f"they were trained with {trained}, {now_has}",
             fix=f"--set data.tokenizer={kept or trained}, or to train with another vocabulary: "
             f"--allow-change {TOKENIZER_KEY}",
         )
+    old = None if about.tokenizer is None else about.tokenizer.sha256
+    new = None if now is None else tokenizer_files(Path(now)).record.sha256
+    return (Change.of_content(TOKENIZER_KEY, old, new),)
 
 
 def check_shapes(run: ResolvedRun, assembly: Assembly, reader: Reader, folder: Path) -> None:
