@@ -17,7 +17,6 @@ import click
 import pytest
 
 from megatron_run.errors import ExitCode
-from megatron_run_cli.grammar import OF_RANKS
 from megatron_run_cli.main import main, program
 from megatron_run_cli.termination import Terminated, ending_in_order
 from tests.support.commands import COMMAND, free_port, world_of_two
@@ -131,22 +130,30 @@ NEVER = "3600"
 
 
 @pytest.mark.parametrize(
-    ("name", "grace", "numbers", "code", "line"),
+    ("name", "variables", "grace", "numbers", "code", "line"),
     [
-        ("wait", "0.1", [signal.SIGTERM], 143, "megatron-run: stopped by SIGTERM\n"),
-        ("wait", "0.1", [signal.SIGHUP], 143, "megatron-run: stopped by SIGHUP\n"),
-        ("wait", NEVER, [signal.SIGTERM, signal.SIGHUP], 143, "megatron-run: stopped by SIGTERM\n"),
-        ("generate", "0.1", [signal.SIGTERM], 143, "megatron-run: stopped by SIGTERM\n"),
-        ("eval", "0.1", [signal.SIGTERM], 143, "megatron-run: stopped by SIGTERM\n"),
-        *((name, NEVER, [signal.SIGTERM], -signal.SIGTERM, "") for name in sorted(OF_RANKS)),
+        ("wait", {}, "0.1", [signal.SIGHUP], 143, "megatron-run: stopped by SIGHUP\n"),
+        ("wait", {}, NEVER, [signal.SIGTERM, signal.SIGHUP], 143, "megatron-run: stopped by SIGTERM\n"),
+        *(
+            (name, {}, "0.1", [signal.SIGTERM], 143, "megatron-run: stopped by SIGTERM\n")
+            for name in ("wait", "generate", "eval", "train", "finetune")
+        ),
+        ("train", {"LOCAL_RANK": "0"}, NEVER, [signal.SIGTERM], -signal.SIGTERM, ""),
+        ("finetune", {"SLURM_PROCID": "1"}, NEVER, [signal.SIGTERM], -signal.SIGTERM, ""),
     ],
 )
 def test_a_main_thread_that_waits_in_c_ends_within_its_grace_or_at_a_second_signal_and_a_rank_at_once(
-    name: str, grace: str, numbers: list[signal.Signals], code: int, line: str, tmp_path: Path
+    name: str,
+    variables: dict[str, str],
+    grace: str,
+    numbers: list[signal.Signals],
+    code: int,
+    line: str,
+    tmp_path: Path,
 ) -> None:
     with (
         on_signals(signal.SIG_DFL, *numbers),
-        running((sys.executable, "-c", WAITING, name, grace), tmp_path) as process,
+        running((sys.executable, "-c", WAITING, name, grace), tmp_path, **variables) as process,
     ):
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"

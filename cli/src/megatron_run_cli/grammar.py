@@ -22,8 +22,9 @@ from megatron_run_cli.completion import words
 from megatron_run_cli.termination import ending_in_order
 
 _CONFIG_ENDINGS = (".yaml", ".yml", ".json")
-#: The commands that torchrun may start as ranks: until the handlers of a run stand, a signal ends them at once.
-OF_RANKS = frozenset({"train", "finetune"})
+#: The commands that torchrun and Slurm start as ranks, and a variable that each of the two then sets. Until the
+#: handlers of a run stand, a signal ends a rank at once: it may wait for the others.
+_OF_RANKS, _RANK = frozenset({"train", "finetune"}), frozenset({"LOCAL_RANK", "SLURM_PROCID"})
 
 
 def is_config(word: str) -> bool:
@@ -91,9 +92,10 @@ class Program(DefaultGroup):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """The command that ``args`` name, which a signal ends in order unless it is one ``OF_RANKS``."""
+        """The command that ``args`` name, which a signal ends in order unless this process is a rank."""
         name, command, rest = super().resolve_command(ctx, args)
-        if name not in OF_RANKS and not ctx.resilient_parsing:
+        is_rank = name in _OF_RANKS and not _RANK.isdisjoint(os.environ)
+        if not (is_rank or ctx.resilient_parsing):
             ctx.with_resource(ending_in_order())
         return name, command, rest
 

@@ -65,9 +65,9 @@ class LocalPlan:
 def run_local(plan: LocalPlan) -> RunResult:
     """Start the ranks, wait for them all, and return how the run ended. Signals are forwarded meanwhile."""
     with ExitStack() as cleanup:
+        signals = cleanup.enter_context(caught_signals(*AFTER_THE_STEP))  # until the scratch folder is gone
         with starting():
             scratch = cleanup.enter_context(scratch_folder())
-            signals = cleanup.enter_context(caught_signals(*AFTER_THE_STEP))
             ranks = _Ranks(plan, scratch)
             cleanup.enter_context(ranks.started())
             relay = Relay(plan.folder.log(0), plan.show, plan.tell) if plan.show is not None else None

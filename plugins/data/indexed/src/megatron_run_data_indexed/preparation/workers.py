@@ -16,7 +16,7 @@ from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection, wait
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any, Generic, Self, TypeVar
 
 from megatron_run.errors import DataError
@@ -99,18 +99,42 @@ def process_pool(count: int, start: Callable[..., None], *arguments: object) -> 
     """
     pool = ProcessPoolExecutor(count, multiprocessing.get_context("spawn"), _begin, (start, arguments))
     try:
-        masked = signal.pthread_sigmask(signal.SIG_BLOCK, _ENDING)  # half a start would end in the worker's traceback
-        try:
+        with _held_signals():  # half a start would end in the worker's traceback
             for _ in range(count):  # a process for each, since none is idle yet
                 pool.submit(int)
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, masked)
         yield pool
     except BrokenProcessPool as cause:
         why = "the system kills one when memory runs out"
         raise DataError("a process of this command has ended", why=why, fix="run it with fewer --workers") from cause
     finally:
         pool.shutdown(cancel_futures=True)
+
+
+@contextmanager
+def _held_signals() -> Iterator[None]:
+    """Within: what ends a program in order waits for the end of the block, and in processes begun there for ``_begin``.
+
+    These inherit the main thread's mask. Here it does not do: any other thread may hear the signal, and Python then
+    tells the main one.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    heard: list[tuple[int, FrameType | None]] = []
+    held = [number for number in _ENDING if signal.getsignal(number) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, lambda *told: heard.append(told)) for number in held}
+    masked = signal.pthread_sigmask(signal.SIG_BLOCK, _ENDING)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, masked)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        for first, frame in heard[:1]:
+            if callable(handler := signal.getsignal(first)):
+                handler(first, frame)
+            else:
+                os.kill(os.getpid(), first)
 
 
 def _begin(start: Callable[..., None], arguments: Sequence[object]) -> None:
