@@ -19,6 +19,7 @@ import pytest
 from megatron_run.config.presets import presets
 from megatron_run.config.request import Request
 from megatron_run.contracts.plugin import KINDS, RUN_KINDS
+from megatron_run.files.latest_run import point_latest_at
 from megatron_run.planning import check_keys
 from megatron_run.registry.discover import scan
 from megatron_run_cli.completion.shells import SHELLS, VARIABLE, Bash, script
@@ -95,6 +96,10 @@ def names(kind: str) -> list[str]:
         ("--set checkpoint.async_save=", ["checkpoint.async_save=true", "checkpoint.async_save=false"]),
         ("--set schedule.use=inter", ["schedule.use=interleaved"]),
         ("--set parallel_layer.use=lo", ["parallel_layer.use=lora"]),
+        ("--set parallel_", ["parallel_layer."]),
+        ("--set parallel_layer.tar", ["parallel_layer.targets="]),
+        ("--set parallel-layer.tar", ["parallel-layer.targets="]),
+        ("--allow-change train.lr,parallel_layer.tar", ["train.lr,parallel_layer.targets"]),
         ("--set schedule.gr", ["schedule.group_size="]),
         ("--plugin schedule=1f1b --set schedule.gr", []),
         ("--set no.such=", []),
@@ -167,6 +172,17 @@ def test_the_steps_are_those_that_the_engine_finds(typed: Typed, folder: Path) -
         (folder / "runs" / "first" / "checkpoints" / odd).mkdir()
     found = typed("checkpoint verify runs/first --step ")
     assert sorted(map(int, found)) == Checkpoints(folder / "runs" / "first" / "checkpoints").steps()
+
+
+def test_latest_has_the_steps_of_the_run_that_it_names(typed: Typed, folder: Path) -> None:
+    run = folder / "runs" / "20260101-000000-abcd"
+    (run / "checkpoints" / "step7").mkdir(parents=True)
+    point_latest_at(run)
+    assert typed("checkpoint inspect --step ") == ["7"]
+    assert typed("checkpoint inspect runs/latest --step ") == ["7"]
+    assert typed("checkpoint inspect runs/latest/checkpoints --step ") == ["7"]
+    assert typed("--set run.folder=runs/latest --resume ") == ["auto", "never", "7"]
+    assert typed("--set run.branch_from=runs/latest@") == ["run.branch_from=runs/latest@7"]
 
 
 def test_every_choice_of_a_key_is_accepted() -> None:

@@ -16,6 +16,7 @@ from click.shell_completion import CompletionItem
 
 from megatron_run.config.presets import presets
 from megatron_run.contracts.plugin import KINDS, RUN_KINDS, SEPARATORS
+from megatron_run.files.latest_run import follow_latest
 from megatron_run.registry.discover import Catalog, scan
 from megatron_run_cli.completion.vocabulary import Vocabulary, Word, learned
 
@@ -107,22 +108,22 @@ def plugin_choice(_context: click.Context, _parameter: click.Parameter, typed: s
 def setting(context: click.Context, _parameter: click.Parameter, typed: str) -> Items:
     """``KEY=VALUE``: sections, then their keys, then values where a key takes few, files or plugins."""
     catalog = scan()
-    key, equals, value = typed.partition("=")
-    known = _keys(catalog, context)
+    name, equals, value = typed.partition("=")
+    known = _keys(catalog, context, name)
     if equals:
-        section, _, rest = key.partition(".")
+        section, _, rest = name.partition(".")
         kind = section.replace("_", "-")
         if kind in RUN_KINDS and rest == "use":
-            return _names(catalog, kind, value, f"{key}=")
-        return _values(f"{kind if kind in RUN_KINDS else section}.{rest}", known, value, f"{key}=")
+            return _names(catalog, kind, value, f"{name}=")
+        return _values(name, known, value, f"{name}=")
     if "." in typed:
-        return _items({f"{name}=": word.meaning for name, word in known.items()}, typed)
+        return _items({f"{each}=": word.meaning for each, word in known.items()}, typed)
     return _items((f"{section}." for section in _sections(known)), typed)
 
 
 def key(context: click.Context, _parameter: click.Parameter, typed: str) -> Items:
     """A section or a key."""
-    known = _keys(scan(), context)
+    known = _keys(scan(), context, typed)
     if "." in typed:
         return _items({name: word.meaning for name, word in known.items()}, typed)
     return [each for section in _sections(known) for each in _items((section, f"{section}."), typed)]
@@ -174,15 +175,19 @@ def _options(vocabulary: Vocabulary, kind: str, names: Iterable[str]) -> dict[st
     return {name: word for options in chosen for name, word in options.items()}
 
 
-def _keys(catalog: Catalog, context: click.Context) -> dict[str, Word]:
-    """Every key of the kernel, and the options of the plugins that the line chooses; of kinds without, of all."""
+def _keys(catalog: Catalog, context: click.Context, typed: str) -> dict[str, Word]:
+    """Every key of the kernel, and the options of the plugins that the line chooses; of kinds without, of all.
+
+    The section is spelled as in ``typed``, the key as far as it is there: ``parallel_layer`` or ``parallel-layer``.
+    """
     vocabulary = learned(catalog)
     lines = [text.partition("=")[::2] for text in _given(context, "plugins")]
     chosen = {kind.replace("_", "-"): re.split(r"[+,]", names) for kind, names in lines}
     found = dict(vocabulary.keys)
     for kind in RUN_KINDS:
         names = chosen.get(kind, [entry.name for entry in catalog.of_kind(kind)])
-        found |= {f"{kind}.{name}": word for name, word in _options(vocabulary, kind, names).items()}
+        section = kind.replace("-", "_") if "_" in typed.partition(".")[0] else kind
+        found |= {f"{section}.{name}": word for name, word in _options(vocabulary, kind, names).items()}
     return found
 
 
@@ -225,8 +230,12 @@ def _run_at_step(typed: str, before: str) -> Items:
 
 
 def _steps(folder: Path) -> list[str]:
-    """The numbers of the steps that are saved in a run folder or in its checkpoints, the newest first."""
-    for place in (folder.expanduser() / "checkpoints", folder.expanduser()):
+    """The numbers of the steps that are saved in a run folder or in its checkpoints, the newest first.
+
+    ``runs/latest`` is followed to the run that it names.
+    """
+    run = follow_latest(folder.expanduser())
+    for place in (run / "checkpoints", run):
         if place.is_dir():
             found = [match[1] for match in (_STEP.fullmatch(each.name) for each in place.iterdir()) if match]
             return sorted(found, key=int, reverse=True)
