@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pty
 import shutil
@@ -16,6 +17,7 @@ from pathlib import Path
 import click
 import pytest
 
+from megatron_run import __version__
 from megatron_run.config.presets import presets
 from megatron_run.config.request import Request
 from megatron_run.contracts.plugin import KINDS, RUN_KINDS
@@ -200,7 +202,17 @@ def test_options_of_a_plugin_that_is_another_now_are_not_proposed() -> None:
     newer = tuple(replace(entry, version="9") if entry.name == "interleaved" else entry for entry in catalog.entries)
     assert "schedule=interleaved" in learned(catalog).options
     assert "schedule=interleaved" not in learned(replace(catalog, entries=newer)).options
-    assert not learn(catalog)
+
+
+def test_the_command_learns_options_that_changed_while_the_plugin_kept_its_version(cache: Path, capsys: Output) -> None:
+    kept = cache / "megatron-run" / "completion" / "keys.json"
+    content = json.loads(kept.read_text(encoding="utf-8"))
+    del content["plugins"]["schedule=interleaved"][1]["group_size"]
+    kept.write_text(json.dumps(content), encoding="utf-8")
+    assert "group_size" not in learned(scan()).options["schedule=interleaved"]
+    assert main(["completion", "bash"]) == 0
+    assert "group_size" in learned(scan()).options["schedule=interleaved"]
+    assert "are known to completion now" in capsys.readouterr().err
 
 
 def test_without_what_was_learned_there_are_the_keys_of_the_kernel(
@@ -209,8 +221,27 @@ def test_without_what_was_learned_there_are_the_keys_of_the_kernel(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert typed("--set train.prec") == ["train.precision="]
     assert typed("--set schedule.gr") == []
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        '{"version": "0"',
+        '{"version": "0"}',
+        json.dumps({"version": __version__}),
+        json.dumps({"version": __version__, "keys": [], "plugins": {}}),
+        json.dumps({"version": __version__, "keys": {}, "plugins": {"schedule=1f1b": "x"}}),
+        json.dumps({"version": __version__, "keys": {"train.lr": ["a", "b"]}, "plugins": {}}),
+        json.dumps({"version": __version__, "keys": {"train.lr": ["a", [1], "c"]}, "plugins": {}}),
+    ],
+)
+def test_a_damaged_file_of_what_was_learned_is_none(
+    content: str, typed: Typed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     kept = tmp_path / "megatron-run" / "completion" / "keys.json"
-    kept.write_text('{"version": "0"', encoding="utf-8")
+    kept.parent.mkdir(parents=True)
+    kept.write_text(content, encoding="utf-8")
     assert typed("--set train.prec") == ["train.precision="]
 
 

@@ -38,21 +38,21 @@ class Vocabulary(NamedTuple):
 
 def learned(catalog: Catalog) -> Vocabulary:
     """Vocabulary learned of plugins that are installed as they were then; else the keys of the kernel alone."""
-    content = _read()
-    if content is None:
+    kept = _read()
+    if kept is None:
         return Vocabulary(_words(_kernel_keys()), {})
     marks = _marks(catalog)
-    options = {name: _words(rows) for name, (mark, rows) in content["plugins"].items() if mark in marks}
-    return Vocabulary(_words(content["keys"]), options)
+    return Vocabulary(kept.keys, {name: words for name, (mark, words) in kept.plugins.items() if mark in marks})
 
 
 def learn(catalog: Catalog) -> bool:
-    """Ask every plugin for its options, in a child process, unless they are as they were; whether it was done.
+    """Ask every plugin for its options, in a child process; whether it was done: without the engine it is not.
 
-    Raises :class:`OSError` where the cache cannot be written. Without the engine there is none.
+    What was learned before is no reason not to: a plugin in a folder of its author's gets options and keeps its
+    version. Raises :class:`OSError` where the cache cannot be written.
     """
-    file, content = _file(), _read()
-    if file is None or (content is not None and content["seen"] == _marks(catalog)):
+    file = _file()
+    if file is None:
         return False
     from megatron_run_cli.reports.keys import Description
     from megatron_run_cli.reports.probe import probe
@@ -63,7 +63,7 @@ def learn(catalog: Catalog) -> bool:
         if each.description is not None:
             options = Description.from_json(each.description).options
             plugins[str(each.entry)] = (_mark(each.entry), _rows(options))
-    content = {"version": __version__, "seen": _marks(catalog), "keys": _kernel_keys(), "plugins": plugins}
+    content = {"version": __version__, "keys": _kernel_keys(), "plugins": plugins}
     keep(file, json.dumps(content).encode())
     return True
 
@@ -77,15 +77,28 @@ def _file() -> Path | None:
     return cached("completion", _NAME)
 
 
-def _read() -> dict[str, Any] | None:
-    """The vocabulary that this version has kept."""
+class _Kept(NamedTuple):
+    """The content of the file: keys of the kernel, and of each plugin its mark and its options."""
+
+    keys: Mapping[str, Word]
+    plugins: Mapping[str, tuple[str, Mapping[str, Word]]]
+
+
+def _read() -> _Kept | None:
+    """The words that this version has kept; None for none, and for a file that is damaged."""
     file = _file()
     content = None if file is None else SafeFolder(file.parent).read_json(file.name)
-    return content if content is not None and content.get("version") == __version__ else None
+    if content is None or content.get("version") != __version__:
+        return None
+    try:
+        plugins = {name: (str(mark), _words(rows)) for name, (mark, rows) in content["plugins"].items()}
+        return _Kept(_words(content["keys"]), plugins)
+    except (AttributeError, KeyError, TypeError, ValueError):
+        return None
 
 
-def _marks(catalog: Catalog) -> list[str]:
-    return sorted(_mark(entry) for entry in catalog.entries if entry.kind in RUN_KINDS)
+def _marks(catalog: Catalog) -> set[str]:
+    return {_mark(entry) for entry in catalog.entries if entry.kind in RUN_KINDS}
 
 
 def _mark(entry: Entry) -> str:
@@ -104,5 +117,8 @@ def _rows(keys: Iterable[KeyInfo]) -> dict[str, Word]:
 
 
 def _words(rows: Mapping[str, Any]) -> dict[str, Word]:
-    """Words as JSON has them, or as they are."""
-    return {name: Word(kind, tuple(choices), meaning) for name, (kind, choices, meaning) in rows.items()}
+    """Words as JSON has them, or as they are. Raises :class:`TypeError` or ValueError for anything else."""
+    words = {name: Word(kind, tuple(choices), meaning) for name, (kind, choices, meaning) in rows.items()}
+    if not all(isinstance(text, str) for word in words.values() for text in (word.type, *word.choices, word.meaning)):
+        raise TypeError("a word is no text")
+    return words

@@ -216,7 +216,8 @@ def _allows(request: Request, change: Change) -> bool:
 
 
 def _covers(name: str, key: str) -> bool:
-    return key == name or key.startswith(f"{name}.")
+    """Whether ``name`` is ``key`` or a section of it, with ``-`` or ``_`` in its words as in ``--set``."""
+    return f"{key}.".replace("-", "_").startswith(f"{name}.".replace("-", "_"))
 
 
 def allows_other_data(request: Request, found: Sequence[Change]) -> bool:
