@@ -117,9 +117,16 @@ def _read(config: str | Mapping[str, Any], stdin: str | None) -> dict[str, Node]
         return parse(stdin, "standard input")
     if config.startswith(_PRESET):
         return parse(read_preset(config.removeprefix(_PRESET)), config)
-    path = Path(config).expanduser()
-    lies = follow_latest(path)
-    return parse(_file(lies), config if lies == path else str(lies))
+    lies = config_file(config)
+    assert lies is not None, "all else was read above"
+    return parse(_file(lies), config if lies == Path(config).expanduser() else str(lies))
+
+
+def config_file(config: str | Mapping[str, Any]) -> Path | None:
+    """The file that ``config`` of a request names, behind ``latest``; None for what is no file."""
+    if not isinstance(config, str) or config == _STDIN or config.startswith(_PRESET):
+        return None
+    return follow_latest(Path(config).expanduser())
 
 
 def _file(path: Path) -> str:

@@ -28,7 +28,7 @@ from megatron_run_data_indexed.preparation.parts import Account, read_part, writ
 from megatron_run_data_indexed.preparation.records import Reading, Record, read_records
 from megatron_run_data_indexed.preparation.workers import Workers
 from megatron_run_engine.data.indexed_files import dtype_for
-from megatron_run_engine.data.tokenizer import open_tokenizer
+from megatron_run_engine.data.tokenizer import files_of_tokenizer, open_tokenizer
 from megatron_run_engine.data.tokenizer_base import Tokenizer
 
 #: Bytes of a block: small enough to keep all processes busy, large enough for few parts.
@@ -301,7 +301,7 @@ def _held(job: Preparation, tokenizer: Tokenizer, end: int | None, *, overwrite:
             raise InputError(f"{job.prefix} is being prepared by another process") from cause
         file = job.folder / _PLAN
         old = read_json(file)
-        inputs = [each.path for each in job.inputs]
+        inputs = [*(each.path for each in job.inputs), *files_of_tokenizer(job.tokenizer)]
         refuse_dataset(job.prefix, "--out", inputs, overwrite=overwrite or old is not None)
         if old not in (None, plan) and not overwrite:
             differing = ", ".join(key for key in plan if old.get(key) != plan[key])
