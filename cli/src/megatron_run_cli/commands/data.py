@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 import click
@@ -129,7 +130,8 @@ def prepare(  # noqa: PLR0913  # one argument an option
     else:
         first, last = split_bounds(IndexedOptions.model_fields["split"].default, totals.documents)[1]
         whole = "" if first < last else " --set data.split=1,0,0  # --separator makes more documents, for validation"
-        click.echo(f"train: megatron-run --plugin data=indexed,paths={out},tokenizer={tokenizer}{whole}")
+        chosen = quote(f"data=indexed,paths={out},tokenizer={tokenizer}")
+        click.echo(f"train: megatron-run --plugin {chosen}{whole}")
 
 
 def _unescaped(separator: str | None) -> bytes | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import wraps
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING, Any, Literal
 
 import click
@@ -359,7 +360,7 @@ def calibrate(*, device: str, device_name: str | None, output: Path, overwrite: 
     measured, about, survey = (_measured_gpu if device == "cuda" else _measured_cores)(device_name)
     write_file(output, device_text(measured, f"Measured by megatron-run plan calibrate on {about}."))
     click.echo("\n".join(device_lines(measured, survey) if survey else gpu_lines(measured)))
-    click.echo(f"written: {output}; megatron-run plan CONFIG --device {output}")
+    click.echo(f"written: {output}; megatron-run plan CONFIG --device {quote(str(output))}")
 
 
 def _measured_cores(name: str | None) -> tuple[Device, str, Survey | None]:

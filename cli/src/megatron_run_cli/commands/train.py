@@ -10,6 +10,7 @@ import os
 import sys
 from dataclasses import replace
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -265,7 +266,9 @@ def _ours(folder: Path) -> Path:
     if not (target / "checkpoints" / LATEST).is_file():
         if find_world(os.environ) is not None:
             raise InputError(
-                f"{folder} is not imported", why="each rank would", fix=f"megatron-run import {folder} NEW, then NEW"
+                f"{folder} is not imported",
+                why="each rank would",
+                fix=f"megatron-run import {quote(str(folder))} NEW, then NEW",
             )
         done = import_model(folder, target)
         for note in done.notes:

@@ -176,3 +176,15 @@ def test_finetuning_adapters_says_which_model_is_wanted(tmp_path: Path, capsys: 
     assert main(["finetune", str(source), "--data", __file__]) == 2
     text = capsys.readouterr().err
     assert f"{source} holds adapters of somebody/llama: which is no folder here; import that model as BASE" in text
+
+
+def test_what_to_type_is_quoted_and_a_home_is_found(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    home = tmp_path / "my home"
+    source = adapters(tmp_path / "my peft", {"base_model_name_or_path": "m" * 5000}, {})
+    assert refusal(source, None).endswith(f"then: megatron-run import '{source}' NEW --base BASE")
+    monkeypatch.setenv("HOME", str(home))
+    convert.export_model(run, home / "hf", "huggingface")
+    assert refusal(source, Path("~/hf")) == (
+        f"no weights are saved in {home / 'hf'}, the model that {source} adapts; import it: "
+        f"megatron-run import '{home / 'hf'}' BASE, then: megatron-run import '{source}' NEW --base BASE"
+    )

@@ -199,7 +199,7 @@ def find_refusal(
     elif fixed:
         first = "what is saved has no meaning under other values: give the same"
     elif all(change.longer for change in refused):
-        before = " ".join(f"--set {change.key}={change.before}" for change in refused)
+        before = " ".join(f"--set {quote(f'{change.key}={change.before}')}" for change in refused)
         first = f"to end where it would have: {before}; to train on: --extend"
     else:
         first = f"to go on with them: --allow-change {','.join(keys)}"

@@ -117,16 +117,9 @@ def _read(config: str | Mapping[str, Any], stdin: str | None) -> dict[str, Node]
         return parse(stdin, "standard input")
     if config.startswith(_PRESET):
         return parse(read_preset(config.removeprefix(_PRESET)), config)
-    lies = config_file(config)
-    assert lies is not None, "all else was read above"
-    return parse(_file(lies), config if lies == Path(config).expanduser() else str(lies))
-
-
-def config_file(config: str | Mapping[str, Any]) -> Path | None:
-    """The file that ``config`` of a request names, behind ``latest``; None for what is no file."""
-    if not isinstance(config, str) or config == _STDIN or config.startswith(_PRESET):
-        return None
-    return follow_latest(Path(config).expanduser())
+    path = Path(config).expanduser()
+    lies = follow_latest(path)
+    return parse(_file(lies), config if lies == path else str(lies))
 
 
 def _file(path: Path) -> str:
@@ -147,6 +140,12 @@ def _file(path: Path) -> str:
         line = content[: error.start].count(b"\n") + 1
         column = error.start - content.rfind(b"\n", 0, error.start)
         raise InputError(f"{path}:{line}:{column}: a byte that is not UTF-8 is refused") from None
+
+
+def configuration_files(request: Request) -> list[Path]:
+    """The files among the configurations of ``request``."""
+    named = (each for each in request.configs if isinstance(each, str) and each != _STDIN)
+    return [follow_latest(Path(each).expanduser()) for each in named if not each.startswith(_PRESET)]
 
 
 def _values_source(values: Mapping[str, Any], findings: Findings) -> ConfigSource:

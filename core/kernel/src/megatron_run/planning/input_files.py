@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from megatron_run.config.request import Request
-from megatron_run.config.sources import config_file, read_sources
+from megatron_run.config.sources import configuration_files, read_sources
 from megatron_run.errors import Findings
 from megatron_run.registry.choose import is_file
 
@@ -17,4 +17,4 @@ def input_files(request: Request) -> tuple[Path, ...]:
     """
     chosen = read_sources(request, Findings(), []).choices.values()
     plugins = (Path(choice.word).expanduser() for choices in chosen for choice in choices if is_file(choice.word))
-    return (*filter(None, map(config_file, request.configs)), *plugins)
+    return (*configuration_files(request), *plugins)

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from shlex import quote
 
 from megatron_run.contracts.format import (
     ADAPTERS,
@@ -119,7 +120,7 @@ def format_to_read(
         if not adapters and IMPORT not in found[0].plugin.provides:
             raise InputError(
                 f"{source} holds adapters, and not the model that they adapt",
-                fix=f"import them: megatron-run import {source} NEW --base MODEL, then name NEW",
+                fix=f"import them: megatron-run import {quote(str(source))} NEW --base MODEL, then name NEW",
             )
         return found[0]
     known = "; ".join([*(f"{each.name}: {each.made.files}" for each in readable), *broken])
