@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 _NAME = "keys.json"
 
 
-class Word(NamedTuple):
+class KeyHelp(NamedTuple):
     """A key or an option: its type in words, the values that it may have where they are few, and its meaning."""
 
     type: str
@@ -32,17 +32,17 @@ class Word(NamedTuple):
 class Vocabulary(NamedTuple):
     """``keys`` of the kernel by name, and the ``options`` of each plugin, written ``kind=name``, by theirs."""
 
-    keys: Mapping[str, Word]
-    options: Mapping[str, Mapping[str, Word]]
+    keys: Mapping[str, KeyHelp]
+    options: Mapping[str, Mapping[str, KeyHelp]]
 
 
 def learned(catalog: Catalog) -> Vocabulary:
     """Vocabulary learned of plugins that are installed as they were then; else the keys of the kernel alone."""
     kept = _read()
     if kept is None:
-        return Vocabulary(_words(_kernel_keys()), {})
+        return Vocabulary(_helps(_kernel_keys()), {})
     marks = _marks(catalog)
-    return Vocabulary(kept.keys, {name: words for name, (mark, words) in kept.plugins.items() if mark in marks})
+    return Vocabulary(kept.keys, {name: options for name, (mark, options) in kept.plugins.items() if mark in marks})
 
 
 def learn(catalog: Catalog) -> bool:
@@ -80,8 +80,8 @@ def _file() -> Path | None:
 class _Kept(NamedTuple):
     """The content of the file: keys of the kernel, and of each plugin its mark and its options."""
 
-    keys: Mapping[str, Word]
-    plugins: Mapping[str, tuple[str, Mapping[str, Word]]]
+    keys: Mapping[str, KeyHelp]
+    plugins: Mapping[str, tuple[str, Mapping[str, KeyHelp]]]
 
 
 def _read() -> _Kept | None:
@@ -91,8 +91,8 @@ def _read() -> _Kept | None:
     if content is None or content.get("version") != __version__:
         return None
     try:
-        plugins = {name: (str(mark), _words(rows)) for name, (mark, rows) in content["plugins"].items()}
-        return _Kept(_words(content["keys"]), plugins)
+        plugins = {name: (str(mark), _helps(rows)) for name, (mark, rows) in content["plugins"].items()}
+        return _Kept(_helps(content["keys"]), plugins)
     except (AttributeError, KeyError, TypeError, ValueError):
         return None
 
@@ -106,19 +106,19 @@ def _mark(entry: Entry) -> str:
     return " ".join((str(entry), entry.value, entry.distribution, entry.version, entry.location))
 
 
-def _kernel_keys() -> dict[str, Word]:
+def _kernel_keys() -> dict[str, KeyHelp]:
     from megatron_run_cli.reports.keys import kernel_keys
 
     return _rows(kernel_keys())
 
 
-def _rows(keys: Iterable[KeyInfo]) -> dict[str, Word]:
-    return {key.name: Word(key.type, key.choices, key.description) for key in keys}
+def _rows(keys: Iterable[KeyInfo]) -> dict[str, KeyHelp]:
+    return {key.name: KeyHelp(key.type, key.choices, key.description) for key in keys}
 
 
-def _words(rows: Mapping[str, Any]) -> dict[str, Word]:
-    """Words as JSON has them, or as they are. Raises :class:`TypeError` or ValueError for anything else."""
-    words = {name: Word(kind, tuple(choices), meaning) for name, (kind, choices, meaning) in rows.items()}
-    if not all(isinstance(text, str) for word in words.values() for text in (word.type, *word.choices, word.meaning)):
-        raise TypeError("a word is no text")
-    return words
+def _helps(rows: Mapping[str, Any]) -> dict[str, KeyHelp]:
+    """The help of keys as JSON has it, or as it is. Raises :class:`TypeError` or ValueError for anything else."""
+    found = {name: KeyHelp(kind, tuple(choices), meaning) for name, (kind, choices, meaning) in rows.items()}
+    if not all(isinstance(text, str) for each in found.values() for text in (each.type, *each.choices, each.meaning)):
+        raise TypeError("a type, a choice or a meaning is no text")
+    return found

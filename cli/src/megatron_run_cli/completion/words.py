@@ -18,7 +18,7 @@ from megatron_run.config.presets import presets
 from megatron_run.contracts.plugin import KINDS, RUN_KINDS, SEPARATORS
 from megatron_run.files.latest_run import follow_latest
 from megatron_run.registry.discover import Catalog, scan
-from megatron_run_cli.completion.vocabulary import Vocabulary, Word, learned
+from megatron_run_cli.completion.vocabulary import KeyHelp, Vocabulary, learned
 
 Items = list[CompletionItem[str]]
 Completer = Callable[[click.Context, click.Parameter, str], Items]
@@ -101,7 +101,7 @@ def plugin_choice(_context: click.Context, _parameter: click.Parameter, typed: s
     name, equals, value = option.partition("=")
     if equals:
         return _values(name.replace("-", "_"), options, value, f"{before}{name}=")
-    found = _items({f"{each}=": word.meaning for each, word in options.items()}, option, before)
+    found = _items({f"{each}=": about.meaning for each, about in options.items()}, option, before)
     return [*found, *(_names(catalog, kind, option, before) if SEPARATORS.get(kind) == "," else [])]
 
 
@@ -117,7 +117,7 @@ def setting(context: click.Context, _parameter: click.Parameter, typed: str) -> 
             return _names(catalog, kind, value, f"{name}=")
         return _values(name, known, value, f"{name}=")
     if "." in typed:
-        return _items({f"{each}=": word.meaning for each, word in known.items()}, typed)
+        return _items({f"{each}=": about.meaning for each, about in known.items()}, typed)
     return _items((f"{section}." for section in _sections(known)), typed)
 
 
@@ -125,7 +125,7 @@ def key(context: click.Context, _parameter: click.Parameter, typed: str) -> Item
     """A section or a key."""
     known = _keys(scan(), context, typed)
     if "." in typed:
-        return _items({name: word.meaning for name, word in known.items()}, typed)
+        return _items({name: about.meaning for name, about in known.items()}, typed)
     return [each for section in _sections(known) for each in _items((section, f"{section}."), typed)]
 
 
@@ -142,8 +142,8 @@ def task(_context: click.Context, _parameter: click.Parameter, typed: str) -> It
 
 def finetune_task(_context: click.Context, _parameter: click.Parameter, typed: str) -> Items:
     """The tasks that the plugin ``data=nlu`` reads."""
-    word = learned(scan()).options.get("data=nlu", {}).get("task")
-    return _items(word.choices if word else (), typed)
+    about = learned(scan()).options.get("data=nlu", {}).get("task")
+    return _items(about.choices if about else (), typed)
 
 
 def step(context: click.Context, _parameter: click.Parameter, typed: str) -> Items:
@@ -169,13 +169,13 @@ def _given(context: click.Context, name: str) -> tuple[str, ...]:
     return tuple(context.params.get(name) or ())
 
 
-def _options(vocabulary: Vocabulary, kind: str, names: Iterable[str]) -> dict[str, Word]:
+def _options(vocabulary: Vocabulary, kind: str, names: Iterable[str]) -> dict[str, KeyHelp]:
     """The options of the plugins of ``kind`` that are called so; a name may say its distribution."""
     chosen = [vocabulary.options.get(f"{kind}={name.rpartition(':')[2]}", {}) for name in names]
-    return {name: word for options in chosen for name, word in options.items()}
+    return {name: about for options in chosen for name, about in options.items()}
 
 
-def _keys(catalog: Catalog, context: click.Context, typed: str) -> dict[str, Word]:
+def _keys(catalog: Catalog, context: click.Context, typed: str) -> dict[str, KeyHelp]:
     """Every key of the kernel, and the options of the plugins that the line chooses; of kinds without, of all.
 
     The section is spelled as in ``typed``, the key as far as it is there: ``parallel_layer`` or ``parallel-layer``.
@@ -187,7 +187,7 @@ def _keys(catalog: Catalog, context: click.Context, typed: str) -> dict[str, Wor
     for kind in RUN_KINDS:
         names = chosen.get(kind, [entry.name for entry in catalog.of_kind(kind)])
         section = kind.replace("-", "_") if "_" in typed.partition(".")[0] else kind
-        found |= {f"{section}.{name}": word for name, word in _options(vocabulary, kind, names).items()}
+        found |= {f"{section}.{name}": about for name, about in _options(vocabulary, kind, names).items()}
     return found
 
 
@@ -195,20 +195,20 @@ def _sections(known: Iterable[str]) -> list[str]:
     return list(dict.fromkeys(name.partition(".")[0] for name in known if "." in name))
 
 
-def _values(name: str, known: Mapping[str, Word], typed: str, before: str) -> Items:
+def _values(name: str, known: Mapping[str, KeyHelp], typed: str, before: str) -> Items:
     """Values of the key or option ``name``, as far as they can be listed."""
-    word = known.get(name)
-    if word is None:
+    about = known.get(name)
+    if about is None:
         return []
-    if "list" in word.type:
+    if "list" in about.type:
         first, comma, typed = typed.rpartition(",")
         before = f"{before}{first}{comma}"
     if name == "run.branch_from":
         return _run_at_step(typed, before)
     if name == "eval.tasks":
         return _tasks(typed, before)
-    files_too = re.search(r"\b(path|text)\b", word.type) is not None
-    return [*_items(word.choices, typed, before), *(_paths(typed, before) if files_too else [])]
+    files_too = re.search(r"\b(path|text)\b", about.type) is not None
+    return [*_items(about.choices, typed, before), *(_paths(typed, before) if files_too else [])]
 
 
 def _tasks(typed: str, before: str = "") -> Items:

@@ -162,13 +162,17 @@ def locate(error: BaseException, where: str) -> None:
         error.add_note(where)
 
 
+#: Why what exists is refused, wherever it is.
+KEPT = "nothing is overwritten"
+
+
 def taken(what: object, option: str = "") -> InputError:
     """The refusal of every command where ``what`` is there already.
 
     ``option`` is what named it, in a command that has ``--overwrite`` too; without one the command makes a new folder.
     """
     if not option:
-        return InputError(f"{what} exists", why="nothing is overwritten", fix="name a new folder")
+        return InputError(f"{what} exists", why=KEPT, fix="name a new folder")
     return InputError(f"{what} exists", fix=f"name another {option}, or add --overwrite")
 
 
