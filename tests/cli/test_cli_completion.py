@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pty
 import shutil
@@ -16,9 +17,11 @@ from pathlib import Path
 import click
 import pytest
 
+from megatron_run import __version__
 from megatron_run.config.presets import presets
 from megatron_run.config.request import Request
 from megatron_run.contracts.plugin import KINDS, RUN_KINDS
+from megatron_run.files.latest_run import point_latest_at
 from megatron_run.planning import check_keys
 from megatron_run.registry.discover import scan
 from megatron_run_cli.completion.shells import SHELLS, VARIABLE, Bash, script
@@ -95,6 +98,10 @@ def names(kind: str) -> list[str]:
         ("--set checkpoint.async_save=", ["checkpoint.async_save=true", "checkpoint.async_save=false"]),
         ("--set schedule.use=inter", ["schedule.use=interleaved"]),
         ("--set parallel_layer.use=lo", ["parallel_layer.use=lora"]),
+        ("--set parallel_", ["parallel_layer."]),
+        ("--set parallel_layer.tar", ["parallel_layer.targets="]),
+        ("--set parallel-layer.tar", ["parallel-layer.targets="]),
+        ("--allow-change train.lr,parallel_layer.tar", ["train.lr,parallel_layer.targets"]),
         ("--set schedule.gr", ["schedule.group_size="]),
         ("--plugin schedule=1f1b --set schedule.gr", []),
         ("--set no.such=", []),
@@ -169,6 +176,17 @@ def test_the_steps_are_those_that_the_engine_finds(typed: Typed, folder: Path) -
     assert sorted(map(int, found)) == Checkpoints(folder / "runs" / "first" / "checkpoints").steps()
 
 
+def test_latest_has_the_steps_of_the_run_that_it_names(typed: Typed, folder: Path) -> None:
+    run = folder / "runs" / "20260101-000000-abcd"
+    (run / "checkpoints" / "step7").mkdir(parents=True)
+    point_latest_at(run)
+    assert typed("checkpoint inspect --step ") == ["7"]
+    assert typed("checkpoint inspect runs/latest --step ") == ["7"]
+    assert typed("checkpoint inspect runs/latest/checkpoints --step ") == ["7"]
+    assert typed("--set run.folder=runs/latest --resume ") == ["auto", "never", "7"]
+    assert typed("--set run.branch_from=runs/latest@") == ["run.branch_from=runs/latest@7"]
+
+
 def test_every_choice_of_a_key_is_accepted() -> None:
     """A word that completion proposes is one that the key's own type reads."""
     vocabulary = learned(scan())
@@ -184,7 +202,17 @@ def test_options_of_a_plugin_that_is_another_now_are_not_proposed() -> None:
     newer = tuple(replace(entry, version="9") if entry.name == "interleaved" else entry for entry in catalog.entries)
     assert "schedule=interleaved" in learned(catalog).options
     assert "schedule=interleaved" not in learned(replace(catalog, entries=newer)).options
-    assert not learn(catalog)
+
+
+def test_the_command_learns_options_that_changed_while_the_plugin_kept_its_version(cache: Path, capsys: Output) -> None:
+    kept = cache / "megatron-run" / "completion" / "keys.json"
+    content = json.loads(kept.read_text(encoding="utf-8"))
+    del content["plugins"]["schedule=interleaved"][1]["group_size"]
+    kept.write_text(json.dumps(content), encoding="utf-8")
+    assert "group_size" not in learned(scan()).options["schedule=interleaved"]
+    assert main(["completion", "bash"]) == 0
+    assert "group_size" in learned(scan()).options["schedule=interleaved"]
+    assert "are known to completion now" in capsys.readouterr().err
 
 
 def test_without_what_was_learned_there_are_the_keys_of_the_kernel(
@@ -193,8 +221,27 @@ def test_without_what_was_learned_there_are_the_keys_of_the_kernel(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert typed("--set train.prec") == ["train.precision="]
     assert typed("--set schedule.gr") == []
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        '{"version": "0"',
+        '{"version": "0"}',
+        json.dumps({"version": __version__}),
+        json.dumps({"version": __version__, "keys": [], "plugins": {}}),
+        json.dumps({"version": __version__, "keys": {}, "plugins": {"schedule=1f1b": "x"}}),
+        json.dumps({"version": __version__, "keys": {"train.lr": ["a", "b"]}, "plugins": {}}),
+        json.dumps({"version": __version__, "keys": {"train.lr": ["a", [1], "c"]}, "plugins": {}}),
+    ],
+)
+def test_a_damaged_file_of_what_was_learned_is_none(
+    content: str, typed: Typed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     kept = tmp_path / "megatron-run" / "completion" / "keys.json"
-    kept.write_text('{"version": "0"', encoding="utf-8")
+    kept.parent.mkdir(parents=True)
+    kept.write_text(content, encoding="utf-8")
     assert typed("--set train.prec") == ["train.precision="]
 
 

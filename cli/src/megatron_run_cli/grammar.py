@@ -172,6 +172,7 @@ def option_meant(option: str) -> str:
 
 Command = Callable[..., Any]
 
+overwrite_option = click.option("--overwrite", is_flag=True, help="Replace what is there.")
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON on standard output.")
 #: ``main`` looks for it among the words, since it must hold for every error, those of parsing included.
 debug_option = click.option("--debug", is_flag=True, expose_value=False, help="Show tracebacks of errors.")

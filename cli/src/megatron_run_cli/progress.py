@@ -14,13 +14,13 @@ LINE_EVERY = 30.0
 
 def _lines(size: int) -> Callable[[int, int], None]:
     """Tells now and then how many of ``size`` bytes are read: called with these bytes, and tokens."""
-    begun = told = time.monotonic()
+    begun = last = time.monotonic()
 
     def progress(done: int, tokens: int) -> None:
-        nonlocal told
+        nonlocal last
         now = time.monotonic()
-        if now - told >= LINE_EVERY:
-            told = now
+        if now - last >= LINE_EVERY:
+            last = now
             left = (size - done) * (now - begun) / max(done, 1)
             tell(f"{done / 1e6:,.1f} of {size / 1e6:,.1f} MB, {tokens:,} tokens; about {left:,.0f} s left")
 

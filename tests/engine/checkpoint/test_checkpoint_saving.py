@@ -235,7 +235,7 @@ def test_a_rank_whose_state_cannot_be_had_fails_all(tmp_path: Path) -> None:
 
 def test_a_step_is_never_overwritten(tmp_path: Path) -> None:
     found = save_alone(tmp_path / "c", 7, STATE)
-    with pytest.raises(CheckpointError, match="step7 exists already: a saved step is never overwritten"):
+    with pytest.raises(CheckpointError, match="step7 exists: nothing is overwritten"):
         save_alone(tmp_path / "c", 7, random_state(2))
     assert same_state(read_all(found, 7), STATE)
 

@@ -15,6 +15,7 @@ from megatron_run_data_instruct import InstructOptions
 from megatron_run_data_instruct import megatron_run_create_data as instruct
 from megatron_run_engine.builtin.data.text import TextOptions
 from megatron_run_engine.builtin.data.text import megatron_run_create_data as text
+from megatron_run_engine.data.chat_template.messages import NoConversation
 from megatron_run_engine.data.chat_template.prompt import AnswerPrompt, ChatPrompts
 from megatron_run_engine.data.chat_template.template import PLAIN, ChatTemplate
 from tests.support.hub_folders import FAMILIES, TOOLS, conversations, hub_tokenizer
@@ -136,6 +137,42 @@ def test_what_cannot_be_answered_is_one_line(messages: Sequence[Any], more: dict
 def test_a_role_that_the_template_names_is_one() -> None:
     told = "{% for m in messages %}{% if m.role == 'narrator' %}({{ m.content }}){% endif %}{% endfor %}"
     assert ChatTemplate(told, "t", {}).prompt([{"role": "narrator", "content": "a"}]) == "(a)"
+
+
+ALL = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    "naming",
+    [
+        "{% if messages[0]['role'] == 'narrator' %}{% endif %}",
+        "{% if 'narrator' == messages[0].role %}{% endif %}",
+        "{% if messages[0]['role'] not in ['user', 'narrator'] %}{% endif %}",
+        "{% set known = ('user', 'narrator') %}{% if messages[0].role in known %}{% endif %}",
+        "{% set who = messages[0].get('role') | lower %}{% set own = who %}{% if own == 'narrator' %}{% endif %}",
+        "{% set role = 'model' if messages[0].role == 'narrator' else messages[0].role %}",
+        "{{ {'narrator': ''}[messages[0].role] }}",
+        "{% set short = {'user': 'u', 'narrator': 'n'} %}{{ short.get(messages[0].role) }}",
+        "{% if messages[0].role.startswith('narrator') %}{% endif %}",
+        "{% if messages[0].role is eq 'narrator' %}{% endif %}",
+        "{{ messages | selectattr('role', 'equalto', 'narrator') | list | length }}",
+    ],
+)
+def test_each_way_to_tell_a_role_apart_names_it(naming: str) -> None:
+    template = ChatTemplate(naming + ALL, "t", {})
+    assert template.prompt([{"role": "narrator", "content": "a"}]).endswith("<narrator>a")
+    with pytest.raises(NoConversation, match="did you mean 'narrator'"):
+        template.prompt([{"role": "narator", "content": "a"}])
+
+
+@pytest.mark.parametrize("word", ["role", "content", "equalto", "lower", "im_start"])
+def test_another_word_of_a_template_is_no_role(word: str) -> None:
+    other = (
+        "{% set sign = 'im_start' %}{% if 'content' in messages[0] and messages[0]['content'] == 'lower' %}{% endif %}"
+    )
+    chosen = "{{ messages | selectattr('role', 'equalto', 'user') | list | length }}"
+    with pytest.raises(NoConversation, match=f"role of message 0 is '{word}'"):
+        ChatTemplate(other + chosen + ALL, "t", {}).prompt([{"role": word, "content": "a"}])
 
 
 def test_without_a_template_it_says_what_to_type() -> None:

@@ -11,7 +11,7 @@ import pytest
 from megatron_run.errors import InputError
 from megatron_run.planning import ResolvedRun, load_config
 from megatron_run_engine.run_folder import check_run_folder, open_run_folder
-from megatron_run_engine.run_folder.changes import find_changes, identity, with_added_options
+from megatron_run_engine.run_folder.changes import check_names, find_changes, identity, with_added_options
 from tests.support.resolving import resolved
 
 
@@ -47,6 +47,13 @@ def test_another_models_options_are_left_as_they_were_saved() -> None:
         "model.use": "other",
         "model.width": 3,
     }
+
+
+@pytest.mark.parametrize("name", ["parallel-layer", "parallel-layer.use", "parallel_layer.use", "train.lr_warmup"])
+def test_a_key_may_change_by_each_spelling_that_sets_it(name: str) -> None:
+    check_names(replace(resolved().request, allow_change=(name,)), resolved())
+    with pytest.raises(InputError, match="there is no such key"):
+        check_names(replace(resolved().request, allow_change=(f"{name}s",)), resolved())
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
+from shlex import quote
 
 import click
 
@@ -128,9 +129,9 @@ def import_(
         kept = f"the optimizer's state ({', '.join(done.moments)}) is kept for an export"
         click.echo(f"{kept}; training starts from the weights alone, at step 1")
         sections = "with the sections data and train in YOURS.yaml"
-        click.echo(f"to train it, {sections}: megatron-run {done.folder}/config.yaml YOURS.yaml")
+        click.echo(f"to train it, {sections}: megatron-run {quote(f'{done.folder}/config.yaml')} YOURS.yaml")
     else:
-        click.echo(f"to fine-tune it: megatron-run finetune {done.folder} --data YOURS.txt")
+        click.echo(f"to fine-tune it: megatron-run finetune {quote(str(done.folder))} --data YOURS.txt")
 
 
 @click.command("export")

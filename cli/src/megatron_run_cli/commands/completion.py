@@ -22,12 +22,13 @@ def completion(context: click.Context, shell: str) -> None:
 
     \b
     bash   megatron-run completion bash > ~/.local/share/bash-completion/completions/megatron-run
-           without the package bash-completion, in ~/.bashrc: eval "$(megatron-run completion bash)"
+           without the package bash-completion: > ~/.megatron-run.bash, and in ~/.bashrc: . ~/.megatron-run.bash
     zsh    megatron-run completion zsh > ~/.zsh/_megatron-run
            with, before compinit in ~/.zshrc: fpath=(~/.zsh $fpath)
     fish   megatron-run completion fish > ~/.config/fish/completions/megatron-run.fish
 
-    The options of installed plugins are learned too, which takes seconds. Type it again after installing others.
+    The options of installed plugins are learned too, which takes seconds. Type it again after installing or changing
+    others.
     """  # noqa: D301  # click wants the character, not its name
     from megatron_run.registry.discover import scan
     from megatron_run_cli.completion.vocabulary import learn

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 import click
@@ -16,14 +17,13 @@ from megatron_run_cli.commands.data_inputs import (
     INPUTS,
     KEY,
     MALFORMED,
-    OVERWRITE,
     SEPARATOR,
     TOKENIZER,
     WORKERS,
     tokenizer_option,
 )
 from megatron_run_cli.completion import words as places
-from megatron_run_cli.grammar import Commands, debug_option, json_option, naming
+from megatron_run_cli.grammar import Commands, debug_option, json_option, naming, overwrite_option
 from megatron_run_cli.output import print_json, print_table, tell
 from megatron_run_cli.progress import progress_bar
 
@@ -71,7 +71,7 @@ def _indexed() -> Iterator[None]:
     "--end-of-document", "end", metavar="TOKEN", help="The token after each document, or none [the tokenizer's own]."
 )
 @WORKERS
-@click.option("--overwrite", is_flag=True, help="Replace a dataset, or an unfinished one of other inputs.")
+@overwrite_option
 @click.option("--dry-run", is_flag=True, help="Tokenise a sample, and tell what all of it would come to.")
 @json_option
 @debug_option
@@ -130,7 +130,8 @@ def prepare(  # noqa: PLR0913  # one argument an option
     else:
         first, last = split_bounds(IndexedOptions.model_fields["split"].default, totals.documents)[1]
         whole = "" if first < last else " --set data.split=1,0,0  # --separator makes more documents, for validation"
-        click.echo(f"train: megatron-run --plugin data=indexed,paths={out},tokenizer={tokenizer}{whole}")
+        chosen = quote(f"data=indexed,paths={out},tokenizer={tokenizer}")
+        click.echo(f"train: megatron-run --plugin {chosen}{whole}")
 
 
 def _unescaped(separator: str | None) -> bytes | None:
@@ -179,7 +180,7 @@ def _unescaped(separator: str | None) -> bytes | None:
 @FORM
 @MALFORMED
 @WORKERS
-@OVERWRITE
+@overwrite_option
 @json_option
 @debug_option
 def clean(  # noqa: PLR0913  # one argument an option
@@ -248,7 +249,7 @@ def clean(  # noqa: PLR0913  # one argument an option
 @KEY
 @SEPARATOR
 @FORM
-@OVERWRITE
+@overwrite_option
 @debug_option
 def train_tokenizer_(
     names: tuple[str, ...],
@@ -350,7 +351,7 @@ def inspect(prefix: Path, *, samples: int, tokenizer: str | None, whole: bool, a
 @tokenizer_option(help=f"{TOKENIZER[:-1]} [default: what SOURCE.json names].")
 @click.option("--tokens", is_flag=True, help="Write token ids instead of text.")
 @click.option("--key", metavar="KEY", help="Key or column [default: tokens for ids, text for text].")
-@OVERWRITE
+@overwrite_option
 @json_option
 @debug_option
 def convert(
@@ -367,7 +368,7 @@ def convert(
         documents, count = conversion.import_(source, target, key or "tokens", overwrite=overwrite)
         done = {"documents": documents, "tokens": count}
     else:
-        refuse_taken(target, "TARGET", overwrite=overwrite)
+        refuse_taken(target, "TARGET", overwrite=overwrite, inputs=())  # no file of a dataset ends as one of these
         opened = None if tokens else tokenizer_of(source, tokenizer)
         if not tokens and opened is None:
             raise click.UsageError(f"text needs --tokenizer, as {source}.json does not name one; or add --tokens")

@@ -83,7 +83,7 @@ def generate(
     from megatron_run_engine.inference.network import plan
 
     if prompts and not model.exists() and Path(prompts[0]).is_dir():
-        typed = f"megatron-run generate {prompts[0]} {quote(str(model))}"
+        typed = f"megatron-run generate {quote(prompts[0])} {quote(str(model))}"
         raise InputError(f"the prompt {str(model)!r} is in the place of the model", fix=f"type: {typed}")
     writing = Writing(**options)
     asked = [*prompts, *_read_prompts(file)]

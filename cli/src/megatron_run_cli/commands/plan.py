@@ -5,14 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import wraps
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
-from megatron_run.errors import InputError, refuse_taken
+from megatron_run.errors import InputError, refuse_input, refuse_taken
 from megatron_run_cli.amounts import Bytes, Length, Parameters
 from megatron_run_cli.completion import words as places
-from megatron_run_cli.grammar import Command, DefaultGroup, debug_option, json_option, run_options
+from megatron_run_cli.grammar import Command, DefaultGroup, debug_option, json_option, overwrite_option, run_options
 from megatron_run_cli.output import print_json_line, write_file
 from megatron_run_cli.reports.editor_schema import schema_line
 
@@ -54,16 +55,21 @@ def plan() -> None:
 
 
 def task_options(command: Command) -> Command:
-    """Give ``command`` a request, its devices and the memory of one, as ``request``, ``gpus`` and ``machine``."""
+    """Give ``command`` a request, its devices and the memory of one, as ``request``, ``gpus`` and ``machine``.
+
+    What it is to write, as ``write`` and ``timeline``, is none of what it reads, nor there without ``overwrite``.
+    """
 
     @wraps(command)
     def with_machine(
         request: Request, gpus: int | None, device: str, memory: float | None, size: float | None, **others: Any
     ) -> Any:
-        from megatron_run_planner.devices import read_device
+        from megatron_run.planning.input_files import input_files
+        from megatron_run_planner.devices import device_file, read_device
         from megatron_run_planner.task import sized
 
         machine = read_device(device)
+        _refuse_outputs((*input_files(request), device_file(device)), others)
         if memory:
             machine = machine.model_copy(update={"memory": memory})
         if size:
@@ -89,6 +95,15 @@ def task_options(command: Command) -> Command:
     return decorated
 
 
+def _refuse_outputs(inputs: Sequence[Path], others: dict[str, Any]) -> None:
+    """Raise :class:`InputError` for a file that may not be written; takes ``overwrite`` out of the options."""
+    write, overwrite, timeline = others.get("write"), others.pop("overwrite", False), others.get("timeline")
+    if write:
+        refuse_taken(write, "--write", overwrite=overwrite, inputs=inputs)
+    if timeline:
+        refuse_input(timeline, "--timeline", inputs)
+
+
 def counted_task(request: Request, ranks: int | None) -> Task:
     """The task of ``request``; the parameters of a model that the planner does not know are those of its layers."""
     from megatron_run.errors import RunError
@@ -104,9 +119,6 @@ def counted_task(request: Request, ranks: int | None) -> Task:
         return task.with_parameters(model_size(resolve(request)).parameters)
     except (ImportError, RunError):  # without the engine, or where the configuration's own split cannot run
         return task
-
-
-_OVERWRITE = click.option("--overwrite", is_flag=True, help="Replace the file, if it is there.")
 
 
 def timeline_options(command: Command) -> Command:
@@ -144,7 +156,7 @@ def drawn(task: Task, shown: Sequence[Candidate], machine: Device, timeline: Pat
 @click.option(
     "--write", type=_FILE, metavar="FILE", help="Write the best, or the split asked about, as a configuration."
 )
-@_OVERWRITE
+@overwrite_option
 @timeline_options
 @json_option
 @debug_option
@@ -156,7 +168,6 @@ def search(
     changes: tuple[str, ...],
     as_is: bool,
     write: Path | None,
-    overwrite: bool,
     as_json: bool,
     **traces: Path | None,
 ) -> None:
@@ -166,8 +177,6 @@ def search(
     from megatron_run_planner.search import Search
     from megatron_run_planner.task import check_sizes, to_install, written
 
-    if write:
-        refuse_taken(write, "--write", overwrite=overwrite)
     task, schedules = counted_task(request, gpus), Schedules()
     if changes or as_is:
         keys = {word.partition("=")[0] for word in changes}
@@ -204,7 +213,7 @@ def search(
 @plan.command()
 @task_options
 @click.option("--write", type=_FILE, metavar="FILE.py", help="Write it as a plugin, for --plugin schedule=./FILE.py.")
-@_OVERWRITE
+@overwrite_option
 @click.option("--seed", type=int, default=0, show_default=True, help="Of the search.")
 @click.option(
     "--effort", type=click.FloatRange(0, min_open=True), default=1.0, help="Times the usual length of the search."
@@ -218,7 +227,6 @@ def schedule(
     gpus: int | None,
     machine: Device,
     write: Path | None,
-    overwrite: bool,
     seed: int,
     effort: float,
     as_json: bool,
@@ -232,8 +240,6 @@ def schedule(
     from megatron_run_planner.schedules.plugin_file import write_plugin
     from megatron_run_planner.task import check_one_batch, check_sizes
 
-    if write:
-        refuse_taken(write, "--write", overwrite=overwrite)
     task = counted_task(request, gpus)
     check_sizes(task, gpus)
     if write:
@@ -337,7 +343,7 @@ def check(
 )
 @click.option("--device-name", metavar="NAME", help="Name in reports [default: the processor's or the GPU's].")
 @click.option("--output", type=_FILE, default="device.yaml", show_default=True, metavar="FILE", help="What to write.")
-@_OVERWRITE
+@overwrite_option
 @debug_option
 def calibrate(*, device: str, device_name: str | None, output: Path, overwrite: bool) -> None:
     """Measure this machine and describe it as a device for --device: its cores in two minutes, a GPU in one.
@@ -350,11 +356,11 @@ def calibrate(*, device: str, device_name: str | None, output: Path, overwrite: 
 
     if not output.parent.is_dir():
         raise InputError(f"{output} cannot be written", why="its folder does not exist", fix="name another file")
-    refuse_taken(output, "--output", overwrite=overwrite)
+    refuse_taken(output, "--output", overwrite=overwrite, inputs=())
     measured, about, survey = (_measured_gpu if device == "cuda" else _measured_cores)(device_name)
     write_file(output, device_text(measured, f"Measured by megatron-run plan calibrate on {about}."))
     click.echo("\n".join(device_lines(measured, survey) if survey else gpu_lines(measured)))
-    click.echo(f"written: {output}; megatron-run plan CONFIG --device {output}")
+    click.echo(f"written: {output}; megatron-run plan CONFIG --device {quote(str(output))}")
 
 
 def _measured_cores(name: str | None) -> tuple[Device, str, Survey | None]:

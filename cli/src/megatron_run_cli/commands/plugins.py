@@ -150,7 +150,9 @@ def check(
     if compose:
         return _compose(target, sets, 20 if count is None else count, 1 if seed is None else seed, as_json=as_json)
     if count is not None or seed is not None:
-        raise InputError("--count and --seed are of --compose", fix=f"add --compose: plugins check --compose {target}")
+        raise InputError(
+            "--count and --seed are of --compose", fix=f"add --compose: plugins check --compose {quote(target)}"
+        )
     reports = run_suite(target, sets)
     if as_json:
         print_json(reports)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from megatron_run.errors import ScheduleError
+from megatron_run.errors import ScheduleError, refuse_input
 from megatron_run_cli.grammar import Commands, debug_option, json_option, run_options
 from megatron_run_cli.output import print_json_line
 
@@ -52,9 +52,13 @@ def show(
     as_json: bool,
 ) -> None:
     """Verify one step of a schedule and draw its timeline."""
+    from megatron_run.planning.input_files import input_files
     from megatron_run.planning.schedule_only import Shape, ask_schedule
     from megatron_run_cli.reports import schedule_report as report
 
+    for file, option in ((svg, "--svg"), (trace, "--trace")):
+        if file:
+            refuse_input(file, option, input_files(request))
     asked = ask_schedule(request, Shape(stages, chunks, microbatches, layers))
     try:
         plan = asked.plan()

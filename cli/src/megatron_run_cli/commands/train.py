@@ -10,11 +10,12 @@ import os
 import sys
 from dataclasses import replace
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from megatron_run.errors import CheckpointError, DataError, InputError
+from megatron_run.errors import CheckpointError, DataError, InputError, refuse_input
 from megatron_run_cli.completion import words as places
 from megatron_run_cli.grammar import SavedStep, json_option, naming, run_options
 from megatron_run_cli.output import print_json, tell, tell_error
@@ -106,13 +107,16 @@ def train(  # noqa: PLR0913  # one argument an option: so click calls it
     )
     if dry_run:
         from megatron_run.planning import resolve
+        from megatron_run.planning.input_files import input_files
         from megatron_run_cli.reports.dry_run import dry_run_json, dry_run_text
 
         machine = None
         if device:
-            from megatron_run_planner.devices import read_device
+            from megatron_run_planner.devices import device_file, read_device
 
             machine = read_device(device)
+        if svg:
+            refuse_input(svg, "--svg", (*input_files(request), *([device_file(device)] if device else [])))
         run = resolve(request, plan_only=True)
         if as_json:
             print_json(dry_run_json(run, machine, svg))
@@ -262,7 +266,9 @@ def _ours(folder: Path) -> Path:
     if not (target / "checkpoints" / LATEST_STEP).is_file():
         if find_world(os.environ) is not None:
             raise InputError(
-                f"{folder} is not imported", why="each rank would", fix=f"megatron-run import {folder} NEW, then NEW"
+                f"{folder} is not imported",
+                why="each rank would",
+                fix=f"megatron-run import {quote(str(folder))} NEW, then NEW",
             )
         done = import_model(folder, target)
         for note in done.notes:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 _NAME = "keys.json"
 
 
-class Word(NamedTuple):
+class KeyHelp(NamedTuple):
     """A key or an option: its type in words, the values that it may have where they are few, and its meaning."""
 
     type: str
@@ -32,27 +32,27 @@ class Word(NamedTuple):
 class Vocabulary(NamedTuple):
     """``keys`` of the kernel by name, and the ``options`` of each plugin, written ``kind=name``, by theirs."""
 
-    keys: Mapping[str, Word]
-    options: Mapping[str, Mapping[str, Word]]
+    keys: Mapping[str, KeyHelp]
+    options: Mapping[str, Mapping[str, KeyHelp]]
 
 
 def learned(catalog: Catalog) -> Vocabulary:
     """Vocabulary learned of plugins that are installed as they were then; else the keys of the kernel alone."""
-    content = _read()
-    if content is None:
-        return Vocabulary(_words(_kernel_keys()), {})
+    kept = _read()
+    if kept is None:
+        return Vocabulary(_helps(_kernel_keys()), {})
     marks = _marks(catalog)
-    options = {name: _words(rows) for name, (mark, rows) in content["plugins"].items() if mark in marks}
-    return Vocabulary(_words(content["keys"]), options)
+    return Vocabulary(kept.keys, {name: options for name, (mark, options) in kept.plugins.items() if mark in marks})
 
 
 def learn(catalog: Catalog) -> bool:
-    """Ask every plugin for its options, in a child process, unless they are as they were; whether it was done.
+    """Ask every plugin for its options, in a child process; whether it was done: without the engine it is not.
 
-    Raises :class:`OSError` where the cache cannot be written. Without the engine there is none.
+    What was learned before is no reason not to: a plugin in a folder of its author's gets options and keeps its
+    version. Raises :class:`OSError` where the cache cannot be written.
     """
-    file, content = _file(), _read()
-    if file is None or (content is not None and content["seen"] == _marks(catalog)):
+    file = _file()
+    if file is None:
         return False
     from megatron_run_cli.reports.keys import Description
     from megatron_run_cli.reports.probe import probe
@@ -63,7 +63,7 @@ def learn(catalog: Catalog) -> bool:
         if each.description is not None:
             options = Description.from_json(each.description).options
             plugins[str(each.entry)] = (_mark(each.entry), _rows(options))
-    content = {"version": __version__, "seen": _marks(catalog), "keys": _kernel_keys(), "plugins": plugins}
+    content = {"version": __version__, "keys": _kernel_keys(), "plugins": plugins}
     keep(file, json.dumps(content).encode())
     return True
 
@@ -77,15 +77,28 @@ def _file() -> Path | None:
     return cached("completion", _NAME)
 
 
-def _read() -> dict[str, Any] | None:
-    """The vocabulary that this version has kept."""
+class _Kept(NamedTuple):
+    """The content of the file: keys of the kernel, and of each plugin its mark and its options."""
+
+    keys: Mapping[str, KeyHelp]
+    plugins: Mapping[str, tuple[str, Mapping[str, KeyHelp]]]
+
+
+def _read() -> _Kept | None:
+    """The words that this version has kept; None for none, and for a file that is damaged."""
     file = _file()
     content = None if file is None else SafeFolder(file.parent).read_json(file.name)
-    return content if content is not None and content.get("version") == __version__ else None
+    if content is None or content.get("version") != __version__:
+        return None
+    try:
+        plugins = {name: (str(mark), _helps(rows)) for name, (mark, rows) in content["plugins"].items()}
+        return _Kept(_helps(content["keys"]), plugins)
+    except (AttributeError, KeyError, TypeError, ValueError):
+        return None
 
 
-def _marks(catalog: Catalog) -> list[str]:
-    return sorted(_mark(entry) for entry in catalog.entries if entry.kind in RUN_KINDS)
+def _marks(catalog: Catalog) -> set[str]:
+    return {_mark(entry) for entry in catalog.entries if entry.kind in RUN_KINDS}
 
 
 def _mark(entry: Entry) -> str:
@@ -93,16 +106,19 @@ def _mark(entry: Entry) -> str:
     return " ".join((str(entry), entry.value, entry.distribution, entry.version, entry.location))
 
 
-def _kernel_keys() -> dict[str, Word]:
+def _kernel_keys() -> dict[str, KeyHelp]:
     from megatron_run_cli.reports.keys import kernel_keys
 
     return _rows(kernel_keys())
 
 
-def _rows(keys: Iterable[KeyInfo]) -> dict[str, Word]:
-    return {key.name: Word(key.type, key.choices, key.description) for key in keys}
+def _rows(keys: Iterable[KeyInfo]) -> dict[str, KeyHelp]:
+    return {key.name: KeyHelp(key.type, key.choices, key.description) for key in keys}
 
 
-def _words(rows: Mapping[str, Any]) -> dict[str, Word]:
-    """Words as JSON has them, or as they are."""
-    return {name: Word(kind, tuple(choices), meaning) for name, (kind, choices, meaning) in rows.items()}
+def _helps(rows: Mapping[str, Any]) -> dict[str, KeyHelp]:
+    """The help of keys as JSON has it, or as it is. Raises :class:`TypeError` or ValueError for anything else."""
+    found = {name: KeyHelp(kind, tuple(choices), meaning) for name, (kind, choices, meaning) in rows.items()}
+    if not all(isinstance(text, str) for each in found.values() for text in (each.type, *each.choices, each.meaning)):
+        raise TypeError("a type, a choice or a meaning is no text")
+    return found

@@ -17,9 +17,9 @@ from click.shell_completion import CompletionItem
 from megatron_run.config.presets import presets
 from megatron_run.config.run_home import run_and_step
 from megatron_run.contracts.plugin import KINDS, RUN_KINDS, SEPARATORS
-from megatron_run.files.latest_run import DEFAULT_RUN
+from megatron_run.files.latest_run import DEFAULT_RUN, follow_latest
 from megatron_run.registry.discover import Catalog, scan
-from megatron_run_cli.completion.vocabulary import Vocabulary, Word, learned
+from megatron_run_cli.completion.vocabulary import KeyHelp, Vocabulary, learned
 
 Items = list[CompletionItem[str]]
 Completer = Callable[[click.Context, click.Parameter, str], Items]
@@ -102,31 +102,31 @@ def plugin_choice(_context: click.Context, _parameter: click.Parameter, typed: s
     name, equals, value = option.partition("=")
     if equals:
         return _values(name.replace("-", "_"), options, value, f"{before}{name}=")
-    found = _items({f"{each}=": word.meaning for each, word in options.items()}, option, before)
+    found = _items({f"{each}=": about.meaning for each, about in options.items()}, option, before)
     return [*found, *(_names(catalog, kind, option, before) if SEPARATORS.get(kind) == "," else [])]
 
 
 def setting(context: click.Context, _parameter: click.Parameter, typed: str) -> Items:
     """``KEY=VALUE``: sections, then their keys, then values where a key takes few, files or plugins."""
     catalog = scan()
-    key, equals, value = typed.partition("=")
-    known = _keys(catalog, context)
+    name, equals, value = typed.partition("=")
+    known = _keys(catalog, context, name)
     if equals:
-        section, _, rest = key.partition(".")
+        section, _, rest = name.partition(".")
         kind = section.replace("_", "-")
         if kind in RUN_KINDS and rest == "use":
-            return _names(catalog, kind, value, f"{key}=")
-        return _values(f"{kind if kind in RUN_KINDS else section}.{rest}", known, value, f"{key}=")
+            return _names(catalog, kind, value, f"{name}=")
+        return _values(name, known, value, f"{name}=")
     if "." in typed:
-        return _items({f"{name}=": word.meaning for name, word in known.items()}, typed)
+        return _items({f"{each}=": about.meaning for each, about in known.items()}, typed)
     return _items((f"{section}." for section in _sections(known)), typed)
 
 
 def key(context: click.Context, _parameter: click.Parameter, typed: str) -> Items:
     """A section or a key."""
-    known = _keys(scan(), context)
+    known = _keys(scan(), context, typed)
     if "." in typed:
-        return _items({name: word.meaning for name, word in known.items()}, typed)
+        return _items({name: about.meaning for name, about in known.items()}, typed)
     return [each for section in _sections(known) for each in _items((section, f"{section}."), typed)]
 
 
@@ -143,8 +143,8 @@ def task(_context: click.Context, _parameter: click.Parameter, typed: str) -> It
 
 def finetune_task(_context: click.Context, _parameter: click.Parameter, typed: str) -> Items:
     """The tasks that the plugin ``data=nlu`` reads."""
-    word = learned(scan()).options.get("data=nlu", {}).get("task")
-    return _items(word.choices if word else (), typed)
+    about = learned(scan()).options.get("data=nlu", {}).get("task")
+    return _items(about.choices if about else (), typed)
 
 
 def step(context: click.Context, _parameter: click.Parameter, typed: str) -> Items:
@@ -170,21 +170,25 @@ def _given(context: click.Context, name: str) -> tuple[str, ...]:
     return tuple(context.params.get(name) or ())
 
 
-def _options(vocabulary: Vocabulary, kind: str, names: Iterable[str]) -> dict[str, Word]:
+def _options(vocabulary: Vocabulary, kind: str, names: Iterable[str]) -> dict[str, KeyHelp]:
     """The options of the plugins of ``kind`` that are called so; a name may say its distribution."""
     chosen = [vocabulary.options.get(f"{kind}={name.rpartition(':')[2]}", {}) for name in names]
-    return {name: word for options in chosen for name, word in options.items()}
+    return {name: about for options in chosen for name, about in options.items()}
 
 
-def _keys(catalog: Catalog, context: click.Context) -> dict[str, Word]:
-    """Every key of the kernel, and the options of the plugins that the line chooses; of kinds without, of all."""
+def _keys(catalog: Catalog, context: click.Context, typed: str) -> dict[str, KeyHelp]:
+    """Every key of the kernel, and the options of the plugins that the line chooses; of kinds without, of all.
+
+    The section is spelled as in ``typed``, the key as far as it is there: ``parallel_layer`` or ``parallel-layer``.
+    """
     vocabulary = learned(catalog)
     lines = [text.partition("=")[::2] for text in _given(context, "plugins")]
     chosen = {kind.replace("_", "-"): re.split(r"[+,]", names) for kind, names in lines}
     found = dict(vocabulary.keys)
     for kind in RUN_KINDS:
         names = chosen.get(kind, [entry.name for entry in catalog.of_kind(kind)])
-        found |= {f"{kind}.{name}": word for name, word in _options(vocabulary, kind, names).items()}
+        section = kind.replace("-", "_") if "_" in typed.partition(".")[0] else kind
+        found |= {f"{section}.{name}": about for name, about in _options(vocabulary, kind, names).items()}
     return found
 
 
@@ -192,20 +196,20 @@ def _sections(known: Iterable[str]) -> list[str]:
     return list(dict.fromkeys(name.partition(".")[0] for name in known if "." in name))
 
 
-def _values(name: str, known: Mapping[str, Word], typed: str, before: str) -> Items:
+def _values(name: str, known: Mapping[str, KeyHelp], typed: str, before: str) -> Items:
     """Values of the key or option ``name``, as far as they can be listed."""
-    word = known.get(name)
-    if word is None:
+    about = known.get(name)
+    if about is None:
         return []
-    if "list" in word.type:
+    if "list" in about.type:
         first, comma, typed = typed.rpartition(",")
         before = f"{before}{first}{comma}"
     if name == "run.branch_from":
         return _run_at_step(typed, before)
     if name == "eval.tasks":
         return _tasks(typed, before)
-    files_too = re.search(r"\b(path|text)\b", word.type) is not None
-    return [*_items(word.choices, typed, before), *(_paths(typed, before) if files_too else [])]
+    files_too = re.search(r"\b(path|text)\b", about.type) is not None
+    return [*_items(about.choices, typed, before), *(_paths(typed, before) if files_too else [])]
 
 
 def _tasks(typed: str, before: str = "") -> Items:
@@ -227,8 +231,12 @@ def _run_at_step(typed: str, before: str) -> Items:
 
 
 def _steps(folder: Path) -> list[str]:
-    """The numbers of the steps that are saved in a run folder or in its checkpoints, the newest first."""
-    for place in (folder.expanduser() / "checkpoints", folder.expanduser()):
+    """The numbers of the steps that are saved in a run folder or in its checkpoints, the newest first.
+
+    ``runs/latest`` is followed to the run that it names.
+    """
+    run = follow_latest(folder.expanduser())
+    for place in (run / "checkpoints", run):
         if place.is_dir():
             found = [match[1] for match in (_STEP.fullmatch(each.name) for each in place.iterdir()) if match]
             return sorted(found, key=int, reverse=True)

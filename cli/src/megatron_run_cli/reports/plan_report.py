@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -50,9 +51,9 @@ def _next(best: Candidate, device: Device, written: Path | None, install: Sequen
     """The command that trains so."""
     ranks, own = best.split.ranks, device.links.machine
     start = f"--nproc {ranks}" if ranks <= own else f"on {-(-ranks // own)} machines (docs/jobs)"
-    file = written or "best.yaml"
+    config = quote(str(written or "best.yaml"))
     steps = [*(f"{command}, then" for command in install), *([] if written else ["add --write best.yaml, then"])]
-    return " ".join(["next:", *steps, f"megatron-run {file} --dry-run, and megatron-run {file} {start}"])
+    return " ".join(["next:", *steps, f"megatron-run {config} --dry-run, and megatron-run {config} {start}"])
 
 
 def written_line(task: Task, file: Path) -> str:

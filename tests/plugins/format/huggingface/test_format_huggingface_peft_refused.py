@@ -78,6 +78,9 @@ def test_what_is_usual_is_read(dtype: torch.dtype, run: Path, tmp_path: Path) ->
         ({"lora_bias": True}, "lora_bias=True (only unset)"),
         ({"somebody_adds_later": {"x": 1}}, "somebody_adds_later={'x': 1} (only unset)"),
         ({"rank_pattern": {".*(a+)+": 4}}, "rank_pattern={'.*(a+)+': 4} (only names"),
+        ({"use_rslora": 1}, "use_rslora=1 (only true or false)"),
+        ({"use_rslora": "true"}, "use_rslora='true' (only true or false)"),
+        ({"base_model_name_or_path": ["a"]}, "base_model_name_or_path=['a'] (only a text)"),
         ({"r": 0}, "a rank is 0"),
         ({"r": True}, "a rank is True"),
         ({"lora_alpha": float("inf")}, "an alpha is inf"),
@@ -173,3 +176,15 @@ def test_finetuning_adapters_says_which_model_is_wanted(tmp_path: Path, capsys: 
     assert main(["finetune", str(source), "--data", __file__]) == 2
     text = capsys.readouterr().err
     assert f"{source} holds adapters of somebody/llama: which is no folder here; import that model as BASE" in text
+
+
+def test_what_to_type_is_quoted_and_a_home_is_found(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    home = tmp_path / "my home"
+    source = adapters(tmp_path / "my peft", {"base_model_name_or_path": "m" * 5000}, {})
+    assert refusal(source, None).endswith(f"then: megatron-run import '{source}' NEW --base BASE")
+    monkeypatch.setenv("HOME", str(home))
+    convert.export_model(run, home / "hf", "huggingface")
+    assert refusal(source, Path("~/hf")) == (
+        f"no weights are saved in {home / 'hf'}, the model that {source} adapts; import it: "
+        f"megatron-run import '{home / 'hf'}' BASE, then: megatron-run import '{source}' NEW --base BASE"
+    )

@@ -175,7 +175,7 @@ def test_a_later_attempt_leaves_the_files_of_the_first_alone(tmp_path: Path) -> 
     assert names(tmp_path / "trace") == ["step-5-attempt-2.json", "step-5.json", "step-6.json"]
     assert (tmp_path / "trace" / "step-5.json").read_bytes() == first
     for attempt in (1, 2):
-        with pytest.raises(FileExistsError, match=r"step-5.*\.json exists already"):
+        with pytest.raises(FileExistsError, match=r"step-5.*\.json exists: nothing is overwritten"):
             traced(tmp_path, "5", attempt=attempt).on_trace(example_trace(5))
 
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_run.contracts.activity import Activity
 from megatron_run.contracts.optimizer import MASTER
-from megatron_run.errors import CheckpointError
+from megatron_run.errors import KEPT, CheckpointError
 from megatron_run_engine.checkpoint.collectives import as_note, on_rank0, raise_first
 from megatron_run_engine.checkpoint.files import FileSystem, lock, saving
 from megatron_run_engine.checkpoint.manifest import MANIFEST, Manifest, make_manifest
@@ -64,7 +64,7 @@ class Commit:
         """Remove what killed jobs left behind, and create the temporary folder."""
         target = self._checkpoints.folder(step)
         if target.is_symlink() or target.exists():
-            raise CheckpointError(f"{target} exists already", why="a saved step is never overwritten")
+            raise CheckpointError(f"{target} exists", why=KEPT)
         self._clean()
         self._files.make_folder(self.temporary(step))
         return self.temporary(step)

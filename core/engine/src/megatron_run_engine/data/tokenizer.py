@@ -212,6 +212,14 @@ def byte_characters() -> dict[str, int]:
     return {chr(byte): byte for byte in plain} | {chr(256 + place): byte for place, byte in enumerate(others)}
 
 
+def files_of_tokenizer(name: str) -> tuple[Path, ...]:
+    """The files of the tokenizer ``name``, none of ``bytes``. Raises :class:`DataError` as :func:`find_tokenizer`."""
+    if name == "bytes":
+        return ()
+    file, folder = find_tokenizer(Path(name).expanduser())
+    return (file,) if folder is None else tuple(file.parent.iterdir())
+
+
 def open_tokenizer(name: str) -> Tokenizer:
     """Open the tokenizer ``bytes``, or the one in the file or folder ``name`` (see :func:`find_tokenizer`)."""
     if name == "bytes":

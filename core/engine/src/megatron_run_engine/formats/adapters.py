@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING
 
 import torch
@@ -66,27 +68,34 @@ def _joined(tensors: list[Tensor], dim: int) -> Tensor:
     return tensors[0] if len(tensors) == 1 else torch.cat(tensors, dim)
 
 
-def find_adapted(source: Path, said: str, given: Path | None) -> tuple[Checkpoints, int]:
-    """The saved step that the adapters at ``source`` adapt: of the folder ``given``, else of what they ``said``.
+def _folder(name: str) -> Path | None:
+    """The folder ``name``, which another program wrote; None where there is none, as for a text that is no path."""
+    with suppress(OSError, ValueError):
+        return Path(name) if name and Path(name).is_dir() else None
+    return None
+
+
+def find_adapted(source: Path, base: str, given: Path | None) -> tuple[Checkpoints, int]:
+    """The saved step that the adapters at ``source`` adapt: of the folder ``given``, else of the ``base`` they name.
 
     Raises :class:`InputError` where there is none.
     """
-    where = given or (Path(said) if said and Path(said).is_dir() else None)
-    new = f"megatron-run import {source} NEW --base"
+    where = given.expanduser() if given else _folder(base)
+    new = f"megatron-run import {quote(str(source))} NEW --base"
     if where is None:
         raise InputError(
-            f"{source} holds adapters of {said or 'a model that it does not name'}",
+            f"{source} holds adapters of {base or 'a model that it does not name'}",
             why="which is no folder here",
             fix=f"import that model as BASE, then: {new} BASE",
         )
     try:
-        return find_step(where.expanduser().absolute())
+        return find_step(where.absolute())
     except CheckpointError as error:
         if not where.is_dir():
             raise
         raise InputError(
             f"no weights are saved in {where}, the model that {source} adapts",
-            fix=f"import it: megatron-run import {where} BASE, then: {new} BASE",
+            fix=f"import it: megatron-run import {quote(str(where))} BASE, then: {new} BASE",
         ) from error
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING, Any
 
 from megatron_run.config.yaml import bare, parse
@@ -131,7 +132,7 @@ def _foreign(path: Path) -> Source:
         fix = "name a run folder, one of its saved steps, an imported folder, or a model of another program"
         raise CheckpointError(f"there is no model in {path}", why=why, fix=fix) from unknown
     if chosen.made.executes:
-        fix = f"if you trust whoever wrote it, import it: megatron-run import {path} FOLDER --trust-pickle"
+        fix = f"if you trust whoever wrote it, import it: megatron-run import {quote(str(path))} FOLDER --trust-pickle"
         raise CheckpointError(f"{path} is not read", why=chosen.made.executes, fix=fix)
     weights = chosen.read(path)
     if weights.sequence_length is None:

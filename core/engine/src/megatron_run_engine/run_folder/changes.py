@@ -213,7 +213,7 @@ def find_refusal(
     elif fixed:
         first = "what is saved has no meaning under other values: give the same"
     elif all(change.longer for change in refused):
-        before = " ".join(f"--set {change.key}={change.before}" for change in refused)
+        before = " ".join(f"--set {quote(f'{change.key}={change.before}')}" for change in refused)
         first = f"to end where it would have: {before}; to train on: --extend"
     else:
         first = f"to go on with them: --allow-change {','.join(keys)}"
@@ -231,7 +231,8 @@ def allows(request: Request, change: Change) -> bool:
 
 
 def _covers(name: str, key: str) -> bool:
-    return key == name or key.startswith(f"{name}.")
+    """Whether ``name`` is ``key`` or a section of it, with ``-`` or ``_`` in its words as in ``--set``."""
+    return f"{key}.".replace("-", "_").startswith(f"{name}.".replace("-", "_"))
 
 
 def allows_other_data(request: Request, found: Sequence[Change]) -> bool:

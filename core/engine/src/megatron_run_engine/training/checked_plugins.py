@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import wraps
 from math import isfinite
+from shlex import quote
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -191,7 +192,8 @@ class CheckedDataset:
             f"{self._split} sample {index} of plugin {self._plugin} of {self._plugin.source} cannot be trained on",
             why=why,
             origin=self._plugin.origin,
-            fix=f"correct the plugin; to see what else it breaks: megatron-run plugins check data={self._plugin.word}",
+            fix="correct the plugin; to see what else it breaks: megatron-run plugins check "
+            f"{quote(f'data={self._plugin.word}')}",
         )
 
 

@@ -147,6 +147,12 @@ def _file(path: Path) -> str:
         raise InputError(f"{path}:{line}:{column}: a byte that is not UTF-8 is refused") from None
 
 
+def configuration_files(request: Request) -> list[Path]:
+    """The files among the configurations of ``request``."""
+    named = (each for each in request.configs if isinstance(each, str) and each != _STDIN)
+    return [follow_latest(Path(each).expanduser()) for each in named if not each.startswith(_PRESET)]
+
+
 def _values_source(values: Mapping[str, Any], findings: Findings) -> ConfigSource:
     source = ConfigSource()
     for key, data in values.items():

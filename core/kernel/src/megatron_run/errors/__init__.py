@@ -162,27 +162,36 @@ def locate(error: BaseException, where: str) -> None:
         error.add_note(where)
 
 
+#: Why what exists is refused, wherever it is.
+KEPT = "nothing is overwritten"
+
+
 def taken(what: object, option: str = "") -> InputError:
     """The refusal of every command where ``what`` is there already.
 
     ``option`` is what named it, in a command that has ``--overwrite`` too; without one the command makes a new folder.
     """
     if not option:
-        return InputError(f"{what} exists", why="nothing is overwritten", fix="name a new folder")
+        return InputError(f"{what} exists", why=KEPT, fix="name a new folder")
     return InputError(f"{what} exists", fix=f"name another {option}, or add --overwrite")
 
 
-def refuse_taken(path: Path, option: str, *, overwrite: bool, inputs: Iterable[Path] = ()) -> None:
+def refuse_taken(path: Path, option: str, *, overwrite: bool, inputs: Iterable[Path]) -> None:
     """Raise :func:`taken` for a file, unless it may be replaced: before work that would be for nothing.
 
-    None of the command's ``inputs`` may ever be. Pictures and the schema, which nobody edits, are made anew without
-    asking. A pipe or the terminal is written to; for a folder writing it fails.
+    ``inputs`` are all files that the command reads, none of which may ever be replaced. A pipe or the terminal is
+    written to; for a folder writing it fails.
     """
+    refuse_input(path, option, inputs)
+    if path.is_file() and not overwrite:
+        raise taken(path, option)
+
+
+def refuse_input(path: Path, option: str, inputs: Iterable[Path]) -> None:
+    """Raise :class:`InputError` where ``path`` is one of the ``inputs``: what is made anew without asking too."""
     place = os.path.realpath(path)  # of a link to an input too
     if any(os.path.realpath(each) == place for each in inputs):
         raise InputError(f"{path} is an input too", fix=f"name another {option}")
-    if path.is_file() and not overwrite:
-        raise taken(path, option)
 
 
 class Findings:

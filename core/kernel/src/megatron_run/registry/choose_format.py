@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from shlex import quote
 
 from megatron_run.contracts.format import (
     ADAPTERS,
@@ -91,9 +92,9 @@ class ChosenFormat:
 
 
 def format_to_read(
-    source: Path, word: str | None = None, catalog: Catalog | None = None, *, adapters: bool = False
+    source: Path, choice: str | None = None, catalog: Catalog | None = None, *, adapters: bool = False
 ) -> ChosenFormat:
-    """The format in which ``source`` is read: the one that ``word`` names, else the one that recognises its files.
+    """The format in which ``source`` is read: the one that ``choice`` names, else the one that recognises its files.
 
     With ``adapters`` it may be one that reads adapters in the place of a model. Raises a :class:`RunError` where there
     is no such source or format, and where several formats recognise it; :class:`InputError` for adapters that are no
@@ -103,8 +104,8 @@ def format_to_read(
         fix = near_path(source) or advice("name the file or folder of the model", from_hub(source))
         raise CheckpointError(f"there is no file or folder {source}", fix=fix)
     catalog = scan() if catalog is None else catalog
-    if word:
-        return _named(word, _READING if adapters else (IMPORT,), f"--from {word}", catalog)
+    if choice:
+        return _named(choice, _READING if adapters else (IMPORT,), f"--from {choice}", catalog)
     readable, broken = _installed(_READING, catalog)
     found = []
     for each in readable:
@@ -113,13 +114,13 @@ def format_to_read(
         except PluginError as error:
             broken.append(str(error))
     if len(found) > 1:
-        choices = " or ".join(f"--from {_word(each.plugin, catalog)}" for each in found)
+        choices = " or ".join(f"--from {_choice_of(each.plugin, catalog)}" for each in found)
         raise CheckpointError(f"{source} is in {len(found)} formats", fix=f"say which: {choices}")
     if found:
         if not adapters and IMPORT not in found[0].plugin.provides:
             raise InputError(
                 f"{source} holds adapters, and not the model that they adapt",
-                fix=f"import them: megatron-run import {source} NEW --base MODEL, then name NEW",
+                fix=f"import them: megatron-run import {quote(str(source))} NEW --base MODEL, then name NEW",
             )
         return found[0]
     known = "; ".join([*(f"{each.name}: {each.made.files}" for each in readable), *broken])
@@ -129,29 +130,29 @@ def format_to_read(
     raise CheckpointError(f"{source} is in no format that is known", why=known, fix=fix)
 
 
-def format_to_write(word: str, catalog: Catalog | None = None) -> ChosenFormat:
-    """The format ``word``, which can be written. Raises a :class:`RunError`."""
-    return _named(word, (EXPORT,), f"--to {word}", scan() if catalog is None else catalog)
+def format_to_write(choice: str, catalog: Catalog | None = None) -> ChosenFormat:
+    """The format ``choice``, which can be written. Raises a :class:`RunError`."""
+    return _named(choice, (EXPORT,), f"--to {choice}", scan() if catalog is None else catalog)
 
 
-def format_of_scripts(word: str, origin: str, catalog: Catalog | None = None) -> ChosenFormat:
-    """The format ``word``, whose trainer's launch scripts can be translated. Raises a :class:`RunError`."""
-    return _named(word, (LAUNCH_SCRIPT,), origin, scan() if catalog is None else catalog)
+def format_of_scripts(choice: str, origin: str, catalog: Catalog | None = None) -> ChosenFormat:
+    """The format ``choice``, whose trainer's launch scripts can be translated. Raises a :class:`RunError`."""
+    return _named(choice, (LAUNCH_SCRIPT,), origin, scan() if catalog is None else catalog)
 
 
-def _named(word: str, abilities: tuple[str, ...], origin: str, catalog: Catalog) -> ChosenFormat:
-    """The format that ``word`` names, which has one of ``abilities``: NAME, DIST:NAME or a file ``./mine.py``."""
-    name = word.rpartition(":")[2]
-    if is_file(word) or catalog.offering(_KIND, name) or known_plugin(_KIND, name):
-        chosen = _load(choose(catalog, _KIND, word, origin), origin)
+def _named(choice: str, abilities: tuple[str, ...], origin: str, catalog: Catalog) -> ChosenFormat:
+    """The format that ``choice`` names, which has one of ``abilities``: NAME, DIST:NAME or a file ``./mine.py``."""
+    name = choice.rpartition(":")[2]
+    if is_file(choice) or catalog.offering(_KIND, name) or known_plugin(_KIND, name):
+        chosen = _load(choose(catalog, _KIND, choice, origin), origin)
         if chosen.plugin.provides & {*abilities}:
             return chosen
         what, guess = f"{chosen.plugin} {_CANNOT[abilities[0]]}", False
     else:
-        what, guess = f"there is no format {word!r}", True
+        what, guess = f"there is no format {choice!r}", True
     names = [each.name for each in _installed(abilities, catalog)[0]]
     listed = f"known are {', '.join(names) or 'none'}"
-    raise InputError(what, fix=(guess and did_you_mean(word, names)) or listed)
+    raise InputError(what, fix=(guess and did_you_mean(choice, names)) or listed)
 
 
 def _installed(abilities: tuple[str, ...], catalog: Catalog) -> tuple[list[ChosenFormat], list[str]]:
@@ -173,7 +174,7 @@ def _load(entry: Entry, origin: str) -> ChosenFormat:
     return ChosenFormat(plugin, made)
 
 
-def _word(plugin: Plugin, catalog: Catalog) -> str:
-    """The word that names this plugin and no other."""
+def _choice_of(plugin: Plugin, catalog: Catalog) -> str:
+    """The choice that names this plugin and no other."""
     alone = len(catalog.offering(_KIND, plugin.name)) == 1
     return plugin.word if alone else f"{plugin.distribution}:{plugin.name}"

@@ -200,13 +200,18 @@ def shipped_devices() -> tuple[str, ...]:
     return tuple(sorted(file.stem for file in _SHIPPED.glob("*.yaml")))
 
 
+def device_file(word: str) -> Path:
+    """The file of the device ``word``: one that is shipped, or the YAML file of that name."""
+    return Path(word) if word.endswith((".yaml", ".yml")) else _SHIPPED / f"{word}.yaml"
+
+
 def read_device(word: str) -> Device:
     """The device named ``word``, or described by the YAML file ``word``. ``like: NAME`` takes what it leaves out.
 
     What is measured is not taken: ratios of one device say nothing of another.
     Raises :class:`InputError` for an unknown name, a file that cannot be read, or a wrong description.
     """
-    file = Path(word) if word.endswith((".yaml", ".yml")) else _SHIPPED / f"{word}.yaml"
+    file = device_file(word)
     if not file.is_file():
         known = shipped_devices()
         raise InputError(

@@ -9,7 +9,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from megatron_run.contracts import Observer, PluginInfo, RunSummary, StepTrace
 from megatron_run.contracts.observer import read_steps, steps_of, steps_text
-from megatron_run.errors import InputError
+from megatron_run.errors import KEPT, InputError
 from megatron_run.files.safe_folder import SafeFolder
 from megatron_run.hookspecs import hookimpl
 from megatron_run.pipeline.trace_events import trace_document, trace_events
@@ -114,7 +114,7 @@ def write_new(path: Path, text: str) -> None:
     files = SafeFolder(path.parent.parent)
     files.make(path.parent.name)
     if path.exists():
-        raise FileExistsError(f"{path} exists already")
+        raise FileExistsError(f"{path} exists: {KEPT}")
     files.replace(f"{path.parent.name}/{path.name}", text.encode())
 
 

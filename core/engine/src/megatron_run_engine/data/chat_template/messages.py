@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from megatron_run.errors.wording import did_you_mean
@@ -35,15 +35,16 @@ def checked_messages(found: object) -> list[Message]:
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 
 
-def check_roles(messages: Sequence[Mapping[str, Any]], template: str) -> None:
-    """Raise :class:`NoConversation` for a role that is neither one of ``ROLES`` nor named in the source ``template``.
+def check_roles(messages: Sequence[Mapping[str, Any]], named: Collection[str]) -> None:
+    """Raise :class:`NoConversation` for a role that is neither one of ``ROLES`` nor ``named`` by the chat template.
 
     Many templates write whatever they find, and would teach a model a misspelt role.
     """
     for number, message in enumerate(messages):
         role = message["role"]
-        if role not in ROLES and not any(f"{quote}{role}{quote}" in template for quote in "'\""):
-            meant = did_you_mean(role, ROLES) or f"roles are {', '.join(ROLES)}, and those that the chat template names"
+        if role not in ROLES and role not in named:
+            known = (*ROLES, *(each for each in sorted(named) if each not in ROLES))
+            meant = did_you_mean(role, known) or f"roles are {', '.join(ROLES)}, and those that the chat template names"
             raise NoConversation(f"role of message {number} is {role!r}; {meant}")
 
 

@@ -50,27 +50,28 @@ class Renderer:
             words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
         )
         weakref.finalize(self, _end, self._process)
-        self._ask({"source": source, "date": date})
+        #: The words that the template compares with a message's role.
+        self.roles: frozenset[str] = frozenset(self._ask({"source": source, "date": date})["roles"])
 
     def render(self, variables: Mapping[str, Any]) -> str:
         """The text for ``variables``, which JSON can hold. Raises :class:`Refused` and :class:`Broken`."""
-        return self._ask(variables)
+        text: str = self._ask(variables)["text"]
+        return text
 
-    def _ask(self, what: object) -> str:
+    def _ask(self, what: object) -> dict[str, Any]:
         pipes = self._process.stdin, self._process.stdout
         assert pipes[0] is not None
         assert pipes[1] is not None
         try:
             pipes[0].write(json.dumps(what).encode() + b"\n")
             pipes[0].flush()
-            answer = json.loads(pipes[1].readline())
+            answer: dict[str, Any] = json.loads(pipes[1].readline())
         except (BrokenPipeError, ValueError):  # it is gone
             raise Broken(_why(self._process.wait())) from None
         for kind, error in (("refused", Refused), ("broken", Broken)):
             if kind in answer:
                 raise error(answer[kind])
-        text: str = answer["text"]
-        return text
+        return answer
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
@@ -117,6 +118,71 @@ def compiled(source: str, date: str | None = None) -> jinja2.Template:
         raise Broken("it is nested too deeply") from cause
 
 
+def roles_of(tree: nodes.Template) -> set[str]:
+    """The words of the template ``tree`` that it compares with a message's role, or that it looks up by one.
+
+    A role is ``role`` of anything, as ``message.role`` and ``message['role']``, and a variable that is set to one. Any
+    other word of a template, of which ``'role'`` is one, says nothing of roles.
+    """
+    assigned = list(tree.find_all(nodes.Assign))
+    sets = [(each.target.name, each.node) for each in assigned if isinstance(each.target, nodes.Name)]
+    names, known = {"role"}, 0
+    while known < len(names):
+        known = len(names)
+        names |= {name for name, value in sets if _is_role(value, names)}
+    found: set[str] = set()
+    for node in tree.find_all((nodes.Compare, nodes.Test, nodes.Call, nodes.Filter, nodes.Getitem)):
+        for each in _compared(node, names):
+            named = [value for name, value in sets if isinstance(each, nodes.Name) and name == each.name]
+            found.update(word for one in (each, *named) for word in _words_in(one))
+    return found
+
+
+def _is_role(node: nodes.Node | None, names: set[str]) -> bool:
+    """Whether ``node`` is a message's role, for the variables ``names``, or what a filter or method makes of it."""
+    if isinstance(node, nodes.Name):
+        return node.name in names
+    if isinstance(node, nodes.Getattr):
+        return node.attr == "role" or _is_role(node.node, names)
+    if isinstance(node, nodes.Getitem):
+        return isinstance(node.arg, nodes.Const) and node.arg.value == "role"
+    if isinstance(node, nodes.CondExpr):
+        return _is_role(node.expr1, names) or _is_role(node.expr2, names)
+    if isinstance(node, nodes.Call):
+        of_role = bool(node.args) and isinstance(node.args[0], nodes.Const) and node.args[0].value == "role"
+        return of_role or _is_role(node.node, names)  # message.get('role'), message.role.lower()
+    return isinstance(node, nodes.Filter) and _is_role(node.node, names)
+
+
+def _compared(node: nodes.Node, names: set[str]) -> list[nodes.Expr]:
+    """The other sides of ``node`` where one side of it is a role; none where it compares none."""
+    if isinstance(node, nodes.Compare):
+        sides = [node.expr, *(each.expr for each in node.ops)]
+    elif isinstance(node, nodes.Getitem):
+        sides = [node.node, node.arg]  # {'user': ...}[message.role]
+        return sides[:1] if _is_role(node.arg, names) else []
+    elif isinstance(node, nodes.Call) and isinstance(node.node, nodes.Getattr):
+        sides = [node.node.node, *node.args[:1]]  # {...}.get(message.role), message.role.startswith('tool')
+    elif isinstance(node, nodes.Test):
+        sides = [node.node, *node.args]  # message.role is eq 'user'
+    elif isinstance(node, nodes.Filter) and node.name in ("selectattr", "rejectattr"):
+        chosen = isinstance(next(iter(node.args), None), nodes.Const) and node.args[0].as_const() == "role"
+        return node.args[2:] if chosen else []  # messages | selectattr('role', 'equalto', 'user')
+    else:
+        return []
+    others = [each for each in sides if not _is_role(each, names)]
+    return others if len(others) < len(sides) else []
+
+
+def _words_in(node: nodes.Node) -> list[str]:
+    """The texts that ``node`` is, lists, or has for keys."""
+    if isinstance(node, nodes.Dict):
+        return [word for pair in node.items for word in _words_in(pair.key)]
+    if isinstance(node, nodes.List | nodes.Tuple):
+        return [word for each in node.items for word in _words_in(each)]
+    return [node.value] if isinstance(node, nodes.Const) and isinstance(node.value, str) else []
+
+
 def rendered(template: jinja2.Template, variables: Mapping[str, Any]) -> str:
     """The text of ``template``. Raises :class:`Refused`."""
     try:
@@ -156,10 +222,12 @@ def serve(seconds: int) -> None:
         used = resource.getrusage(resource.RUSAGE_SELF)
         limit = int(used.ru_utime + used.ru_stime) + 1 + seconds
         resource.setrlimit(resource.RLIMIT_CPU, (limit, resource.RLIM_INFINITY))
-        answer = {"text": ""}
+        answer: dict[str, Any] = {"text": ""}
         try:
             if template is None:
-                template = compiled(**json.loads(line))
+                asked = json.loads(line)
+                template = compiled(**asked)
+                answer["roles"] = sorted(roles_of(template.environment.parse(asked["source"])))
             else:
                 answer["text"] = rendered(template, json.loads(line))
         except Refused as cause:

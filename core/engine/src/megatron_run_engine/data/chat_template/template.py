@@ -7,7 +7,7 @@ limits of time and memory (``renderer``).
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -53,10 +53,14 @@ class ChatTemplate:
 
     def __init__(self, source: str, path: object, tokens: Mapping[str, str], date: str | None = None) -> None:
         self._path, self._tokens, self._marks = path, dict(tokens), bool(_MARKS.search(source))
-        self._source = source
         self.plain = source == PLAIN  # ours: it needs no process of its own
+        self._roles: frozenset[str] = frozenset()
         with self._broken():
-            self._render = partial(rendered, compiled(source)) if self.plain else Renderer(source, date=date).render
+            if self.plain:
+                self._render: Callable[[Mapping[str, Any]], str] = partial(rendered, compiled(source))
+            else:
+                renderer = Renderer(source, date=date)
+                self._render, self._roles = renderer.render, renderer.roles
         self.unopened = ""
 
     def render(
@@ -135,7 +139,7 @@ class ChatTemplate:
     def _text(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None, *, prompt: bool
     ) -> str:
-        check_roles(messages, self._source)
+        check_roles(messages, self._roles)
         variables = given_to_template(messages, tools, self._tokens, prompt=prompt)
         try:
             with self._broken():

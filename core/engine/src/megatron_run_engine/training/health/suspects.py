@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from shlex import quote
 from typing import TYPE_CHECKING, NamedTuple
 
 from megatron_run.registry.known import known_plugin
@@ -44,7 +45,7 @@ def likely_cause(plugins: Mapping[str, tuple[Plugin, ...]], differing: int, *, f
         fix = "run again to resume from the last saved step; leave that machine out if it happens there again"
         return Cause("a memory, a link or a kernel failed", fix)
     names = " or ".join(suspect.name for suspect in accused)
-    checks = " and ".join(f"megatron-run plugins check {suspect.checked}" for suspect in accused)
+    checks = " and ".join(f"megatron-run plugins check {quote(suspect.checked)}" for suspect in accused)
     why = f"{names} may leave out a sum over ranks; else a memory, a link or a kernel failed"
     return Cause(why, f"type {checks}; if all is well there, run again to resume from the last saved step")
 

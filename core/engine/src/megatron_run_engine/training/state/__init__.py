@@ -59,7 +59,7 @@ has no state, but the checkpoint holds     ``contracts.scaler.Scaler``, or that 
 newer steps could not be set aside         ``checkpoint.saving.Saver``
 *a save*
 cannot hold checkpoints                    ``checkpoint.saving.Commit``
-exists already                             ``checkpoint.saving.Commit``
+exists                                     ``checkpoint.saving.Commit``
 are being saved by another job             ``checkpoint.files.lock``
 the ranks disagree on the                  ``checkpoint.saving``
 its pieces are not the whole state         ``checkpoint.manifest.make_manifest``

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from shlex import quote
 from typing import TYPE_CHECKING, NamedTuple
 
 from megatron_run.contracts import MASTER
@@ -38,7 +39,7 @@ def check_adapters(assembly: Assembly, saved: About, folder: Path) -> None:
             f"step {saved.step} belongs to a run with other adapters",
             why="; ".join(faults),
             fix="give the same parallel-layer, or start from the merged weights: another run.folder with "
-            f"--set run.init_from={folder}",
+            f"--set {quote(f'run.init_from={folder}')}",
         )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING, Any
 
 from megatron_run.config.run_home import run_and_step
@@ -97,7 +98,9 @@ def unloaded_weights(run: ResolvedRun) -> str:
         checkpoints = Checkpoints(home / CHECKPOINTS)
         step = next(iter(checkpoints.steps()), None)
         if step is not None and checkpoints.manifest(step).about.run == IMPORTED:
-            return f"the weights beside {home / 'config.yaml'} are not loaded: add --set run.init_from={home}"
+            return (
+                f"the weights beside {home / 'config.yaml'} are not loaded: add --set {quote(f'run.init_from={home}')}"
+            )
     return ""
 
 
@@ -235,7 +238,7 @@ def _choose(run: ResolvedRun, path: Path) -> tuple[str, int]:
 
 def _verify(checkpoints: Checkpoints, step: int, ranks: Ranks, heartbeat: Callable[[], None]) -> Manifest:
     def start_there(older: int) -> str:
-        return f"to start from step {older}: --set run.init_from={checkpoints.folder(older)}"
+        return f"to start from step {older}: --set {quote(f'run.init_from={checkpoints.folder(older)}')}"
 
     with checkpoints.offering_older(step, start_there):
         return verify_share(checkpoints, step, ranks, heartbeat)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING, cast
 
 from megatron_run.contracts import MASTER
@@ -52,7 +53,7 @@ def check_tokenizer(run: ResolvedRun, checkpoints: Checkpoints, step: int) -> tu
         raise DataError(
             f"the data has another tokenizer than the weights in {checkpoints.folder(step)}",
             why=f"they were trained with {trained}, {now_has}",
-            fix=f"--set data.tokenizer={kept or trained}, or to train with another vocabulary: "
+            fix=f"--set {quote(f'data.tokenizer={kept or trained}')}, or to train with another vocabulary: "
             f"--allow-change {TOKENIZER_KEY}",
         )
     old = None if about.tokenizer is None else about.tokenizer.sha256

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
+from shlex import quote
 
 from packaging.utils import canonicalize_name
 
@@ -99,7 +100,7 @@ def _entries(target: str) -> tuple[Entry, ...]:
         raise InputError(
             f"{target} offers no installed plugin",
             why="compositions are planned and trained with what is installed",
-            fix=f"type: pip install -e {target}"
+            fix=f"type: pip install -e {quote(target)}"
             if folder.is_dir()
             else "give KIND=NAME, a file, or install the package",
         )

@@ -98,7 +98,7 @@ class Space:
             raise InputError(
                 f"{plugin} has nothing to compose",
                 why=f"a plugin of kind {kind} has no part in what is learned",
-                fix=f"run its conformance suite: megatron-run plugins check {choice}",
+                fix=f"run its conformance suite: megatron-run plugins check {quote(choice)}",
             )
         return space._fixed(axes[kind], Axis(axes[kind], [(choice,)]))
 

@@ -27,12 +27,6 @@ def about_path(prefix: str | Path) -> Path:
     return Path(f"{prefix}.json")
 
 
-def tokenizer_paths(name: str) -> tuple[Path, ...]:
-    """Return the file ``name`` of a tokenizer, or the files of its folder: inputs of what it makes."""
-    place = Path(name).expanduser()
-    return tuple(place.iterdir()) if place.is_dir() else (place,)
-
-
 def refuse_dataset(prefix: Path, option: str, inputs: Collection[Path], *, overwrite: bool) -> None:
     """Raise :class:`InputError` for a dataset that exists, unless it may be replaced, and for one over an input."""
     if index_path(prefix).exists() and not overwrite:

@@ -12,11 +12,10 @@ from typing import IO, NamedTuple
 
 from megatron_run.errors import DataError, InputError, refuse_taken
 from megatron_run.files.publishing import half_named, publishing
-from megatron_run_data_indexed.preparation.about import tokenizer_paths
 from megatron_run_data_indexed.preparation.document_rules import Examiner, Rules, judge, ngrams_of
 from megatron_run_data_indexed.preparation.inputs import ENDINGS, Input, blocks
 from megatron_run_data_indexed.preparation.records import Reading, read_records, texts
-from megatron_run_engine.data.tokenizer import open_tokenizer
+from megatron_run_engine.data.tokenizer import files_of_tokenizer, open_tokenizer
 from megatron_run_engine.data.user_files import packing
 
 #: Bytes read at once.
@@ -89,7 +88,7 @@ def clean(job: Cleaning, *, overwrite: bool = False, progress: Callable[[Report]
         raise InputError(f"{job.out} does not say its format", why=why, fix=f"name it {plain}.jsonl")
     ours = half_named(job.removed, job.out)
     for path in (job.out, job.removed):
-        inputs = (*(source.path for source in (*job.inputs, *job.tests)), *tokenizer_paths(job.tokenizer))
+        inputs = (*(source.path for source in (*job.inputs, *job.tests)), *files_of_tokenizer(job.tokenizer))
         refuse_taken(path, "--out", overwrite=overwrite or path in ours, inputs=inputs)
     report = Report()
     tests = ngrams_of(texts(job.tests, Reading(job.reading.key, job.reading.separator, "skip")), job.rules.ngram)

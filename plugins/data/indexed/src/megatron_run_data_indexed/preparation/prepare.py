@@ -22,13 +22,13 @@ import xxhash
 
 from megatron_run.errors import DataError, InputError, ToldToEnd
 from megatron_run.files.publishing import publishing
-from megatron_run_data_indexed.preparation.about import about_path, read_json, refuse_dataset, tokenizer_paths, writing
+from megatron_run_data_indexed.preparation.about import about_path, read_json, refuse_dataset, writing
 from megatron_run_data_indexed.preparation.inputs import Block, Input, blocks
 from megatron_run_data_indexed.preparation.parts import Account, read_part, write_part
 from megatron_run_data_indexed.preparation.records import Reading, Record, read_records
 from megatron_run_data_indexed.preparation.workers import Workers
 from megatron_run_engine.data.indexed_files import dtype_for
-from megatron_run_engine.data.tokenizer import open_tokenizer
+from megatron_run_engine.data.tokenizer import files_of_tokenizer, open_tokenizer
 from megatron_run_engine.data.tokenizer_base import Tokenizer
 
 #: Bytes of a block: small enough to keep all processes busy, large enough for few parts.
@@ -305,7 +305,7 @@ def _held(job: Preparation, tokenizer: Tokenizer, end: int | None, *, overwrite:
         old = begun.get("plan")
         replaces = overwrite or bool(begun.get("overwrite"))
         made_by_it = old == plan and (read_json(about_path(job.prefix)) or {}).get("plan") == mark  # and then killed
-        inputs = [*(each.path for each in job.inputs), *tokenizer_paths(job.tokenizer)]
+        inputs = [*(each.path for each in job.inputs), *files_of_tokenizer(job.tokenizer)]
         refuse_dataset(job.prefix, "--out", inputs, overwrite=replaces or made_by_it)
         if old not in (None, plan) and not overwrite:
             differing = ", ".join(key for key in plan if old.get(key) != plan[key])

@@ -28,9 +28,9 @@ class Peft(Format):
 
     def read_adapters(self, source: Path) -> ForeignAdapters:
         """The adapters in ``source``. Raises :class:`CheckpointError` with every reason why we have none like them."""
-        said = config.read(read_json(followed(source / config.CONFIG)), source / config.CONFIG)
+        described = config.read(read_json(followed(source / config.CONFIG)), source / config.CONFIG)
         file = matrices.open_file(source)
-        return ForeignAdapters(said.base, lambda weights: matrices.read(file, said, weights))
+        return ForeignAdapters(described.base, lambda weights: matrices.read(file, described, weights))
 
     def write(self, weights: Weights, folder: Path) -> None:
         """Write the adapters of a saved step, in fp32.

@@ -28,7 +28,6 @@ CONFIG = "adapter_config.json"
 _FREE = frozenset(
     {
         "auto_mapping",
-        "base_model_name_or_path",
         "eva_config",
         "exclude_modules",
         "fan_in_fan_out",
@@ -44,7 +43,13 @@ _FREE = frozenset(
         "task_type",
     }
 )
-_READ = frozenset({"r", "lora_alpha", "lora_dropout", "rank_pattern", "alpha_pattern", "use_rslora"})
+_READ = frozenset({"r", "lora_alpha", "lora_dropout", "rank_pattern", "alpha_pattern"})
+#: Keys that are read too, each with the type of its values but null, and that type in words. PEFT itself takes any
+#: value for a truth value, so that what is neither true nor false must not pass for false.
+_TYPED: Mapping[str, tuple[type, str]] = {
+    "base_model_name_or_path": (str, "a text"),
+    "use_rslora": (bool, "true or false"),
+}
 #: Keys whose other values have no counterpart here. Other ways to begin change the frozen weights.
 _ONLY: Mapping[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
@@ -57,7 +62,7 @@ _MOST = 1 << 31
 _NAME = re.compile(r"\^?[\w.-]+")
 
 
-class Said(NamedTuple):
+class AdapterConfig(NamedTuple):
     """The content of the file: the frozen model, and ranks and alphas, also of modules by the ends of their names."""
 
     base: str
@@ -102,30 +107,33 @@ def _ends(module: str, end: str) -> bool:
     return module == end[1:] if end.startswith("^") else f".{module}".endswith(f".{end}")
 
 
-def read(found: Mapping[str, Any], path: Path) -> Said:
+def read(found: Mapping[str, Any], path: Path) -> AdapterConfig:
     """``found``, the content of ``path``. Raises :class:`CheckpointError` with every key that decides."""
     reasons = list(_unsupported(found))
     if reasons:
         raise CheckpointError(f"{path.parent} holds adapters of another kind than here", why="; ".join(reasons))
-    said = Said(
-        base=str(found.get("base_model_name_or_path") or ""),
+    described = AdapterConfig(
+        base=found.get("base_model_name_or_path") or "",
         rank=found.get("r", 8),
         alpha=found.get("lora_alpha", 8),
         dropout=found.get("lora_dropout", 0.0),
-        rooted=found.get("use_rslora") is True,
+        rooted=found.get("use_rslora") or False,
         ranks=found.get("rank_pattern") or {},
         alphas=found.get("alpha_pattern") or {},
     )
-    if faults := list(_faults(said)):
+    if faults := list(_faults(described)):
         raise CheckpointError(f"{path} cannot be used", why="; ".join(faults))
-    return said
+    return described
 
 
 def _unsupported(found: Mapping[str, Any]) -> Iterator[str]:
     """Keys with a value that has no counterpart, those of later versions too: what is empty asks for nothing."""
     yield from must_be({"bias": "none", "init_lora_weights": True, **found}, _ONLY)
+    for key, (kind, meaning) in _TYPED.items():
+        if found.get(key) is not None and not isinstance(found[key], kind):
+            yield f"{key}={found[key]!r} (only {meaning})"
     for key, value in found.items():
-        if key not in {*_FREE, *_READ, *_ONLY} and value not in (None, False, "", [], {}):
+        if key not in {*_FREE, *_READ, *_TYPED, *_ONLY} and value not in (None, False, "", [], {}):
             yield f"{key}={value!r} (only unset)"
     for key in ("rank_pattern", "alpha_pattern"):
         pattern = found.get(key) or {}
@@ -133,15 +141,15 @@ def _unsupported(found: Mapping[str, Any]) -> Iterator[str]:
             yield f"{key}={pattern!r} (only names of modules or their ends)"
 
 
-def _faults(said: Said) -> Iterator[str]:
-    for rank in (said.rank, *said.ranks.values()):
+def _faults(described: AdapterConfig) -> Iterator[str]:
+    for rank in (described.rank, *described.ranks.values()):
         if not isinstance(rank, int) or isinstance(rank, bool) or not 1 <= rank < _MOST:
             yield f"a rank is {rank!r}"
-    for alpha in (said.alpha, *said.alphas.values()):
+    for alpha in (described.alpha, *described.alphas.values()):
         if not _is_number(alpha) or alpha == 0:
             yield f"an alpha is {alpha!r}"
-    if not _is_number(said.dropout) or not 0 <= said.dropout < 1:
-        yield f"lora_dropout is {said.dropout!r}"
+    if not _is_number(described.dropout) or not 0 <= described.dropout < 1:
+        yield f"lora_dropout is {described.dropout!r}"
 
 
 def _is_number(value: object) -> bool:

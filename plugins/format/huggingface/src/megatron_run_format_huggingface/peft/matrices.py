@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from megatron_run.contracts import ReadTensor, Weights
     from megatron_run_engine.formats.gpt_tensors import Shape
     from megatron_run_format_huggingface.family import Row
-    from megatron_run_format_huggingface.peft.config import Said
+    from megatron_run_format_huggingface.peft.config import AdapterConfig
 
 #: The file's name; and that of a pickle, which is refused.
 FILE, PICKLED = "adapter_model.safetensors", "adapter_model.bin"
@@ -132,7 +132,7 @@ def open_file(source: Path) -> TensorFile:
     return TensorFile(followed(source / FILE))
 
 
-def read(file: TensorFile, said: Said, weights: Weights) -> AdapterWeights:
+def read(file: TensorFile, described: AdapterConfig, weights: Weights) -> AdapterWeights:
     """The adapters in ``file`` by our names, for the model of ``weights``; those of one scale, others as B times more.
 
     Raises :class:`CheckpointError` with the tensors that are not of that model.
@@ -142,18 +142,18 @@ def read(file: TensorFile, said: Said, weights: Weights) -> AdapterWeights:
     modules = dict.fromkeys(match[1] for match in map(_NAME.fullmatch, file.entries) if match)
     faults = [_foreign(name) for name in file.entries if not _NAME.fullmatch(name)]
     tensors: dict[str, ReadTensor] = {}
-    how = Adapters(*_HOW, said.rank, said.scale, float(said.dropout))
+    how = Adapters(*_HOW, described.rank, described.scale, float(described.dropout))
     for module in modules:
         row = short.get(module.removeprefix(prefix))
         if row is None:
             faults.append(f"{module} is no matrix of the model")
-        elif fault := _misfit(file, module, row, shapes, said.rank_of(module)):
+        elif fault := _misfit(file, module, row, shapes, described.rank_of(module)):
             faults.append(fault)
         else:
-            tensors |= dict(_ours(file, module, _upright(row), shapes, said.scale_of(module) / said.scale))
+            tensors |= dict(_ours(file, module, _upright(row), shapes, described.scale_of(module) / described.scale))
     if faults:
         raise CheckpointError(f"{file.path} does not fit the model", why=first_few(faults))
-    return AdapterWeights(how, tensors, said.base)
+    return AdapterWeights(how, tensors, described.base)
 
 
 def _foreign(name: str) -> str:
