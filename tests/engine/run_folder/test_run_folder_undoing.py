@@ -195,6 +195,14 @@ def test_a_run_keeps_what_an_attempt_that_began_was_allowed_and_from_which_step(
     ]
 
 
+@pytest.mark.parametrize(
+    "attempts", [5, [5], [{"step": "5", "allow_change": ["data"]}], [{"step": 5, "allow_change": 5}]]
+)
+def test_what_no_run_writes_grants_nothing(tmp_path: Path, attempts: object) -> None:
+    (tmp_path / "run.json").write_text(json.dumps({"attempts": attempts}))
+    assert with_granted(tiny(tmp_path), tmp_path, 5).request.allow_change == ()
+
+
 def test_another_optimizer_that_was_allowed_to_begin_anew_is_the_run_s(run: Path) -> None:
     def opened(**asked: Any) -> OpenedFolder:
         changed = load_config("preset:tiny", sets={"train.steps": 5, "run.folder": run, "optimizer.eps": 0.5})
