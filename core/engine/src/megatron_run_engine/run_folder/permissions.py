@@ -19,7 +19,7 @@ _OPTIONS = ("allow_change", "allow_plugin_change")
 
 
 def permission_record(request: Request) -> dict[str, list[str]]:
-    """What ``request`` allows, for the entry of its attempt in ``run.json``."""
+    """Return what ``request`` allows, for the entry of its attempt in ``run.json``."""
     return {option: list(getattr(request, option)) for option in _OPTIONS}
 
 
