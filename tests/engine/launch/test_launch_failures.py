@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 from collections.abc import Callable
 from dataclasses import replace
@@ -11,7 +12,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron_run.config.request import Request
 from megatron_run.errors import DataError, ExitCode, InputError, PluginError
+from megatron_run.planning import load_config
+from megatron_run_engine.launch import LaunchOptions, launch
 from megatron_run_engine.launch.failures import (
     describe,
     exit_code,
@@ -24,6 +28,9 @@ from megatron_run_engine.launch.failures import (
 )
 from megatron_run_engine.launch.rank_output import last_log_line
 from megatron_run_engine.launch.results import RankResult
+from megatron_run_engine.launch.worker import RankWorker
+from megatron_run_engine.run_folder import RunFolder, open_run_folder
+from megatron_run_engine.runtime.world import World
 from tests.support.resolving import resolved
 
 
@@ -213,3 +220,24 @@ def test_an_interrupted_run_says_what_is_saved_and_how_to_go_on_or_that_nothing_
 def test_only_an_interrupt_is_told_that_way(run: Path) -> None:
     assert last_line(KeyboardInterrupt(), run) == interrupted("interrupted", run)
     assert last_line(DataError("no data"), run) == "no data"
+
+
+@pytest.mark.parametrize("begun", [True, False])
+@pytest.mark.parametrize("code", [ExitCode.INPUT, ExitCode.DATA])
+def test_a_joined_rank_names_its_log_unless_rank_0_takes_the_start_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: ExitCode, begun: bool
+) -> None:
+    run = tmp_path / "run"
+
+    def fail(worker: RankWorker) -> RankResult:
+        with open_run_folder(load_config("preset:tiny", sets={"run.folder": run})).lock:
+            if begun:
+                RunFolder(run, 1).begin(0)
+        worker.folder = RunFolder(run, 1, rank=1)
+        os.close(worker._terminal)
+        return RankResult(1, code, "a damaged document")
+
+    monkeypatch.setattr("megatron_run_engine.launch.api.find_world", lambda *_: World(1, 2, launcher="torchrun"))
+    monkeypatch.setattr(RankWorker, "run", fail)
+    log = f", log: {run / 'logs' / 'attempt-001' / 'rank-00001.log'}" if begun else ""
+    assert launch(Request(), LaunchOptions()).message == f"a damaged document (rank 1{log})"

@@ -66,3 +66,24 @@ def test_text_for_a_notebook_is_whole_where_a_piece_ends_within_a_character(
     relay.start()
     relay.finish()
     assert shown.said == "." + text
+
+
+def full(_: bytes) -> None:
+    raise OSError(28, "No space left on device")
+
+
+@pytest.mark.parametrize(
+    ("exists", "said"),
+    [
+        (True, "standard output cannot be written: No space left on device; the run goes on, and prints into {log}"),
+        (False, "{log} cannot be read, and is shown no more: No such file or directory; the run goes on"),
+    ],
+)
+def test_a_log_that_cannot_be_read_is_no_fault_of_the_reader(log: Path, exists: bool, said: str) -> None:
+    if not exists:
+        log.unlink()
+    told: list[str] = []
+    relay = Relay(log, full, told.append)
+    relay.start()
+    relay.finish()
+    assert told == [said.format(log=log)]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,8 +12,9 @@ from typing import Any
 import pytest
 
 from megatron_run.errors import ExitCode, InputError
+from megatron_run.files.safe_folder import SafeFolder
 from megatron_run.planning import ResolvedRun, load_config
-from megatron_run_engine.run_folder import OpenedFolder, RunFolder, open_run_folder
+from megatron_run_engine.run_folder import FolderLock, OpenedFolder, RunFolder, open_run_folder
 from megatron_run_engine.run_folder.folder import DESCRIPTION, last_config
 from megatron_run_engine.run_folder.permissions import with_granted
 
@@ -192,6 +195,14 @@ def test_a_run_keeps_what_an_attempt_that_began_was_allowed_and_from_which_step(
     ]
 
 
+@pytest.mark.parametrize(
+    "attempts", [5, [5], [{"step": "5", "allow_change": ["data"]}], [{"step": 5, "allow_change": 5}]]
+)
+def test_what_no_run_writes_grants_nothing(tmp_path: Path, attempts: object) -> None:
+    (tmp_path / "run.json").write_text(json.dumps({"attempts": attempts}))
+    assert with_granted(tiny(tmp_path), tmp_path, 5).request.allow_change == ()
+
+
 def test_another_optimizer_that_was_allowed_to_begin_anew_is_the_run_s(run: Path) -> None:
     def opened(**asked: Any) -> OpenedFolder:
         changed = load_config("preset:tiny", sets={"train.steps": 5, "run.folder": run, "optimizer.eps": 0.5})
@@ -201,3 +212,56 @@ def test_another_optimizer_that_was_allowed_to_begin_anew_is_the_run_s(run: Path
         first.folder.begin(3)
     with opened().lock:
         pass
+
+
+def test_a_folder_that_cannot_be_made_leaves_none_on_the_way(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="too long"):
+        open_run_folder(tiny(tmp_path / "new" / ("long" * 100)))
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("named", [True, False])
+@pytest.mark.parametrize("failure", [OSError(28, "No space left on device"), KeyboardInterrupt()])
+def test_a_folder_that_cannot_be_locked_is_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failure: BaseException, named: bool
+) -> None:
+    def refuse(*_: object) -> None:
+        raise failure
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(os, "ftruncate", refuse)
+    with pytest.raises(InputError if isinstance(failure, OSError) else KeyboardInterrupt):
+        open_run_folder(tiny(tmp_path / "a" / "b" if named else None))
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_that_another_start_has_locked_meanwhile_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "run"
+    path.mkdir()
+    with FolderLock(path):
+        monkeypatch.setattr("megatron_run_engine.run_folder.opening._outermost_missing", lambda _: path)
+        with pytest.raises(InputError, match="is in use"):
+            open_run_folder(tiny(path))
+        assert (path / ".lock").exists()
+
+
+def test_where_a_log_cannot_be_removed_any_start_takes_the_folder_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    remove_all = SafeFolder.remove_all
+
+    def busy(folder: SafeFolder, name: str) -> None:
+        if name == "logs":  # of a rank that still writes into it, on NFS
+            raise OSError(errno.ENOTEMPTY, "Directory not empty")
+        remove_all(folder, name)
+
+    with (opened := open_run_folder(tiny(tmp_path / "run"))).lock, monkeypatch.context() as patched:
+        patched.setattr(SafeFolder, "remove_all", busy)
+        assert opened.end(ExitCode.DATA, "the data is missing")
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["logs", "run.json"]
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["attempts"] == []
+    with (again := open_run_folder(tiny(tmp_path / "run", steps=7))).lock:
+        assert again.folder.attempt == 1
+        assert json.loads((tmp_path / "run" / "run.json").read_text())["identity"]["train.steps"] == 7

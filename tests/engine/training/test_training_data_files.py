@@ -52,7 +52,20 @@ def test_a_step_of_any_attempt_is_compared_with_its_own_files(run: Path) -> None
     assert changed_files(run, record("2", {}), record("9", {"other.txt": "f"})) == "other.txt has other contents"
 
 
-@pytest.mark.parametrize("content", [None, "{}", "[1]", '{"files": "1"', '{"files": "%s", "listed": [1]}' % ("7" * 32)])
+#: Of a record for the step that the test below asks about, whose list is none.
+SEVENS = "7" * 32
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        None,
+        "{}",
+        "[1]",
+        '{"files": "1"',
+        *(f'{{"files": "{SEVENS}", "listed": {listed}}}' for listed in ("[1]", '{"a": []}', '{"a": 5}', '{"a": {}}')),
+    ],
+)
 def test_nothing_is_said_where_nothing_is_known(run: Path, content: str | None) -> None:
     if content is not None:
         (run / "data.json").write_text(content)

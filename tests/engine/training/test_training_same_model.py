@@ -10,6 +10,8 @@ import pytest
 import tokenizers
 
 from megatron_run.errors import CheckpointError, DataError
+from megatron_run.planning import load_config
+from megatron_run_engine.training.state.init_from import check_source
 from tests.support.resuming import SMALL, attempt
 
 NAMES = "abcdefghijkl"
@@ -96,3 +98,21 @@ def test_a_text_that_was_edited_with_permission_needs_no_word_again(sets: dict[s
         attempt(tmp_path / "run", sets)
     allowed(tmp_path / "run", "data", 2)
     assert attempt(tmp_path / "run", sets).first == 3
+
+
+@pytest.mark.parametrize("start", ["run.init_from", "run.branch_from"])
+def test_a_start_from_another_run_with_other_words_needs_no_word_again_before_it_has_saved(
+    start: str, sets: dict[str, Any], tmp_path: Path
+) -> None:
+    write_tokenizer(tmp_path / "tokenizer.json", NAMES[::-1])
+    new = tmp_path / "new"
+    values = {**sets, start: str(tmp_path / "run"), "run.folder": new}
+    with pytest.raises(DataError, match="another tokenizer"):
+        check_source(load_config("preset:tiny", sets=values)) if start == "run.init_from" else attempt(new, values)
+    new.mkdir(exist_ok=True)
+    allowed(new, "data.tokenizer", 0)
+    check_source(load_config("preset:tiny", sets=values))
+    assert attempt(new, values).first == (1 if start == "run.init_from" else 3)
+    write_tokenizer(tmp_path / "tokenizer.json", NAMES)
+    with pytest.raises(DataError, match="another tokenizer"):  # than its own step was saved with
+        attempt(new, values)

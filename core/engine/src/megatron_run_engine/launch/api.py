@@ -376,7 +376,7 @@ def _join(resolve_run: ResolveRun, world: World, options: LaunchOptions) -> RunR
     if message and folder is not None and world.rank > 0:
         first, newline, others = message.partition("\n")
         message = f"{first} (rank {world.rank}, log: {folder.log(world.rank)}){newline}{others}"
-        if result.code in REFUSALS and not options.debug:  # rank 0 may take the start back, with its logs
+        if result.code in REFUSALS and not options.debug and not folder.begun:  # rank 0 takes it back, with its logs
             message = without_logs(message, folder)
     return RunResult(result.code, folder.path if folder else None, message)
 

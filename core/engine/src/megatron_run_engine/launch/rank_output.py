@@ -112,7 +112,8 @@ def flush_output() -> None:
 class Relay:
     """Copies ``log`` to ``write``, in a thread.
 
-    When the reader is gone (EPIPE), training continues unseen; when there is no room, ``tell`` says so.
+    When the reader is gone (EPIPE), training continues unseen; when there is no room, or the log cannot be read,
+    ``tell`` says so.
     """
 
     def __init__(self, log: Path, write: Callable[[bytes], None], tell: Callable[[str], None]) -> None:
@@ -136,23 +137,26 @@ class Relay:
     def _run(self) -> None:
         try:
             with os.fdopen(open_log(self._log, os.O_RDONLY), "rb") as log:
-                while not self._ended.is_set():
-                    self._copy(log.read())
-                    self._ended.wait(_RELAY)
-                self._copy(log.read())
-        except BrokenPipeError:
-            return
+                while self._copied(log.read()):
+                    if self._ended.wait(_RELAY):
+                        self._copied(log.read())
+                        return
         except OSError as error:
-            self._tell(
-                f"standard output cannot be written: {error.strerror}; the run goes on, and prints into {self._log}"
-            )
-        except ValueError:  # it was closed
-            return
+            self._tell(f"{self._log} cannot be read, and is shown no more: {error.strerror}; the run goes on")
 
-    def _copy(self, data: bytes) -> None:
-        for start in range(0, len(data), _PIECE):
-            self._write(data[start : start + _PIECE])
-            self._taken += 1
+    def _copied(self, data: bytes) -> bool:
+        """Copy ``data``; whether anybody takes more of it."""
+        try:
+            for start in range(0, len(data), _PIECE):
+                self._write(data[start : start + _PIECE])
+                self._taken += 1
+        except (BrokenPipeError, ValueError):  # the reader is gone, or the stream was closed
+            return False
+        except OSError as error:
+            why = f"standard output cannot be written: {error.strerror}"
+            self._tell(f"{why}; the run goes on, and prints into {self._log}")
+            return False
+        return True
 
 
 def terminal_writer() -> Callable[[bytes], None]:

@@ -119,7 +119,7 @@ class Rendezvous:
         raise PeerError(verdict["failed"], verdict["code"])
 
     def remembered(self) -> Mapping[str, str]:
-        """What ``runs/latest`` stood for in the first start; empty where nothing was kept."""
+        """Return what ``runs/latest`` stood for in the first start; empty where nothing was kept."""
         kept = self._all_starts.check([_LATEST])
         return json.loads(self._all_starts.get(_LATEST)) if kept else {}
 

@@ -165,7 +165,7 @@ class RankWorker:
         return ExitCode.DONE
 
     def _known_latest(self) -> Mapping[str, str]:
-        """What ``runs/latest`` stood for in the first start: by now it may name this very run, started again."""
+        """Return what ``runs/latest`` stood for to the first start: by now it may name this very run."""
         if not self._world.restart:
             return {}
         self._rendezvous = Rendezvous(self._world, _DEFAULT_TIMEOUT)

@@ -31,12 +31,16 @@ class FolderLock:
 
     def _acquire(self) -> None:
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+        held, ours = False, not os.path.lexists(self._path)
         handle = os.open(self._path, flags | os.O_NONBLOCK, 0o644)
         try:
             self._lock(handle)
+            held = True
             os.ftruncate(handle, 0)  # only now: until the lock is held, the content names its holder
             os.write(handle, _process_name())
         except BaseException:
+            if held and ours:  # as on a full disk; a new folder is empty again
+                self._path.unlink(missing_ok=True)
             os.close(handle)
             self._remove_exclusive()
             raise

@@ -6,8 +6,8 @@ import os
 import re
 import secrets
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -80,13 +80,11 @@ def open_run_folder(run: ResolvedRun, arguments: Sequence[str] = (), base: Path 
     wanted = run.config.run.folder
     check_goes_on(run)
     try:
-        path, made = _new_folder(base) if wanted is None else _chosen_folder(wanted)
-        lock = FolderLock(path)
-        before = Before.of(path, made)
+        before, lock = _new_folder(base) if wanted is None else _chosen_folder(wanted)
         try:
-            opened = _enter(before, lock, run, arguments)
+            opened = _enter(before.with_status(), lock, run, arguments)
         except BaseException:
-            before.leave()
+            before.leave(locked=True)
             lock.release()
             raise
     except OSError as error:
@@ -137,22 +135,38 @@ def _shows(path: Path, attempt: int, run_id: str) -> bool:
     return record is not None and record.get("id") == run_id
 
 
-def _new_folder(base: Path) -> tuple[Path, Path]:
-    made = _outermost_missing(base.absolute())
-    base.mkdir(parents=True, exist_ok=True)
-    while True:
-        path = base.absolute() / f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
-        with suppress(FileExistsError):  # mkdir decides between jobs that start in one second with equal random parts
-            path.mkdir()
-            return path, made or path
+def _new_folder(base: Path) -> tuple[Before, FolderLock]:
+    runs = base.absolute()
+    made = _outermost_missing(runs)
+    with _left_as_it_was(Before(runs, made)):
+        runs.mkdir(parents=True, exist_ok=True)
+        while True:
+            path = runs / f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
+            with suppress(FileExistsError):  # mkdir decides between jobs of one second with equal random parts
+                path.mkdir()
+                break
+    before = Before(path, made or path)
+    with _left_as_it_was(before):
+        return before, FolderLock(path)
 
 
-def _chosen_folder(wanted: Path) -> tuple[Path, Path | None]:
+def _chosen_folder(wanted: Path) -> tuple[Before, FolderLock]:
     path = _follow_sibling_link(wanted.expanduser().absolute())
     _check_entries(path)
-    made = _outermost_missing(path)
-    path.mkdir(parents=True, exist_ok=True)
-    return path, made
+    before = Before(path, _outermost_missing(path))
+    with _left_as_it_was(before):
+        path.mkdir(parents=True, exist_ok=True)
+        return before, FolderLock(path)
+
+
+@contextmanager
+def _left_as_it_was(before: Before) -> Iterator[None]:
+    """Within: a failure removes the folders that were made, in which nothing lies yet."""
+    try:
+        yield
+    except BaseException:
+        before.leave(locked=False)
+        raise
 
 
 def _outermost_missing(path: Path) -> Path | None:

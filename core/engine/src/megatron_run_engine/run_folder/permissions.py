@@ -19,12 +19,14 @@ _OPTIONS = ("allow_change", "allow_plugin_change")
 
 
 def permission_record(request: Request) -> dict[str, list[str]]:
-    """What ``request`` allows, for the entry of its attempt in ``run.json``."""
+    """Return what ``request`` allows, for the entry of its attempt in ``run.json``."""
     return {option: list(getattr(request, option)) for option in _OPTIONS}
 
 
-def sound_permissions(entry: Mapping[str, Any]) -> bool:
+def sound_permissions(entry: object) -> bool:
     """Whether an ``entry`` of ``run.json`` has the permissions that a run writes there, or none as early versions."""
+    if not isinstance(entry, dict):
+        return False
     names = [entry.get(option, []) for option in _OPTIONS]
     return type(entry.get("step", 0)) is int and all(
         isinstance(many, list) and all(isinstance(name, str) for name in many) for many in names
@@ -49,6 +51,7 @@ def with_granted(run: ResolvedRun, home: Path, step: int) -> ResolvedRun:
 
 def _since(home: Path, step: int) -> Iterator[Mapping[str, Any]]:
     record = SafeFolder(home).read_json("run.json") or {}
-    for entry in record.get("attempts", []):
+    attempts = record.get("attempts")
+    for entry in attempts if isinstance(attempts, list) else ():  # nobody has checked the file yet
         if sound_permissions(entry) and entry.get("step", -1) >= step:  # without a step it never began
             yield {option: entry.get(option, []) for option in _OPTIONS}
