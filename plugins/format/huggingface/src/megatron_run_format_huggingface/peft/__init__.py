@@ -39,9 +39,9 @@ class Peft(Format):
         """
         if weights.adapters is None:
             raise InputError(
-                "the step holds all weights, and no adapters",
+                "the step to be exported holds all weights, and no adapters",
                 why="it was not trained with parallel-layer=dense+lora",
-                fix="--to huggingface writes the model",
+                fix="name the run that was, before the folder, or write the model: --to huggingface",
             )
         files, found = FileSystem(), matrices.write(weights, weights.adapters)
         write_tensors(folder / matrices.FILE, found.tensors, files, METADATA)
