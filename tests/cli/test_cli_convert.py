@@ -44,6 +44,13 @@ def test_there_and_back_with_both_formats(run: Path, tmp_path: Path, capsys: Out
         assert "whole" in told(capsys, "checkpoint", "list", back)
 
 
+def test_an_export_without_its_folder_says_what_lacks(run: Path, capsys: Output) -> None:
+    (run / "run.json").write_text("{}")
+    said = told(capsys, "export", run, "--to", "huggingface", code=2)
+    assert f"{run} is a run, and FOLDER is where its model goes; add a new folder: megatron-run export {run} " in said
+    (run / "run.json").unlink()
+
+
 def test_the_configuration_of_an_import_configures_a_run(run: Path, tmp_path: Path, capsys: Output) -> None:
     told(capsys, "export", run, tmp_path / "hf", "--to", "huggingface")
     told(capsys, "import", tmp_path / "hf", tmp_path / "ours", "--from", "huggingface")

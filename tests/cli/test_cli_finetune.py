@@ -91,6 +91,17 @@ def test_conversations_need_a_file_and_the_plugin_that_reads_them(
     assert "add --plugin data=instruct" in capfd.readouterr().err
 
 
+@pytest.mark.parametrize("more", [(), ("--plugin", "data=instruct")])
+def test_a_misspelt_file_is_told_before_a_model_is_imported(
+    more: tuple[str, ...], model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Output
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("chats.jsonl").write_text("{}")
+    assert run("finetune", str(model), "--data", "chats.jsnl", *more) == 5
+    assert "data file chats.jsnl does not exist (from --data); did you mean 'chats.jsonl'?" in capfd.readouterr().err
+    assert not Path("runs").exists()
+
+
 @pytest.mark.nightly  # four processes that import torch; test_formats_convert has the template, instruct's own the data
 def test_a_model_is_tuned_on_conversations_with_the_template_beside_its_tokenizer(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Output

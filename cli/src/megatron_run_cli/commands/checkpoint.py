@@ -11,7 +11,7 @@ from shlex import quote
 
 import click
 
-from megatron_run.errors import ExitCode
+from megatron_run.errors import ExitCode, InputError
 from megatron_run_cli.completion import words as places
 from megatron_run_cli.grammar import Commands, debug_option, json_option, step_option
 from megatron_run_cli.output import print_json, print_table, tell
@@ -155,6 +155,9 @@ def export(words: tuple[Path, ...], *, name: str, step: int | None, as_json: boo
     """
     if not 1 <= len(words) <= 2:
         raise click.UsageError(f"expected [SOURCE] FOLDER, got {len(words)} words")
+    if len(words) == 1 and (words[0] / "run.json").exists():
+        fix = f"add a new folder: megatron-run export {quote(str(words[0]))} FOLDER --to {name}"
+        raise InputError(f"{words[0]} is a run, and FOLDER is where its model goes", fix=fix)
     from megatron_run_engine.formats.convert import export_model
 
     done = export_model(words[0] if len(words) == 2 else None, words[-1], name, step)

@@ -171,11 +171,7 @@ def _finetune(  # one argument an option: so click calls it
     _check_finetuning(data, task, seeds, words)
     files = tuple(each for each in configs if each != "-")  # standard input is read once, by the training
     check_keys(Request(files, options["sets"], options["plugins"], options["nproc"], environment=os.environ))
-    if task is None and not configs and not any(word.startswith(("data=", "data.use=")) for word in words):
-        from megatron_run_engine.data.documents import require_texts
-
-        with naming({"data.paths": "--data"}):
-            require_texts([path for path in map(Path, data) if path.is_file()])
+    _check_data(data, texts=not (task or configs or any(word.startswith(("data=", "data.use=")) for word in words)))
     checkpoints, step = find_step(_ours(folder))
     about, home = checkpoints.manifest(step).about, checkpoints.path.parent
     identity = about.identity
@@ -235,6 +231,19 @@ def _tokenizer(about: About, home: Path, *, named: bool) -> str:
             raise
         return ""
     return str(Path(found).absolute()) if found else ""
+
+
+def _check_data(data: tuple[str, ...], *, texts: bool) -> None:
+    """Raise :class:`DataError` for a name that matches nothing, before a model is imported for it.
+
+    Without ``texts`` what is there is for a plugin to read.
+    """
+    from megatron_run_engine.data.documents import check_names, find_documents, require_texts
+
+    with naming({"data.paths": "--data"}):
+        check_names(data)
+        if texts and data:
+            require_texts([document.path for document in find_documents(data)])
 
 
 def _check_finetuning(data: tuple[str, ...], task: str | None, seeds: int, words: tuple[str, ...]) -> None:

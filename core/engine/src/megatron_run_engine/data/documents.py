@@ -101,6 +101,13 @@ def require_texts(paths: Sequence[Path]) -> None:
             raise InputError(cause.what, why=_NO_TEXT, origin="data.paths", fix=_OTHERS) from cause
 
 
+def check_names(names: Sequence[str]) -> None:
+    """Raise :class:`DataError` for the first of ``names`` that is no pattern and is not there."""
+    for path in (Path(name).expanduser() for name in names if not has_magic(name)):
+        if not path.exists():
+            raise _missing(path)
+
+
 def find_documents(names: Sequence[str]) -> tuple[Document, ...]:
     """Return the documents of ``names`` in the order of the names, sorted within each name, each file once.
 
