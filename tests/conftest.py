@@ -86,7 +86,7 @@ def _nothing_is_left_in_the_process(request: pytest.FixtureRequest, _installed_i
     yield
     gc.collect()
     gc.freeze()
-    left = Census.take().left(before)
+    left = Census.left_since(before)
     assert not left, f"{request.path.name} leaves behind: {left}"
 
 

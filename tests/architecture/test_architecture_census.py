@@ -9,6 +9,7 @@ import socket
 import sys
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack
 from unittest import mock
 
@@ -76,6 +77,15 @@ def test_what_is_left_is_named_and_nothing_is_once_it_is_closed(leave: Callable[
         left = "\n".join(Census.take().left(before))
         assert re.search(named, left), left
     assert not Census.take().left(before)
+
+
+def test_a_pool_that_was_shut_down_unawaited_is_waited_for_and_no_other_thread() -> None:
+    before, pool, go_on = Census.take(), ThreadPoolExecutor(1), threading.Event()
+    pool.submit(go_on.wait)
+    pool.shutdown(wait=False)
+    assert "threads: " in "\n".join(Census.left_since(before, within=0.01))
+    go_on.set()
+    assert not Census.left_since(before)
 
 
 @pytest.mark.parametrize(

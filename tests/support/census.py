@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import Field, dataclass, field, fields
@@ -61,6 +62,15 @@ class Census:
             switches(),
         )
 
+    @classmethod
+    def left_since(cls, before: Census, within: float = 5.0) -> list[str]:
+        """As :meth:`left` of now, once pools that were shut down unawaited, as those of transformers, have ended."""
+        deadline = time.monotonic() + within
+        for thread in _own_threads():
+            if str(thread.ident) not in before.threads:
+                thread.join(max(0.0, deadline - time.monotonic()))
+        return cls.take().left(before)
+
     def left(self, before: Census) -> list[str]:
         """What is here that was not ``before``, and what is set in another way; a line each."""
         return sorted(line for kind in fields(self) for line in self._left(before, kind))
@@ -86,7 +96,11 @@ def _descriptors() -> Iterator[tuple[str, str]]:
 
 def _threads() -> Iterator[tuple[str, str]]:
     """Python's threads, but those of libraries, which have one each. Groups take the threads of theirs with them."""
-    return ((str(each.ident), each.name) for each in threading.enumerate() if not each.name.startswith(_LIBRARIES))
+    return ((str(each.ident), each.name) for each in _own_threads())
+
+
+def _own_threads() -> list[threading.Thread]:
+    return [each for each in threading.enumerate() if not each.name.startswith(_LIBRARIES)]
 
 
 def _memory() -> Iterator[tuple[str, str]]:
