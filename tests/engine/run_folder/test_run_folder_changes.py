@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
+from megatron_run.config.request import Request
 from megatron_run.errors import InputError
-from megatron_run.planning import ResolvedRun, load_config
+from megatron_run.planning import ResolvedRun, load_config, resolve
 from megatron_run_engine.run_folder import check_run_folder, open_run_folder
 from megatron_run_engine.run_folder.changes import check_names, find_changes, identity, with_added_options
 from tests.support.resolving import resolved
@@ -73,15 +74,26 @@ def test_a_word_about_a_run_that_goes_on_needs_that_run(given: dict[str, Any], o
     with pytest.raises(InputError, match=f"^{option} is about a run that goes on, and run.folder names none; add"):
         check_run_folder(asked())
     new = tmp_path / "new"
-    with pytest.raises(InputError, match=f"^{option} is about .*, and there is none in {new} .*or leave {option} out"):
+    if option == "--resume 3":
+        for look in (check_run_folder, open_run_folder):
+            with pytest.raises(InputError, match=f"^{option} is about .*none in {new} .*or leave {option} out"):
+                look(asked(f"run.folder={new}"))
+        assert not list(tmp_path.iterdir()), "nothing is made for it"
+    else:  # a script may begin what it extends later
         check_run_folder(asked(f"run.folder={new}"))
-    with pytest.raises(InputError, match=f"^{option} is about .*, and there is none in {new} "):
-        open_run_folder(asked(f"run.folder={new}"))
-    assert not list(tmp_path.iterdir()), "nothing is made for it"
     check_run_folder(asked("run.branch_from=old@3", f"run.folder={new}"))
     for resume in ("auto", "never"):
         run = resolved()
         check_run_folder(replace(run, request=replace(run.request, resume=resume)))
+
+
+@pytest.mark.parametrize("given", [{"extend": True}, {"allow_change": ("train.lr",)}])
+def test_a_run_that_is_begun_where_one_was_to_go_on_is_told(given: dict[str, Any], tmp_path: Path) -> None:
+    request = Request(("preset:tiny",), values={"run.folder": str(tmp_path)}, **given)
+    told = f"is about a run that goes on, and there is none in {tmp_path} yet: this begins one"
+    assert [notice for notice in resolve(request).notices if told in notice]
+    (tmp_path / "run.json").touch()
+    assert not [notice for notice in resolve(request).notices if told in notice]
 
 
 def test_weights_of_another_tokenizer_may_be_allowed_where_no_run_goes_on(tmp_path: Path) -> None:

@@ -253,7 +253,8 @@ def check_names(request: Request, run: ResolvedRun) -> None:
 def check_goes_on(run: ResolvedRun, looked: Path | None = None) -> None:
     """Raise :class:`InputError` for an option about going on (``--extend``, ...) where ``run`` goes on from nothing.
 
-    ``looked`` is where no run was found; None before that is known.
+    ``looked`` is where no run was found; None before that is known. There a script may begin what it extends later:
+    refused are a step by its number, and a configuration that was moved with its run, which says where that is.
     """
     folders, request = run.config.run, run.request
     if folders.branch_from or (folders.folder and looked is None):
@@ -270,7 +271,9 @@ def check_goes_on(run: ResolvedRun, looked: Path | None = None) -> None:
     origin = run.origins.get(("run", "folder"), DEFAULT)
     config = config_file(origin)
     home = None if config is None else run_home(config)
-    if looked is None or home is not None:  # a configuration that was moved with its run says where the run was
+    if looked is not None and home is None and not option.startswith("--resume"):
+        return
+    if looked is None or home is not None:
         fix = f"add --set {quote(f'run.folder={home}')}" if home else "add --set run.folder=FOLDER, as runs/latest"
     else:
         fix = f"name the folder of a run with --set run.folder=FOLDER, or leave {option} out to begin one"

@@ -13,6 +13,7 @@ from megatron_run.files.latest_run import follow_latest
 if TYPE_CHECKING:
     from megatron_run.config.merge import ConfigSource
     from megatron_run.config.origin import Origin
+    from megatron_run.config.request import Request
 
 
 #: Keys that name a run, the last one with ``@STEP``.
@@ -53,9 +54,18 @@ def run_home(config: Path) -> Path | None:
     return next((folder for folder in homes if (folder / "run.json").exists()), None)
 
 
-def home_notices(merged: ConfigSource) -> Iterator[str]:
-    """A notice where the file that names ``run.folder`` lies in another run's folder, as one that was moved."""
+def home_notices(merged: ConfigSource, request: Request) -> Iterator[str]:
+    """Notices where ``run.folder`` has no run that ``request`` could go on with, or lies in another run's folder.
+
+    The latter is so where the file that names it was moved with its run.
+    """
     value = merged.values.get(("run", "folder"))
+    option = "--extend" if request.extend else "--allow-change" if request.allow_change else ""
+    alone = merged.values.keys().isdisjoint({("run", "init_from"), ("run", "branch_from")})  # of other runs
+    if option and alone and value is not None and value.data is not None:
+        folder = Path(str(value.data)).expanduser()
+        if not (folder / "run.json").exists():
+            yield f"{option} is about a run that goes on, and there is none in {folder} yet: this begins one"
     config = None if value is None else config_file(value.origin)
     home = None if config is None else run_home(config)
     if value is None or value.data is None or home is None:

@@ -172,7 +172,7 @@ class _Resolver:
             merged, self._objects, catalog, self._findings, self._notices, plan_only=self._plan_only
         )
         merged = apply_decided(apply_suggestions(merged, chosen, self._notices), chosen)
-        self._notices += (*rule_notices(merged), *home_notices(merged))
+        self._notices += (*rule_notices(merged), *home_notices(merged, self._request))
         plugins = {}
         for kind, many in chosen.items():
             plugins[kind] = with_options(kind, many, merged, catalog, self._findings, self._notices)
