@@ -2,3 +2,6 @@
 
 It imports the kernel, and the engine and the suites inside the commands that need them.
 """
+
+#: A variable that torchrun gives a rank, and one that Slurm does.
+RANK_VARIABLES = frozenset({"LOCAL_RANK", "SLURM_PROCID"})

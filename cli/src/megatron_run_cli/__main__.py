@@ -11,12 +11,14 @@ from functools import partial
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 
+from megatron_run_cli import RANK_VARIABLES
+
 with suppress(FileNotFoundError):  # the current folder was removed
     if __name__ == "__main__" and not sys.flags.safe_path and sys.path[:1] == [os.getcwd()]:  # noqa: PTH109  # as -m has it
         del sys.path[0]  # a torch.py that lies in the current folder is not torch
 
 # Most of what a command imports and makes stays to its end. A rank of torchrun or srun keeps Python's pace.
-if not {"LOCAL_RANK", "SLURM_PROCID"} & os.environ.keys():
+if RANK_VARIABLES.isdisjoint(os.environ):
     gc.set_threshold(50_000, 10, 100)
 
 from megatron_run.errors import ExitCode

@@ -18,13 +18,14 @@ from click.shell_completion import CompletionItem
 
 from megatron_run.errors import InputError, PluginError, RunError
 from megatron_run.errors.wording import did_you_mean, near_path
+from megatron_run_cli import RANK_VARIABLES
 from megatron_run_cli.completion import words
 from megatron_run_cli.termination import ending_in_order
 
 _CONFIG_ENDINGS = (".yaml", ".yml", ".json")
-#: The commands that torchrun and Slurm start as ranks, and a variable that each of the two then sets. Until the
-#: handlers of a run stand, a signal ends a rank at once: it may wait for the others.
-_OF_RANKS, _RANK = frozenset({"train", "finetune"}), frozenset({"LOCAL_RANK", "SLURM_PROCID"})
+#: The commands that torchrun and Slurm start as ranks. Until the handlers of a run stand, a signal ends a rank at once:
+#: it may wait for the others.
+_OF_RANKS = frozenset({"train", "finetune"})
 
 
 def is_config(word: str) -> bool:
@@ -94,7 +95,7 @@ class Program(DefaultGroup):
     ) -> tuple[str | None, click.Command | None, list[str]]:
         """The command that ``args`` name, which a signal ends in order unless this process is a rank."""
         name, command, rest = super().resolve_command(ctx, args)
-        is_rank = name in _OF_RANKS and not _RANK.isdisjoint(os.environ)
+        is_rank = name in _OF_RANKS and not RANK_VARIABLES.isdisjoint(os.environ)
         if not (is_rank or ctx.resilient_parsing):
             ctx.with_resource(ending_in_order())
         return name, command, rest

@@ -160,7 +160,7 @@ def test_changed_contents_are_told_and_recorded_where_no_key_has_changed(
     changes = json.loads((carried / "run.json").read_text())["attempts"][-1]["changes"]
     assert changes["contents of data.tokenizer"] == hashes
     assert len(set(changes["contents of data"])) == 2
-    assert "text.txt has other contents" in caplog.text
+    assert "of the training data text.txt has other contents" in caplog.text
     assert load("r/checkpoints/step1").encode(text) == [6, 7, 8, 4]
     assert load("r/checkpoints/step2").encode(text) == [3, 2, 1, 5]
 

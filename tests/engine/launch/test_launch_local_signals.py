@@ -14,8 +14,6 @@ from tests.engine.launch.launcher import Launcher, no_process_left, send_when
 from tests.support.processes import on_signals
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(60)]
-#: Seconds after which a rank that says nothing new hangs.
-LIMIT = 1.0
 
 
 @pytest.fixture

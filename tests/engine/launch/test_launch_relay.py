@@ -34,14 +34,17 @@ def test_a_slow_reader_gets_every_line(log: Path) -> None:
 
 
 def test_a_reader_that_takes_nothing_holds_nobody_up(log: Path) -> None:
-    let_go = threading.Event()
+    let_go, pieces = threading.Event(), list[bytes]()
 
-    def stuck(_: bytes) -> None:
+    def stuck(data: bytes) -> None:
+        pieces.append(data)
         let_go.wait()
 
     relay = Relay(log, stuck, print)
     relay.start()
-    relay.finish(within=0.1)
+    relay.finish(within=0.5)
+    assert log.read_bytes().startswith(b"".join(pieces))
+    assert len(pieces) == 1
     let_go.set()
 
 

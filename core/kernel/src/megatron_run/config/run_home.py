@@ -55,23 +55,26 @@ def run_home(config: Path) -> Path | None:
 
 
 def home_notices(merged: ConfigSource, request: Request) -> Iterator[str]:
-    """Notices where ``run.folder`` has no run that ``request`` could go on with, or lies in another run's folder.
-
-    The latter is so where the file that names it was moved with its run.
-    """
+    """Notices about the folder that ``run.folder`` names: there is no run to go on with, or it was another one's."""
     value = merged.values.get(("run", "folder"))
+    if value is not None and value.data is not None:
+        named = Path(str(value.data)).expanduser()
+        yield from _begun(named, merged, request)
+        yield from _moved(named.absolute(), config_file(value.origin))
+
+
+def _begun(named: Path, merged: ConfigSource, request: Request) -> Iterator[str]:
+    """A notice where ``request`` is to go on with a run, and there is none in ``named``."""
     option = "--extend" if request.extend else "--allow-change" if request.allow_change else ""
     alone = merged.values.keys().isdisjoint({("run", "init_from"), ("run", "branch_from")})  # of other runs
-    if option and alone and value is not None and value.data is not None:
-        folder = Path(str(value.data)).expanduser()
-        if not (folder / "run.json").exists():
-            yield f"{option} is about a run that goes on, and there is none in {folder} yet: this begins one"
-    config = None if value is None else config_file(value.origin)
+    if option and alone and not (named / "run.json").exists():
+        yield f"{option} is about a run that goes on, and there is none in {named} yet: this begins one"
+
+
+def _moved(named: Path, config: Path | None) -> Iterator[str]:
+    """A notice where ``config``, which names the folder, lies in another run's, as one that was moved with its run."""
     home = None if config is None else run_home(config)
-    if value is None or value.data is None or home is None:
-        return
-    named = Path(str(value.data)).expanduser().absolute()
-    if named.resolve() != home.resolve():
+    if home is not None and named.resolve() != home.resolve():
         yield (
             f"{config} lies in the run folder {home}, and its run.folder is {named}: "
             f"to go on with the run in {home} add --set {quote(f'run.folder={home}')}"

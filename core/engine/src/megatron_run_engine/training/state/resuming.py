@@ -92,7 +92,8 @@ def resume(
         keys, plugins = map(str, accepted.changes), plugin_changes(manifest.about, run.plugins)
         code = program_changes(manifest.about, run)
         files = changed_files(checkpoints.path.parent, manifest.about.data, data)
-        for line in (*plugins, *code, *keys, *filter(None, (files,)), *rate_change(run, manifest.about, accepted)):
+        contents = [f"of the training data {files}"] if files else []
+        for line in (*plugins, *code, *keys, *contents, *rate_change(run, manifest.about, accepted)):
             assembly.context.log.warning("%s", line)
     reader = Reader(checkpoints.folder(step), manifest)
     on_all_ranks(ranks, lambda: check_shapes(run, assembly, reader, checkpoints.folder(step)))
