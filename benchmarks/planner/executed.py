@@ -131,7 +131,7 @@ def judge(configuration: Configuration, executed: Executed, device: Device, sche
     """Compare one configuration with what the planner says of it."""
     task = read_task(configuration.request, configuration.ranks)
     split = task.split
-    plan = schedules.plan(task.schedule, task.model.layers, split.pipeline, split.chunks, split.microbatches)
+    plan = schedules.plan(task.schedule, len(task.model.layers), split.pipeline, split.chunks, split.microbatches)
     seconds = step_seconds(executed.rounds)
     row = Measured(task.model, split, seconds)
     compared = Compared(row, step_time(task.model, split, device, plan).seconds)

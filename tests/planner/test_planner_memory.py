@@ -13,7 +13,7 @@ from megatron_run.planning import resolve
 from megatron_run_engine.nn.parallel import rows_of_a_rank
 from megatron_run_planner.memory import stage_memory
 from megatron_run_planner.task import read_task
-from megatron_run_planner.workload import Model
+from megatron_run_planner.workload import rows_of_words
 
 if TYPE_CHECKING:
     from megatron_run_engine.runtime.comm import ParallelGroup
@@ -71,7 +71,7 @@ GRID = {
 @pytest.mark.parametrize("words", [1, 128, 50257, 128256])
 def test_tables_of_words_are_padded_as_layers_pad_them(words: int, tensor: int) -> None:
     peers = cast("ParallelGroup", SimpleNamespace(size=tensor))
-    assert Model(1, 64, 8, 64, words).rows_of_words(tensor) == tensor * rows_of_a_rank(words, peers)
+    assert rows_of_words(words, tensor) == tensor * rows_of_a_rank(words, peers)
 
 
 @pytest.mark.parametrize("name", GRID)

@@ -105,7 +105,7 @@ def test_a_layer_keeps_what_the_planner_counts(name: str, parallel: dict[str, An
     config = {**small(model, 1024), "parallel": parallel}
     task = read_task(Request((config,)), None)
     counted = (kept(model, parallel, 3) - kept(model, parallel, 1)) / 2
-    assert layer_activations(task.model, task.split) == pytest.approx(counted, rel=0.005)
+    assert layer_activations(task.model.layers[0], task.split) == pytest.approx(counted, rel=0.005)
 
 
 @pytest.mark.parametrize("name", KEPT)
@@ -117,9 +117,9 @@ def test_a_dropout_keeps_a_byte_a_value(name: str, monkeypatch: pytest.MonkeyPat
     model = {**_GPT, "hidden_size": 1024, "num_heads": 16, **KEPT[name], "dropout": 0.1}
     task = read_task(Request(({**small(model, 1024), "parallel": parallel},)), None)
     counted = (kept(model, parallel, 3) - kept(model, parallel, 1)) / 2
-    assert layer_activations(task.model, task.split) == pytest.approx(counted, rel=0.005)
-    masked = layer_activations(task.model, task.split) - layer_activations(
-        replace(task.model, dropout=False), task.split
+    assert layer_activations(task.model.layers[0], task.split) == pytest.approx(counted, rel=0.005)
+    masked = layer_activations(task.model.layers[0], task.split) - layer_activations(
+        replace(task.model.layers[0], dropout=False), task.split
     )
     assert masked == 2 * 1024 * 1024
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from megatron_run.config.merge import ConfigSource
@@ -13,6 +13,7 @@ from megatron_run.config.sources import read_sources
 from megatron_run.config.validate import annotation_at, validate_section
 from megatron_run.config.values import core_scalar, read_text, typed
 from megatron_run.config.yaml import yaml_text
+from megatron_run.contracts.costs import ModelCosts
 from megatron_run.contracts.schema import SECTIONS, ParallelSection, TrainSection
 from megatron_run.errors import Findings, InputError
 from megatron_run.errors.wording import nearest_multiples
@@ -24,7 +25,7 @@ from megatron_run.registry.known import known_plugin
 from megatron_run_planner.schedules import named
 from megatron_run_planner.search import STEADY, Candidate, Growth
 from megatron_run_planner.task.model_options import KNOWN, read_model
-from megatron_run_planner.workload import Model, Recompute, Split
+from megatron_run_planner.workload import Recompute, Split, split_over
 
 #: Parameters of layers are 12 L h^2; with h = 128 L, as GPT-3's larger models have, that is 12 * 128^2 L^3.
 _ASPECT = 128
@@ -50,7 +51,7 @@ class Task:
     and why; of one that is not ``known``, parameters and FLOPs too.
     """
 
-    model: Model
+    model: ModelCosts
     split: Split
     schedule: str
     counts: tuple[int, ...]
@@ -59,12 +60,6 @@ class Task:
     reading: str = ""
     known: bool = True
     growth: Growth = STEADY
-
-    def with_parameters(self, count: int) -> Task:
-        """The task with so many parameters of the model, counted elsewhere: those not read count in every layer."""
-        unread = (count - self.model.parameters) / self.model.layers
-        told = f"{self.reading}; its {count:,} parameters were counted in its layers"
-        return replace(self, model=replace(self.model, unread=self.model.unread + unread), reading=told)
 
     @property
     def tokens(self) -> float | None:
@@ -129,7 +124,7 @@ def read_task(request: Request, ranks: int | None) -> Task:
     counts = parallel.layers
     if is_uneven(parallel):
         counts = layer_counts(
-            model.layers, parallel, [index % split.pipeline for index in range(split.pipeline * split.chunks)]
+            len(model.layers), parallel, [index % split.pipeline for index in range(split.pipeline * split.chunks)]
         )
     steps = train.steps or (train.samples and train.samples // train.global_batch_size)
     schedule, sections = _schedule(merged, split), _sections(merged)
@@ -185,10 +180,10 @@ def check_sizes(task: Task, ranks: int | None) -> None:
             f"{split.micro_batch}: {wrong[0]} samples",
             fix=f"set start and increment to multiples of {split.micro_batch * split.data}",
         )
-    model.split_over(split.tensor)
-    if split.pipeline * split.chunks > model.layers:
+    split_over(model, split.tensor)
+    if split.pipeline * split.chunks > len(model.layers):
         raise InputError(
-            f"{model.layers} layers are fewer than the places of parallel.pipeline={split.pipeline} x "
+            f"{len(model.layers)} layers are fewer than the places of parallel.pipeline={split.pipeline} x "
             f"parallel.chunks={split.chunks}",
             fix="lower them",
         )
@@ -206,7 +201,7 @@ def check_one_batch(task: Task) -> None:
         )
 
 
-def _model(word: str, merged: ConfigSource, train: TrainSection) -> tuple[Model, str]:
+def _model(word: str, merged: ConfigSource, train: TrainSection) -> tuple[ModelCosts, str]:
     """The model, and how it was read."""
     given = {key[1]: _typed(value.data) for key, value in merged.values.items() if key[0] == "model" and len(key) == 2}
     told = merged.values.get(("data", "vocab_size"))

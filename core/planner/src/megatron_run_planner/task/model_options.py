@@ -7,13 +7,24 @@ that has their names is read as a plain decoder.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
+from megatron_run.contracts.costs import AttentionCosts, Divided, FeedForwardCosts, LayerCosts, ModelCosts
 from megatron_run.errors import InputError
 from megatron_run.planning.plans import MAX_LAYERS
-from megatron_run_planner.workload import Latent, Model
+
+
+class Latent(NamedTuple):
+    """Sizes."""
+
+    keys: int
+    queries: int
+    rotating: int
+    plain: int
+    value: int
+
 
 #: The models whose options are known, with the defaults in which they differ from ``gpt``.
 KNOWN: Mapping[str, Mapping[str, Any]] = {
@@ -100,7 +111,7 @@ class _Options(BaseModel):
         return Latent(self.kv_rank, self.query_rank or 0, *sizes)
 
 
-def read_model(word: str, given: Mapping[str, Any], sequence: int, vocabulary: int | None) -> tuple[Model, str]:
+def read_model(word: str, given: Mapping[str, Any], sequence: int, vocabulary: int | None) -> tuple[ModelCosts, str]:
     """The model that ``word`` names, with the options ``given``, and how it was read; an empty text where exactly.
 
     ``vocabulary`` is the data's. Raises :class:`InputError` when sizes are missing or none.
@@ -128,37 +139,61 @@ def read_model(word: str, given: Mapping[str, Any], sequence: int, vocabulary: i
     if word == "t5":
         encoder = options.num_layers // 2 if options.encoder_layers is None else options.encoder_layers
         ffn = ffn or 2 * round(4 * options.hidden_size / 3)
-    model = Model(
-        layers=options.num_layers,
-        hidden=options.hidden_size,
-        heads=options.num_heads,
-        sequence=row,
-        vocabulary=options.vocab_size or vocabulary or _VOCABULARY,
-        kv_heads=0 if options.latent else options.num_kv_heads or 0,
-        ffn=ffn,
-        gated=options.activation in _GATED,
-        head=options.head_size or 0,
-        experts=options.experts,
-        top_k=options.top_k if options.experts else 0,
-        expert_ffn=options.expert_ffn_size or 0,
-        flash=True,
+    hidden, heads = options.hidden_size, options.num_heads
+    size = options.head_size or hidden / heads
+    rotary = options.position == "rope" and not options.latent
+    attention = AttentionCosts.plain(heads, size, options.num_kv_heads or 0, rotary=rotary)
+    if options.latent:
+        keys, queries, rotating, plain, value = options.latent
+        wide = heads * (rotating + plain)
+        query = queries * (hidden + wide) if queries else hidden * wide
+        weights = query + hidden * (keys + rotating) + keys * heads * (plain + value)
+        attention = AttentionCosts(heads, (rotating + plain + value) / 2, weights / hidden, heads * value, heads)
+    matrices = 3 if options.activation in _GATED else 2
+    gate = options.activation.startswith("geglu")
+    dense = FeedForwardCosts(ffn or 4 * hidden, matrices, gate)
+    mixed = dense
+    if options.experts:
+        mixed = FeedForwardCosts(
+            options.expert_ffn_size or ffn or 4 * hidden,
+            matrices,
+            gate,
+            options.experts,
+            options.top_k,
+            options.shared_expert_ffn_size or 0,
+            bool(options.shared_expert_gate and options.shared_expert_ffn_size),
+        )
+    more = (options.dropout > 0, options.bias)
+    without = set(options.dense_layers)
+    layers = [
+        LayerCosts(hidden, row, (attention, dense if layer in without else mixed), *more)
+        for layer in range(options.num_layers)
+    ]
+    if encoder:
+        reading = LayerCosts(hidden, options.encoder_length, (attention, dense), *more)
+        across = AttentionCosts.over(options.encoder_length, heads, size)
+        writing = LayerCosts(hidden, row, (attention, across, dense), *more)
+        layers = [reading] * encoder + [writing] * (options.num_layers - encoder)
+    divided = [
+        Divided(heads, "attention heads (model.num_heads)"),
+        Divided((not options.latent and options.num_kv_heads) or heads, "key-value heads (model.num_kv_heads)"),
+    ]
+    for feed in dict.fromkeys(feed for layer in layers for feed in layer.feeds):
+        key = "expert_ffn_size" if feed.experts and options.expert_ffn_size else "ffn_size"
+        divided.append(Divided(feed.features, f"features of the feed-forward layer (model.{key})"))
+        divided.append(Divided(feed.shared, "features of the shared expert (model.shared_expert_ffn_size)"))
+    model = ModelCosts(
+        tuple(layers),
+        options.vocab_size or vocabulary or _VOCABULARY,
         tied=options.tie_embeddings,
-        dense_layers=options.dense_layers,
-        shared_ffn=(options.shared_expert_ffn_size or 0) if options.experts else 0,
-        shared_gate=bool(options.experts and options.shared_expert_gate and options.shared_expert_ffn_size),
-        latent=options.latent,
-        predictors=options.mtp_layers,
         positions=positions + options.token_types,
-        head_extra=options.hidden_size**2 if bert and words else 0,
-        pooled=options.hidden_size**2 if bert and options.head in _POOLED else 0,
+        head_weights=hidden**2 if bert and words else 0,
+        pooled=hidden**2 if bert and options.head in _POOLED else 0,
         logits=words,
         loss_chunks=options.loss_chunks,
-        biased=options.bias,
-        keeps_gate=options.activation.startswith("geglu"),
-        dropout=options.dropout > 0,
-        rotary=options.position == "rope" and not options.latent,
-        encoder_layers=encoder,
-        across=options.encoder_length if encoder else 0,
+        predictors=options.mtp_layers,
+        embedded=row + options.encoder_length if encoder else 0,
+        divided=tuple(divided),
     )
     told = options.vocab_size or vocabulary
     return model, "; ".join(_approximations(word, options, told))
