@@ -21,13 +21,13 @@ from megatron_run.errors import ExitCode
 from megatron_run_engine.builtin.model.gpt import Gpt, GptOptions
 from megatron_run_engine.builtin.parallel_layer.dense import DenseLayers
 from megatron_run_engine.data.batches import SampleStream
+from megatron_run_engine.host.process import chosen_kernels
 from megatron_run_engine.run_folder import RunFolder
 from megatron_run_engine.runtime.context import BuildContext, Dtypes
 from megatron_run_engine.runtime.gradients import main_grad
 from megatron_run_engine.runtime.world import StopRequest, World
 from megatron_run_engine.training.build import build
 from megatron_run_engine.training.observers import start_observers
-from megatron_run_engine.training.process import chosen_kernels
 from megatron_run_engine.training.trainer import Trainer
 from megatron_run_testing.build_contexts import logical_values, prepare, single_process_context
 

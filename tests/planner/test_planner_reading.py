@@ -12,11 +12,11 @@ from megatron_run.config.request import Request
 from megatron_run.contracts import DataSource
 from megatron_run.contracts.topology import Topology
 from megatron_run.planning import load_config, resolve
+from megatron_run_engine.estimate.step_memory import count_chunks
 from megatron_run_engine.nn.attention import CoreAttention
 from megatron_run_engine.runtime.comm import Groups
 from megatron_run_engine.runtime.parameter_init import count_parameters, describe_parameters
 from megatron_run_engine.training.build import build_chunks, make_context, make_layers, with_vocabulary
-from megatron_run_engine.training.step_memory import count_chunks
 from megatron_run_planner.memory import layer_activations
 from megatron_run_planner.task import read_task
 from tests.support.checkout import KERNEL

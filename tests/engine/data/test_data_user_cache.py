@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatron_run_engine.data.user_cache import COMPILED, keep, keep_compiled
-from megatron_run_engine.training.rank_environment import rank_environment
+from megatron_run_engine.host.rank_environment import rank_environment
 
 
 def test_no_library_is_loaded_from_a_folder_of_a_name_that_anybody_can_guess(

@@ -24,8 +24,8 @@ from megatron_run import load, load_config
 from megatron_run.contracts import Observer, StepMetrics
 from megatron_run.errors import RunError
 from megatron_run_engine import train
-from megatron_run_engine.training.memory_estimate import model_size
-from megatron_run_engine.training.process import rounded_products
+from megatron_run_engine.estimate.model_size import model_size
+from megatron_run_engine.host.process import rounded_products
 from megatron_run_testing.conformance import checks_for
 from tests.contracts.conformance import installed_plugins
 from tests.support.census import Census

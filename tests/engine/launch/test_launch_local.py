@@ -18,10 +18,10 @@ from typing import Any
 import pytest
 
 from megatron_run.errors import ExitCode, InputError
+from megatron_run_engine.host.rank_environment import rank_environment
 from megatron_run_engine.launch.rank_output import flush_output, terminal_writer
 from megatron_run_engine.launch.start import scratch_folder
 from megatron_run_engine.launch.watchdog.monitor import is_stopped
-from megatron_run_engine.training.rank_environment import rank_environment
 from tests.engine.launch.launcher import Launcher, no_process_left
 from tests.support.processes import alive, kill_when_begun, process_ids, wait_until
 

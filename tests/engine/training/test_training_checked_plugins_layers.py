@@ -20,10 +20,10 @@ from megatron_run.contracts import (
 from megatron_run.errors import ExitCode, PluginError
 from megatron_run.planning import load_config
 from megatron_run_engine.builtin.parallel_layer.dense import DenseLayers
+from megatron_run_engine.estimate.model_size import model_size
 from megatron_run_engine.runtime.context import BuildContext
 from megatron_run_engine.runtime.parameter_init import unspecified
 from megatron_run_engine.training.checked_plugins import CheckedLayers
-from megatron_run_engine.training.memory_estimate import model_size
 from megatron_run_testing import CheckFailed
 from megatron_run_testing.build_contexts import single_process_context
 from megatron_run_testing.parallel_layer import parallel_layer_checks

@@ -18,11 +18,11 @@ from megatron_run.errors import DataError, ExitCode, GuardError, InputError, Plu
 from megatron_run.planning import load_config, resolve
 from megatron_run.planning.batch_size import BatchSizes
 from megatron_run.planning.learning_rate import LearningRate
+from megatron_run_engine.evaluation.sample_losses import _microbatch
+from megatron_run_engine.runtime.losses import Losses
 from megatron_run_engine.runtime.metrics import Metrics
 from megatron_run_engine.training.build import with_vocabulary
 from megatron_run_engine.training.evaluate import Evaluator, network_of
-from megatron_run_engine.training.numbers import Losses
-from megatron_run_engine.training.sample_losses import _microbatch
 from megatron_run_testing.build_contexts import logical_values
 from tests.support import plain_gpt
 from tests.support.training_bench import Bench, gradients_of_one_step

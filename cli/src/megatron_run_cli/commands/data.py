@@ -101,7 +101,7 @@ def prepare(  # noqa: PLR0913  # one argument an option
         from megatron_run_data_indexed.preparation import prepare as preparation
         from megatron_run_data_indexed.preparation.inputs import find_inputs
         from megatron_run_data_indexed.preparation.records import Reading
-        from megatron_run_engine.training.rank_environment import available_cores
+        from megatron_run_engine.host.rank_environment import available_cores
     inputs, left_out = find_inputs(names, form)
     if left_out:
         tell(f"{left_out} files of other endings are left out")
@@ -214,7 +214,7 @@ def clean(  # noqa: PLR0913  # one argument an option
         from megatron_run_data_indexed.preparation.document_rules import Rules
         from megatron_run_data_indexed.preparation.inputs import find_inputs
         from megatron_run_data_indexed.preparation.records import Reading
-        from megatron_run_engine.training.rank_environment import available_cores
+        from megatron_run_engine.host.rank_environment import available_cores
     inputs, left_out = find_inputs(names, form)
     if left_out:
         tell(f"{left_out} files of other endings are left out")

@@ -21,7 +21,7 @@ from megatron_run_cli.output import print_json, print_table, tell
 if TYPE_CHECKING:
     from megatron_run.config.request import Request
     from megatron_run.planning import ResolvedRun
-    from megatron_run_engine.training.tasks import TaskResult
+    from megatron_run_engine.evaluation.tasks import TaskResult
 
 #: Seconds between two lines about how far an evaluation is.
 _PAUSE = 10.0
@@ -81,9 +81,9 @@ def model(
 
     The numbers of a run also go to its eval.jsonl and to TensorBoard.
     """
+    from megatron_run_engine.evaluation.tasks import TaskResult, check_files
     from megatron_run_engine.inference.evaluation import record
     from megatron_run_engine.inference.network import plan
-    from megatron_run_engine.training.tasks import TaskResult, check_files
 
     if others:
         raise InputError(f"{others[0]} follows the model", fix=f"type: --task perplexity={others[0]}")

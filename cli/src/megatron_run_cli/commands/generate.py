@@ -136,9 +136,9 @@ def read_source(model: Path, step: int | None, request: Request) -> Source:
 
 def load_here(run: ResolvedRun, source: Source) -> LoadedModel:
     """The model of ``source`` in this process."""
+    from megatron_run_engine.host.process import assign_device, start_device
     from megatron_run_engine.inference import LoadedModel
     from megatron_run_engine.runtime.world import World
-    from megatron_run_engine.training.process import assign_device, start_device
 
     world = assign_device(run, World())
     start_device(run, world.device)

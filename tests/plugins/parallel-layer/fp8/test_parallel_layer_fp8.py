@@ -17,8 +17,8 @@ from megatron_run.errors import RunError
 from megatron_run.planning import load_config, resolve
 from megatron_run_engine import train
 from megatron_run_engine.builtin.parallel_layer.dense import DenseLayers
+from megatron_run_engine.estimate.model_size import model_size
 from megatron_run_engine.nn.fused import availability
-from megatron_run_engine.training.memory_estimate import model_size
 from megatron_run_parallel_layer_fp8 import Fp8Layers, check_device, cublas
 from megatron_run_parallel_layer_fp8.cast import (
     BLOCK,

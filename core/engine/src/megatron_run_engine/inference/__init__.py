@@ -4,7 +4,8 @@ Reading order: ``source`` (what lies in a folder), ``network`` (this rank's part
 ``text_stream`` (token by token to text), ``loaded_model`` (what a user of Python holds), ``conversation`` (a talk with
 it), ``job`` (what the ranks of a command do).
 
-Imports: checkpoint, config, contracts, data, errors, files, formats, planning, registry, run_folder, runtime, training.
+Imports: checkpoint, config, contracts, data, errors, evaluation, files, formats, host, planning, registry, run_folder,
+runtime, training.
 """
 
 from __future__ import annotations

@@ -16,6 +16,15 @@ from typing import TYPE_CHECKING
 
 from megatron_run.config.request import Request
 from megatron_run.errors import CheckpointError, ExitCode, InputError, RunError
+from megatron_run_engine.host.environments import LaunchMode, find_world
+from megatron_run_engine.host.process import (
+    assign_device,
+    borrowed_process,
+    check_local_devices,
+    forks_ranks,
+    kept_settings,
+)
+from megatron_run_engine.host.rank_environment import threads_per_rank
 from megatron_run_engine.launch.failures import (
     Restarts,
     exit_code,
@@ -30,15 +39,6 @@ from megatron_run_engine.launch.rank_output import flush_output, terminal_enviro
 from megatron_run_engine.launch.results import RunResult
 from megatron_run_engine.runtime.cuda_libraries import environment_kept
 from megatron_run_engine.runtime.world import World
-from megatron_run_engine.training.environments import LaunchMode, find_world
-from megatron_run_engine.training.process import (
-    assign_device,
-    borrowed_process,
-    check_local_devices,
-    forks_ranks,
-    kept_settings,
-)
-from megatron_run_engine.training.rank_environment import threads_per_rank
 
 if TYPE_CHECKING:
     from megatron_run.planning import ResolvedRun
@@ -192,7 +192,7 @@ def _checked(run: ResolvedRun) -> ResolvedRun:
     train = run.config.train
     named = isinstance(train.recompute, tuple) or isinstance(train.offload, tuple)
     if divides or named or run.one("graph-capture").name != "none":
-        from megatron_run_engine.training.memory_estimate import model_size
+        from megatron_run_engine.estimate.model_size import model_size
 
         try:
             model_size(run)

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from megatron_run.config.request import Request
 from megatron_run.errors import ExitCode, RankLostError
+from megatron_run_engine.host.rank_environment import available_cores, rank_environment
 from megatron_run_engine.launch.failures import describe, first_cause
 from megatron_run_engine.launch.fork_server import forked_ranks
 from megatron_run_engine.launch.rank import RANK_PROGRAM, Job, Task, page_path
@@ -29,7 +30,6 @@ from megatron_run_engine.launch.watchdog.monitor import Watchdog
 from megatron_run_engine.launch.watchdog.page import Page
 from megatron_run_engine.launch.watchdog.verdict import IN_ORDER
 from megatron_run_engine.run_folder import RunFolder, open_log
-from megatron_run_engine.training.rank_environment import available_cores, rank_environment
 
 #: Seconds that the other ranks get to end by themselves once one has failed: all are gone within 5.
 GRACE = 4.0

@@ -106,9 +106,9 @@ def main(path: Path, run: ResolvedRun | None = None) -> int:
     job = Job.read(path)
     hold_lifeline(job.lifeline)
 
+    from megatron_run_engine.host.environments import local_world
     from megatron_run_engine.launch.worker import RankWorker
     from megatron_run_engine.run_folder import RunFolder
-    from megatron_run_engine.training.environments import local_world
 
     world = local_world(os.environ, job.init_method)
     folder = RunFolder(job.folder, job.attempt, world.rank)

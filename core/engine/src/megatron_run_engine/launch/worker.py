@@ -17,6 +17,7 @@ import torch.distributed as dist
 from megatron_run.contracts.activity import Activity
 from megatron_run.errors import CheckpointError, ExitCode, RankLostError
 from megatron_run.planning.run import comparison_table
+from megatron_run_engine.host.process import assign_device, gpu_name, set_threads, start_device
 from megatron_run_engine.launch.failures import classify, exit_code, last_line
 from megatron_run_engine.launch.rank_output import append_line, redirect_output, shown_log, untold
 from megatron_run_engine.launch.rendezvous import (
@@ -35,7 +36,6 @@ from megatron_run_engine.launch.watchdog.sidecar_client import SidecarClient
 from megatron_run_engine.run_folder import OpenedFolder, RunFolder, join_run_folder, open_run_folder
 from megatron_run_engine.runtime.comm import patience
 from megatron_run_engine.runtime.world import StopRequest, World
-from megatron_run_engine.training.process import assign_device, gpu_name, set_threads, start_device
 from megatron_run_engine.training.trainer import train_rank
 
 if TYPE_CHECKING:

@@ -16,12 +16,12 @@ import torch
 from megatron_run.contracts import EvalMetrics, Microbatch
 from megatron_run.errors import InputError
 from megatron_run_engine.data.batches import fields, sample_at
+from megatron_run_engine.evaluation.sample_losses import score_samples
+from megatron_run_engine.evaluation.tasks import Reader, make_work, perplexity_of, run_task
 from megatron_run_engine.runtime.execute import StepInputs
 from megatron_run_engine.runtime.generation import Generation, Network, Sampling, TextTokens
 from megatron_run_engine.training.build import read_fields
 from megatron_run_engine.training.checked_plugins import open_split
-from megatron_run_engine.training.sample_losses import score_samples
-from megatron_run_engine.training.tasks import Reader, make_work, perplexity_of, run_task
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence

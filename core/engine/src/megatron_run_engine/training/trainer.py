@@ -16,7 +16,9 @@ import torch
 from megatron_run.errors import ExitCode
 from megatron_run.planning.batch_size import BatchSizes, run_length, total_samples
 from megatron_run.planning.learning_rate import LearningRate, WeightDecay
+from megatron_run_engine.host.process import chosen_kernels
 from megatron_run_engine.runtime.execute import StepInputs
+from megatron_run_engine.runtime.losses import Losses
 from megatron_run_engine.training.build import Assembly, build
 from megatron_run_engine.training.checked_plugins import open_split
 from megatron_run_engine.training.evaluate import Evaluator, generate_text, why_no_text
@@ -29,7 +31,6 @@ from megatron_run_engine.training.numbers import (
     MISMATCH,
     STOP,
     HostNumbers,
-    Losses,
     Progress,
     StepDone,
     StepFacts,
@@ -39,7 +40,6 @@ from megatron_run_engine.training.numbers import (
 )
 from megatron_run_engine.training.observers import Beginning, Observers, start_observers
 from megatron_run_engine.training.peak import device_peak
-from megatron_run_engine.training.process import chosen_kernels
 from megatron_run_engine.training.same_data import check_same_data
 from megatron_run_engine.training.state.checkpointing import Checkpointing, fingerprint
 from megatron_run_engine.training.state.resuming import Resumed

@@ -13,7 +13,7 @@ from itertools import islice
 from typing import Any, NamedTuple
 
 from megatron_run.config.request import Request
-from megatron_run_engine.training.calibration.microbenchmarks import (
+from megatron_run_engine.estimate.calibration.microbenchmarks import (
     time_attention,
     time_messages,
     time_products,
@@ -21,9 +21,9 @@ from megatron_run_engine.training.calibration.microbenchmarks import (
     time_sweeps,
     time_together,
 )
-from megatron_run_engine.training.calibration.on_ranks import Task, on_ranks
-from megatron_run_engine.training.calibration.timed_run import time_request
-from megatron_run_engine.training.rank_environment import available_cores
+from megatron_run_engine.estimate.calibration.on_ranks import Task, on_ranks
+from megatron_run_engine.estimate.calibration.timed_run import time_request
+from megatron_run_engine.host.rank_environment import available_cores
 
 #: (rows, columns, depth)
 PRODUCTS = (

@@ -9,8 +9,9 @@ import torch
 from torch.nn import Parameter
 
 from megatron_run.contracts import Init, ParamInfo
+from megatron_run_engine.optim.buckets import Bucket, build_buckets
+from megatron_run_engine.optim.reducer import BucketReducer
 from megatron_run_engine.runtime.comm import Pending
-from megatron_run_engine.runtime.gradients import Bucket, BucketReducer, build_buckets
 
 
 class Waited(Pending):

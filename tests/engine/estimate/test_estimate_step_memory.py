@@ -10,7 +10,7 @@ from benchmarks.planner.memory import CONFIGURATIONS, live_bytes, planned_bytes
 from megatron_run.config.request import Request
 from megatron_run.contracts.schedule import Action
 from megatron_run.pipeline.lower import Instruction, lower
-from megatron_run_engine.training.step_memory import ChunkBytes, walk
+from megatron_run_engine.estimate.step_memory import ChunkBytes, walk
 from megatron_run_planner.schedules import Schedules
 from tests.support.interpreted import interpreted
 

@@ -1,7 +1,7 @@
 """Runs measurements in fresh processes with the environment of a training's ranks, all ended when one of them fails.
 
 A start takes each rank seconds, so it is one for all tasks, also for those of fewer ranks, during which the others
-sleep. ``python -m megatron_run_engine.training.calibration.on_ranks JOB.json`` is one of the processes: it carries out
+sleep. ``python -m megatron_run_engine.estimate.calibration.on_ranks JOB.json`` is one of the processes: it carries out
 the job's tasks in order and writes what each returned.
 """
 
@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from megatron_run.errors import InputError
-from megatron_run_engine.training.rank_environment import available_cores, rank_environment
+from megatron_run_engine.host.rank_environment import available_cores, rank_environment
 
 #: Seconds between two looks at the processes, and at whether a task of other ranks is done.
 _PERIOD = 0.05

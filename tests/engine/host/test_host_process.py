@@ -12,8 +12,7 @@ import torch
 
 from megatron_run.errors import InputError
 from megatron_run.planning import ResolvedRun, load_config
-from megatron_run_engine.runtime.world import World
-from megatron_run_engine.training.process import (
+from megatron_run_engine.host.process import (
     Setting,
     borrowed_process,
     choose_backend,
@@ -25,6 +24,7 @@ from megatron_run_engine.training.process import (
     rounded_products,
     start_device,
 )
+from megatron_run_engine.runtime.world import World
 
 CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
 

@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any, cast
 
 from megatron_run.config.request import Request
 from megatron_run.planning import resolve
+from megatron_run_engine.host.process import chosen_kernels, set_threads
 from megatron_run_engine.run_folder import RunFolder
 from megatron_run_engine.runtime.world import StopRequest, World
 from megatron_run_engine.training.build import build
 from megatron_run_engine.training.observers import Observers
-from megatron_run_engine.training.process import chosen_kernels, set_threads
 from megatron_run_engine.training.trainer import Trainer
 
 if TYPE_CHECKING:

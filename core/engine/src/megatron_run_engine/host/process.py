@@ -18,9 +18,9 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal
 
 from megatron_run.errors import InputError
+from megatron_run_engine.host.rank_environment import threads_per_rank
 from megatron_run_engine.runtime.cuda_libraries import variables_kept
 from megatron_run_engine.runtime.world import World
-from megatron_run_engine.training.rank_environment import threads_per_rank
 
 if TYPE_CHECKING:
     from megatron_run.planning import ResolvedRun

@@ -13,8 +13,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from megatron_run.config.request import Request
 from megatron_run.errors import InputError
+from megatron_run_engine.estimate.calibration.timed_run import time_run
 from megatron_run_engine.runtime.world import World
-from megatron_run_engine.training.calibration.timed_run import time_run
 from megatron_run_engine.training.peak import known_peak
 
 #: Seconds that the calls of one round take together, about, and rounds. The first calls choose kernels.

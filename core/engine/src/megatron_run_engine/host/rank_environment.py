@@ -14,7 +14,7 @@ from typing import Literal
 
 from megatron_run.errors import InputError
 from megatron_run_engine.data.user_cache import keep_compiled
-from megatron_run_engine.training.environments import find_world
+from megatron_run_engine.host.environments import find_world
 
 #: Keep freed memory, in huge pages: page zeroing costs more than many kernels. The last is the size of free memory,
 #: 32 GiB, above which some is handed back.

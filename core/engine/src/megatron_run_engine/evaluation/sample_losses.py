@@ -13,8 +13,8 @@ from megatron_run.contracts.data import LOSS_MASK
 from megatron_run.errors import DataError
 from megatron_run_engine.data.batches import fields
 from megatron_run_engine.runtime.execute import StepInputs
+from megatron_run_engine.runtime.losses import LANGUAGE_MODEL, Losses
 from megatron_run_engine.runtime.metrics import Metrics
-from megatron_run_engine.training.numbers import LANGUAGE_MODEL, Losses
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

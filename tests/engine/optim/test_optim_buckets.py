@@ -7,8 +7,8 @@ import torch
 from torch.nn import Parameter
 
 from megatron_run.contracts import Init, ParamInfo
-from megatron_run_engine.runtime.gradients import build_buckets, main_grad
-from megatron_run_engine.runtime.gradients.buckets import ALIGNMENT
+from megatron_run_engine.optim.buckets import ALIGNMENT, build_buckets
+from megatron_run_engine.runtime.gradients import main_grad
 
 
 def info(name: str) -> ParamInfo:

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch.nn import Parameter
 
+    from megatron_run_engine.optim.buckets import Bucket
     from megatron_run_engine.runtime.comm import Pending
-    from megatron_run_engine.runtime.gradients.buckets import Bucket
 
 
 class BucketReducer:

@@ -6,8 +6,8 @@ from megatron_run.errors import InputError
 from megatron_run.planning import load_config
 from megatron_run.planning.describe import spans
 from megatron_run_cli.reports.dry_run import dry_run_json, dry_run_text
+from megatron_run_engine.estimate.model_size import ModelSize, model_size
 from megatron_run_engine.launch import train
-from megatron_run_engine.training.memory_estimate import ModelSize, model_size
 
 LAYER = 12 * 32 * 32 + 13 * 32  # attention and feed-forward matrices, their biases and two norms of hidden size 32
 WORDS, POSITIONS, NORM = 128 * 32, 32 * 32, 2 * 32

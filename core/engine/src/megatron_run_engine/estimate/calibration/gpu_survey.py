@@ -73,7 +73,7 @@ TRAININGS = (
 
 
 class Clock(Protocol):
-    """The measuring clock: :class:`~megatron_run_engine.training.calibration.gpu_clock.GpuClock`, on a CUDA device."""
+    """The measuring clock: :class:`~megatron_run_engine.estimate.calibration.gpu_clock.GpuClock`, on a CUDA device."""
 
     name: str
     memory: float

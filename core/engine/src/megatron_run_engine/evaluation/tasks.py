@@ -21,8 +21,8 @@ from megatron_run.errors import DataError, InputError
 from megatron_run.errors.wording import did_you_mean
 from megatron_run_engine.data.documents import NoTextError, find_documents
 from megatron_run_engine.data.user_files import json_line, read_text, text_lines
+from megatron_run_engine.evaluation.sample_losses import score_samples
 from megatron_run_engine.runtime.generation.scoring import Score, Window, score, text_windows
-from megatron_run_engine.training.sample_losses import score_samples
 
 if TYPE_CHECKING:
     from megatron_run.contracts import Dataset, DataSource

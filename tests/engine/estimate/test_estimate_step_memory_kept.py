@@ -14,9 +14,9 @@ from megatron_run.contracts import Microbatch
 from megatron_run.contracts.topology import Topology
 from megatron_run.errors import PluginError
 from megatron_run.planning import ResolvedRun, load_config
+from megatron_run_engine.estimate.step_memory import count_chunks, step_memory
 from megatron_run_engine.runtime.comm import Groups
 from megatron_run_engine.training.build import build_chunks, make_context, make_layers, with_vocabulary
-from megatron_run_engine.training.step_memory import count_chunks, step_memory
 from megatron_run_planner.memory import layer_activations
 from megatron_run_planner.workload import Model, Split
 
@@ -139,5 +139,5 @@ def test_layers_that_refuse_this_machine_are_not_counted(monkeypatch: pytest.Mon
     def refuse(*_arguments: object) -> None:
         raise PluginError("these layers need a GPU")
 
-    monkeypatch.setattr("megatron_run_engine.training.step_memory.make_layers", refuse)
+    monkeypatch.setattr("megatron_run_engine.estimate.step_memory.make_layers", refuse)
     assert step_memory(resolved()) is None

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from megatron_run_engine.runtime.gradients import give_main_grad
+
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
@@ -25,24 +27,6 @@ if TYPE_CHECKING:
 ALIGNMENT = 64
 #: A bucket is closed once it holds this many values: large enough for bandwidth, small enough to overlap.
 DEFAULT_CAPACITY = 2**22
-_ATTRIBUTE = "main_grad"  # Megatron-LM's name, which layers of other libraries (Transformer Engine) look for
-
-
-def main_grad(parameter: Tensor) -> Tensor:
-    """The tensor in which the gradient of ``parameter`` is accumulated: same shape, and the same storage for life."""
-    grad: Tensor = getattr(parameter, _ATTRIBUTE)
-    return grad
-
-
-def has_main_grad(parameter: Tensor) -> bool:
-    """Whether a gradient of ``parameter`` is accumulated; not if it was frozen from the start."""
-    return hasattr(parameter, _ATTRIBUTE)
-
-
-def own_main_grad(parameter: Tensor) -> None:
-    """Give ``parameter`` a ``main_grad`` of its own, in fp32, unless it has one: where no bucket is reduced."""
-    if not has_main_grad(parameter):
-        setattr(parameter, _ATTRIBUTE, torch.zeros_like(parameter, dtype=torch.float32))
 
 
 @dataclass(frozen=True, eq=False)
@@ -183,7 +167,7 @@ def _bucket(
     grad = torch.zeros(sum(map(len, mine)), dtype=dtype or first.dtype, device=first.device)
     bucket = Bucket(chunk, grad, starts, dict(members), mine)
     for parameter in starts:
-        setattr(parameter, _ATTRIBUTE, bucket.view(bucket.grad, parameter))
+        give_main_grad(parameter, bucket.view(bucket.grad, parameter))
     return bucket
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_run_engine.training.rank_environment import (
+from megatron_run_engine.host.rank_environment import (
     CHOSEN,
     KEEP_FREED,
     SPIN_BRIEFLY,
@@ -78,7 +78,7 @@ def test_torchs_warnings_about_peers_are_kept_back_unless_told_otherwise() -> No
 def test_freed_memory_is_kept_unless_the_allocator_was_told_otherwise(
     told: dict[str, str], kept: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("megatron_run_engine.training.rank_environment._has_glibc", lambda: True)
+    monkeypatch.setattr("megatron_run_engine.host.rank_environment._has_glibc", lambda: True)
     assert rank_environment(told, 1, 1, 1).get("GLIBC_TUNABLES") == kept
 
 

@@ -11,16 +11,15 @@ import pytest
 from megatron_run.config.request import Request
 from megatron_run.errors import InputError
 from megatron_run.planning import resolve
-from megatron_run_engine.runtime.world import World
-from megatron_run_engine.training.calibration.microbenchmarks import (
+from megatron_run_engine.estimate.calibration.microbenchmarks import (
     time_attention,
     time_products,
     time_sums,
     time_sweeps,
     time_together,
 )
-from megatron_run_engine.training.calibration.on_ranks import Task, on_ranks
-from megatron_run_engine.training.calibration.survey import (
+from megatron_run_engine.estimate.calibration.on_ranks import Task, on_ranks
+from megatron_run_engine.estimate.calibration.survey import (
     ANCHORS,
     ATTENTION,
     MESSAGES,
@@ -34,7 +33,8 @@ from megatron_run_engine.training.calibration.survey import (
     surveyed,
     tasks,
 )
-from megatron_run_engine.training.calibration.timed_run import time_request, time_run
+from megatron_run_engine.estimate.calibration.timed_run import time_request, time_run
+from megatron_run_engine.runtime.world import World
 
 TINY = Request(("preset:tiny",), ("run.threads=1", "train.steps=50"))
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from megatron_run.errors import InputError
-from megatron_run_engine.training.environments import (
+from megatron_run_engine.host.environments import (
     expand_nodes,
     find_world,
     slurm_world,
