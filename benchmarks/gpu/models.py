@@ -119,15 +119,14 @@ def measure_side(device: str, size: str, name: str, *, quick: bool) -> dict[str,
 
 def flops_per_token(shape: Shape, size: str) -> float:
     """FLOPs of forward and backward for a token, by our model's formula, for every side."""
-    from megatron_run_engine.builtin.model.gpt import Gpt, GptOptions
-    from megatron_run_testing.build_contexts import single_process_context
+    from megatron_run_engine.builtin.model.gpt import GptOptions
 
     experts: dict[str, Any] = {key.partition(".")[2]: value for key, value in SETTINGS.get(size, {}).items()}
     options = GptOptions(
         num_layers=shape.layers, hidden_size=shape.hidden, num_heads=shape.heads, vocab_size=shape.vocab, dropout=0.0,
         **experts,
     )  # fmt: skip
-    return float(Gpt(single_process_context(options, device="meta"), options).flops_per_token(shape.sequence))
+    return options.costs(shape.sequence, shape.vocab).flops_per_token
 
 
 def our_side(device: str, size: str, name: str, shape: Shape) -> Side | str:

@@ -74,7 +74,7 @@ class OurTraining(Side):
         self._observers = start_observers(run, assembly, folder, self._trainer.beginning)
         dataset = assembly.data.dataset("train", shape.sequence, run.config.train.seed)
         self._samples, self._shape, self._device = SampleStream(dataset, run.config.train.seed), shape, device
-        self.flops_per_token = assembly.model.flops_per_token(shape.sequence)
+        self.flops_per_token = assembly.flops_per_token
         self.planned = sum(assembly.optimizer.memory().values())
 
     @property

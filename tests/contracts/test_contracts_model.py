@@ -145,11 +145,6 @@ class DetachesActivations(Gpt):
         return chunk
 
 
-class CountsNothing(Gpt):
-    def flops_per_token(self, sequence_length: int) -> float:
-        return 0.0
-
-
 WRONG = {
     WrongBoundary: ("tensors between chunks match boundary", "bfloat16"),
     WholeSequence: (
@@ -173,7 +168,6 @@ WRONG = {
         "gradients are those of the loss",
         r"along layers\.2\.mlp\.input\.norm\.bias the loss changes by .*, and by its gradient 0: is a tensor detached",
     ),
-    CountsNothing: ("flops do not shrink with the sequence", "flops_per_token is 0"),
 }
 
 

@@ -51,4 +51,4 @@ def test_flops_are_those_that_torch_counts(extra: dict[str, object]) -> None:
     }
     with FlopCounterMode(display=False, custom_mapping=accumulated) as counter, sdpa_kernel(SDPBackend.MATH):
         built.step(example_microbatch(128))
-    assert counter.get_total_flops() == 2 * 16 * built.model.flops_per_token(16)
+    assert counter.get_total_flops() == 2 * 16 * options.costs(16, 128).flops_per_token

@@ -22,7 +22,7 @@ class Named(ZigZag):
 
 
 class Misnamed(ZigZag):
-    info = PluginInfo("model", "better")
+    info = PluginInfo("data", "better")
 
 
 class Watcher(Observer):

@@ -73,7 +73,7 @@ class StageMemory:
 
     @cached_property
     def remedies(self) -> Remedies | None:
-        """The remedies; None where it fits, or the planner does not know the model."""
+        """The remedies; None where it fits."""
         from megatron_run_planner.remedies import remedies
         from megatron_run_planner.schedules import Schedules
 
@@ -95,8 +95,6 @@ def stage_memories(
     from megatron_run_planner.memory import stage_memory, with_reserve
 
     task = _task(run)
-    if task and size and not task.known:
-        task = task.with_parameters(size.parameters)
     planned = stage_memory(task.model, task.split, run.plans[max(run.plans)]) if task else None
     found = []
     for stage in range(run.sizes.pipeline):
@@ -117,7 +115,7 @@ def stage_memories(
 
 
 def _task(run: ResolvedRun) -> Task | None:
-    """The run as the planner sees it; None for a model without the names that it knows."""
+    """The run as the planner sees it; None where it cannot be read."""
     from megatron_run.config.request import Request
     from megatron_run_planner.task import read_task
 

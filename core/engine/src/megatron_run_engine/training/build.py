@@ -116,6 +116,12 @@ class Assembly:
     executor: Executor
     programs: Programs
 
+    @property
+    def flops_per_token(self) -> float:
+        """FLOPs of a token's forward and backward, as the model's options tell its costs."""
+        options, length = cast("ModelOptions", self.context.model), self.context.train.sequence_length
+        return options.costs(length, self.context.vocab_size).flops_per_token
+
     def wait_for_parameters(self) -> None:
         """Wait until every all-gather of updated parameters to this rank has completed."""
         for described in self.infos:

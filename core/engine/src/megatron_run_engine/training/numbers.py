@@ -19,7 +19,7 @@ from megatron_run_engine.runtime.losses import LANGUAGE_MODEL
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from megatron_run.contracts import DevicePeak, Model
+    from megatron_run.contracts import DevicePeak
     from megatron_run.planning import ResolvedRun
     from megatron_run_engine.runtime.metrics import Metrics
 
@@ -134,23 +134,24 @@ class StepDone(NamedTuple):
 class StepFacts:
     """A step as the host knows it without the device: batch in samples, microbatches, learning rate, seconds.
 
-    ``peak`` is the peak of the device, None if unknown.
+    ``flops`` are those of a token, forward and backward. ``peak`` is the peak of the device, None if unknown.
     """
 
     batch: int
     microbatches: int
     lr: float
     seconds: float
+    flops: float
     peak: DevicePeak | None = None
 
 
 def step_metrics(
-    run: ResolvedRun, model: Model, progress: Progress, facts: StepFacts, numbers: HostNumbers, device: torch.device
+    run: ResolvedRun, progress: Progress, facts: StepFacts, numbers: HostNumbers, device: torch.device
 ) -> StepMetrics:
     """Return the metrics of the step that ``progress`` counted last, as observers see them."""
     length = run.config.train.sequence_length
     rate = facts.batch * length / facts.seconds
-    tflops = rate * model.flops_per_token(length) / run.sizes.world / 1e12
+    tflops = rate * facts.flops / run.sizes.world / 1e12
     return StepMetrics(
         step=progress.step,
         time=time.time(),

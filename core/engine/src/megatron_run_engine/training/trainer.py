@@ -92,6 +92,7 @@ class Trainer:
         self._weight_decay = WeightDecay.from_config(train)
         self._progress = Progress()
         self._resumed = Resumed(self._progress)
+        self._flops = assembly.flops_per_token
         self._losses = Losses(assembly.model, self._context.metrics)
         self._weights = LossWeights(run, assembly)
         self._steps = StepRunner(assembly, self._weights.seed)
@@ -201,8 +202,8 @@ class Trainer:
         numbers = self._update(lr, weight_decay, batch)
         self._assembly.scaler.check_state(numbers.loss_scale)
         progress.count(batch, skipped=numbers.skipped)
-        facts = StepFacts(batch, microbatches, lr, time.perf_counter() - start, self.peak)
-        metrics = step_metrics(self._run, self._assembly.model, progress, facts, numbers, self._context.device)
+        facts = StepFacts(batch, microbatches, lr, time.perf_counter() - start, self._flops, self.peak)
+        metrics = step_metrics(self._run, progress, facts, numbers, self._context.device)
         return StepDone(metrics, times, agreed_code(numbers.means), mismatch=MISMATCH in numbers.means)
 
     def _accumulate(self, microbatches: int, clock: Callable[[], float] | None) -> StepRecord:

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
+    from megatron_run.contracts.costs import ModelCosts
     from megatron_run.contracts.data import Field
     from megatron_run.contracts.parallel_layer import ParallelLayers
     from megatron_run.contracts.schedule import Place
@@ -170,6 +171,13 @@ class ModelOptions(Protocol):
     num_layers: int
     vocab_size: int | None
 
+    def costs(self, sequence_length: int, vocab_size: int) -> ModelCosts:
+        """The costs of the model for samples of ``sequence_length`` tokens and ``vocab_size`` token ids.
+
+        Training reports MFU by them, and the planner plans with them; it needs neither torch nor a device.
+        """
+        ...
+
 
 @dataclass(frozen=True)
 class NewParts:
@@ -283,7 +291,3 @@ class Model(ABC):
         what was counted. Such parameters must get no gradient and no weight decay, and have the type of the master
         weights; every rank that holds one must change it alike.
         """
-
-    @abstractmethod
-    def flops_per_token(self, sequence_length: int) -> float:
-        """Floating-point operations of one token's forward and backward; attention counts as if nothing were masked."""

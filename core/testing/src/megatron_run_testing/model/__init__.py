@@ -9,7 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
-from math import isclose
+from math import isclose, prod
+from typing import TYPE_CHECKING, cast
 
 import torch
 from pydantic import BaseModel
@@ -33,6 +34,10 @@ from megatron_run_testing.model.half_sequence import HalfSequence
 from megatron_run_testing.model.slopes import check_slopes
 from megatron_run_testing.model.without_dropout import WithoutDropout, without_dropout
 
+if TYPE_CHECKING:
+    from megatron_run.contracts import ModelOptions
+    from megatron_run.contracts.costs import ModelCosts
+
 #: Creates the model under test from a context and its options, as its factory hook does.
 CreateModel = Callable[[BuildContext, BaseModel], Model]
 
@@ -41,6 +46,8 @@ _CUTS = ((1, 1), (2, 1), (1, 2), (2, 2), (4, 1))
 #: The fields of all data, those of data that packs documents, and their bounds in two rows: [2, c].
 _PLAIN = frozenset({"tokens", "labels", "loss_mask"})
 _PACKED = _PLAIN | {"positions", "documents"}
+#: Share of the matrices that costs may leave out: small tables, as of position biases.
+_SMALL_TABLES = 0.05
 _DOCUMENTS = ((0, 5, 6, 14, 16), (0, 16, 16, 16, 16))
 
 
@@ -66,7 +73,7 @@ def model_checks(create: CreateModel, options: BaseModel) -> tuple[Check, ...]:
         "tensors between chunks match boundary under sequence parallelism": bench.boundary_splits,
         "segments cover every parameter": bench.segments_cover,
         "chunks of one stage share tied parameters": bench.shares_tied,
-        "flops do not shrink with the sequence": bench.flops_grow,
+        "costs are those of the layers": bench.costs_are_told,
     }
     return tuple(Check(name, run) for name, run in checks.items())
 
@@ -371,13 +378,20 @@ class _Bench:
         if sorted(counted) != sorted(every):
             raise CheckFailed(f"counted once each: {sorted(every)}; found {sorted(counted)}")
 
-    def flops_grow(self) -> None:
-        """The number is positive and does not fall with the sequence length."""
-        model = self.built().model
-        if not 0 < model.flops_per_token(16) <= model.flops_per_token(32):
-            raise CheckFailed(
-                f"flops_per_token is {model.flops_per_token(16)} at 16, {model.flops_per_token(32)} at 32"
-            )
+    def costs_are_told(self) -> None:
+        """Weights are those of the matrices that are built; FLOPs count each that meets a token, and grow with it."""
+        told, longer = (self._costs(length) for length in (16, 32))
+        infos = self.built().infos.values()
+        matrices = [part.shape for info in infos for part in info.parts if len(part.shape) > 1 and info.counted]
+        built = sum(map(prod, matrices))
+        if not isclose(told.parameters, built, rel_tol=_SMALL_TABLES):
+            raise CheckFailed(f"costs tell {told.parameters:,.0f} weights, and the matrices built have {built:,}")
+        if not 0 < told.flops_per_token <= longer.flops_per_token:
+            raise CheckFailed(f"flops_per_token is {told.flops_per_token} at 16 tokens, {longer.flops_per_token} at 32")
+
+    def _costs(self, length: int) -> ModelCosts:
+        options = cast("ModelOptions", self.options)
+        return options.costs(length, options.vocab_size or 0)
 
 
 def _names(model: Model, position: int, layout: tuple[Place, ...]) -> set[str]:

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from dataclasses import replace
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
 from megatron_run.contracts import NewParts
+from megatron_run.errors import InputError
 from megatron_run_engine.nn import TransformerSpec
 from megatron_run_engine.nn.spec import check_heads
 
+if TYPE_CHECKING:
+    from megatron_run.contracts.costs import ModelCosts
+
 HeadKind = Literal["masked", "pretraining", "classification", "choice", "span"]
+
+#: Heads that make logits over the vocabulary, by the word embedding.
+OVER_WORDS = ("masked", "pretraining")
 
 
 class BertOptions(BaseModel):
@@ -63,6 +71,27 @@ class BertOptions(BaseModel):
         if head is not None and (head == "choice") != (choices > 1):
             raise ValueError(f"head={head} with {choices}; a choice is among 2 or more, and other heads have 1")
         return choices
+
+    def costs(self, sequence_length: int, vocab_size: int) -> ModelCosts:
+        """Those of a row, with the head's own matrices; of several choices a sample has so many rows."""
+        row = sequence_length // self.choices
+        if not row:
+            raise InputError(
+                f"model.choices={self.choices} is more than train.sequence_length={sequence_length}",
+                why="each choice is a part of the sequence",
+            )
+        spec = self.model_copy(update={"vocab_size": vocab_size}).spec(row)
+        found = replace(spec, sequence_length=row).costs(tied=True)
+        matrix, words = float(self.hidden_size**2), self.head in OVER_WORDS
+        rows = f"rows of a {self.choices}th of the sequence, one a sample, because choices are not batched"
+        return replace(
+            found,
+            positions=spec.sequence_length + self.token_types,
+            head_weights=matrix if words else 0.0,
+            pooled=0.0 if self.head in ("masked", "span") else matrix,
+            logits=words,
+            approximations=(rows,) if self.choices > 1 else (),
+        )
 
     def spec(self, row: int) -> TransformerSpec:
         """Return the network that these options describe, for rows of ``row`` tokens.

@@ -17,7 +17,7 @@ from megatron_run.hookspecs import hookimpl
 from megatron_run_engine.builtin.model.gpt import Gpt, GptOptions, expert_notices
 from megatron_run_engine.nn import Rotary, TransformerSpec, attention_fields, tie_to_word
 from megatron_run_model_deepseek.latent_attention import LatentAttention, LatentShape
-from megatron_run_model_deepseek.prediction import PredictingChunk, Predictor, counted, loss_name, predictor_spec
+from megatron_run_model_deepseek.prediction import PredictingChunk, Predictor, counted, loss_name
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from torch.nn import Parameter
 
     from megatron_run.contracts import Chunk, ParallelLayers
+    from megatron_run.contracts.costs import ModelCosts
     from megatron_run.contracts.schedule import Place
     from megatron_run_engine.nn import Attention, Embedding
     from megatron_run_engine.runtime.context import BuildContext
@@ -110,6 +111,15 @@ class DeepSeekOptions(GptOptions):
         return LatentShape(
             self.kv_rank, self.query_rank, self.rope_head_size, self.nope_head_size, self.value_head_size
         )
+
+    def costs(self, sequence_length: int, vocab_size: int) -> ModelCosts:
+        """As of ``gpt``, with latent attention and predictors."""
+        spec = self.model_copy(update={"vocab_size": vocab_size}).spec(sequence_length)
+        found = spec.costs(tied=self.tie_embeddings, attention=self.latents.costs(spec.hidden, spec.heads))
+        told = ["one projection with latent attention's weights because latents are not timed one by one"]
+        if self.mtp_layers:
+            told.append("a layer and a head for each further token because predictors are not timed by themselves")
+        return replace(found, predictors=self.mtp_layers, approximations=(*found.approximations, *told))
 
     def spec(self, sequence_length: int) -> TransformerSpec:
         """Return the network that these options describe. Raises ValueError while ``vocab_size`` is unset."""
@@ -198,20 +208,6 @@ class DeepSeek(Gpt):
     def make_attention(self, layers: ParallelLayers, layer: int, rotary: Rotary | None) -> Attention:
         """The attention of ``layer``."""
         return LatentAttention(self._context, layers, self._spec, self._shape, layer, rotary)
-
-    def flops_per_token(self, sequence_length: int) -> float:
-        """As of ``gpt``, with the matrices of latent attention, and heads whose values have a size of their own."""
-        spec, shape = self._spec, self._shape
-        usual = spec.head_size * (2 * spec.heads + 2 * spec.kv_heads)
-        latent = shape.matmul_parameters(spec.hidden, spec.heads)
-        matrices = spec.matmul_parameters + spec.layers * (latent - usual * spec.hidden)
-        products = sequence_length * spec.heads * (shape.head + shape.value)
-        # A predictor joins two vectors, and has a block and the output layer's products.
-        experts = predictor_spec(spec, spec.layers).experts
-        features, routed = (spec.ffn, 0) if experts is None else (experts.ffn_features, experts.count)
-        routed += experts is not None and experts.shared_gate
-        predictor = latent + spec.hidden * (2 * spec.hidden + 3 * features + routed + spec.vocab)
-        return 6.0 * (matrices + self._predicted * predictor + (spec.layers + self._predicted) * products)
 
 
 @hookimpl

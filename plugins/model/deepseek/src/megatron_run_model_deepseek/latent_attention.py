@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from megatron_run.contracts import AttentionShape, LinearPart
+from megatron_run.contracts.costs import AttentionCosts
 from megatron_run_engine.nn import Attention, ReplicatedLinear
 from megatron_run_engine.nn.fused import split_heads
 
@@ -41,13 +42,13 @@ class LatentShape:
         """Features of a query or key head."""
         return self.rope + self.nope
 
-    def matmul_parameters(self, hidden: int, heads: int) -> int:
-        """Parameters of the matrices of one layer's attention."""
+    def costs(self, hidden: int, heads: int) -> AttentionCosts:
+        """The costs of one layer's attention; a head's values have a size of their own."""
         query = hidden * heads * self.head
         if self.query_rank is not None:
             query = self.query_rank * (hidden + heads * self.head)
-        keys_and_values = self.kv_rank * heads * (self.nope + self.value)
-        return query + hidden * (self.kv_rank + self.rope) + keys_and_values + heads * self.value * hidden
+        weights = query + hidden * (self.kv_rank + self.rope) + self.kv_rank * heads * (self.nope + self.value)
+        return AttentionCosts(heads, (self.head + self.value) / 2, weights / hidden, heads * self.value, heads)
 
 
 class LatentAttention(Attention):

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from dataclasses import replace
+from typing import TYPE_CHECKING, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
+from megatron_run.contracts.costs import AttentionCosts
 from megatron_run_engine.nn import TransformerSpec
+
+if TYPE_CHECKING:
+    from megatron_run.contracts.costs import ModelCosts
 
 
 class T5Options(BaseModel):
@@ -61,6 +66,22 @@ class T5Options(BaseModel):
     def first_decoder_layer(self) -> int:
         """The number of the first layer of the decoder, which is how many the encoder has."""
         return self.num_layers // 2 if self.encoder_layers is None else self.encoder_layers
+
+    def costs(self, sequence_length: int, vocab_size: int) -> ModelCosts:
+        """The encoder's layers read a text of their own, and the decoder's attend to it besides."""
+        spec = self.model_copy(update={"vocab_size": vocab_size}).spec(sequence_length)
+        plain, reads, length = spec.costs(tied=self.tie_embeddings), self.first_decoder_layer, self.encoder_length
+        attention, feed = plain.layers[0].parts
+        across = AttentionCosts.over(length, spec.heads, spec.head_size)
+        encoder = replace(plain.layers[0], tokens=length)
+        decoder = replace(plain.layers[0], parts=(attention, across, feed))
+        return replace(
+            plain,
+            layers=(encoder,) * reads + (decoder,) * (spec.layers - reads),
+            positions=0,
+            embedded=sequence_length + length,
+            approximations=("attention without its biases because what they cost is the kernel's",),
+        )
 
     def spec(self, length: int) -> TransformerSpec:
         """Return the layers that these options describe, for a decoder that reads ``length`` tokens.

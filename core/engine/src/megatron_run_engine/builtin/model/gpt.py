@@ -5,7 +5,6 @@ Legend: s sequence, b micro batch, h hidden.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -117,10 +116,6 @@ class Gpt(Model):
         """Move the biases that balance experts, by the choices of the step."""
         if self._routers is not None:
             self._routers.balance(skipped=skipped)
-
-    def flops_per_token(self, sequence_length: int) -> float:
-        """See :attr:`TransformerSpec.flops_per_token`."""
-        return replace(self._spec, sequence_length=sequence_length).flops_per_token
 
 
 @hookimpl

@@ -14,6 +14,7 @@ from megatron_run_engine.nn.spec import Dispatch, DropPolicy, Scores
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from megatron_run.contracts.costs import ModelCosts
     from megatron_run.contracts.schema import Config
 
 
@@ -188,6 +189,11 @@ class GptOptions(DecoderOptions):
     def spec(self, sequence_length: int) -> TransformerSpec:
         """Return the network that these options describe. Raises ValueError while ``vocab_size`` is unset."""
         return self.dense_spec(sequence_length, self.expert_spec() if self.experts else None)
+
+    def costs(self, sequence_length: int, vocab_size: int) -> ModelCosts:
+        """See :meth:`TransformerSpec.costs`."""
+        known = self.model_copy(update={"vocab_size": vocab_size})
+        return known.spec(sequence_length).costs(tied=self.tie_embeddings)
 
     def expert_spec(self) -> ExpertSpec:
         """Return the specification of a layer with experts. ``experts`` must be above 0."""
