@@ -11,7 +11,7 @@ import pytest
 
 from megatron_run.config.request import Request
 from megatron_run.contracts.costs import Divided
-from megatron_run.errors import InputError, RunError
+from megatron_run.errors import InputError, Problems, RunError
 from megatron_run.planning import load_config, resolve
 from megatron_run.planning.run import sections
 from megatron_run_engine.estimate.model_size import model_size
@@ -315,7 +315,7 @@ def test_heads_that_do_not_split_are_not_searched(schedules: Schedules) -> None:
 
 
 def test_a_model_without_sizes_is_refused() -> None:
-    with pytest.raises(InputError, match="hidden_size"):
+    with pytest.raises(Problems, match="hidden_size"):
         read_task(Request(({"model": {"num_layers": 2}, "train": CONFIG["train"]},)), 1)
 
 

@@ -45,7 +45,7 @@ class Options(BaseModel):
 class Block(nn.Module):
     def __init__(self, layers: ParallelLayers, hidden: int) -> None:
         super().__init__()
-        self.norm = layers.norm("rmsnorm", hidden)
+        self.norm = layers.norm("layernorm", hidden)
         self.up = layers.column_linear(hidden, (LinearPart("up", 4 * hidden),), bias=False, init=INIT)
         self.down = layers.row_linear(4 * hidden, hidden, bias=False, init=INIT)
 

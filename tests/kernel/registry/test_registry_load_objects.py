@@ -22,7 +22,7 @@ class Named(ZigZag):
 
 
 class Misnamed(ZigZag):
-    info = PluginInfo("data", "better")
+    info = PluginInfo("model", "better")
 
 
 class Watcher(Observer):
