@@ -7,8 +7,7 @@ from typing import ClassVar, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
 from megatron_run.contracts import NewParts
-from megatron_run_engine.nn import TransformerSpec
-from megatron_run_engine.nn.spec import check_heads
+from megatron_run_engine.nn import TransformerSpec, check_heads
 
 HeadKind = Literal["masked", "pretraining", "classification", "choice", "span"]
 
