@@ -44,7 +44,7 @@ ALLOWED = {
     "what this program has written": (
         "cli/src/megatron_run_cli/commands/evaluate.py",
         "cli/src/megatron_run_cli/commands/generate.py",
-        f"{_ENGINE}/data/user_cache.py",
+        f"{_KERNEL}/files/user_cache.py",
         f"{_ENGINE}/launch/api.py",
         f"{_ENGINE}/launch/rank.py",
         f"{_ENGINE}/launch/results.py",

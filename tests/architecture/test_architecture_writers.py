@@ -69,7 +69,7 @@ ALLOWED: dict[str, dict[str, str]] = {
         f"{_ENGINE}/data/standalone_tokenizer.py": "mkdir",
         f"{_ENGINE}/data/token_cache.py": "TemporaryFile unlink",
         f"{_ENGINE}/data/token_ids.py": "touch",
-        f"{_ENGINE}/data/user_cache.py": "mkdir open",
+        f"{_KERNEL}/files/user_cache.py": "mkdir open",
         f"{_ENGINE}/launch/rank_output.py": "touch",
     },
     "the folder PREFIX.preparing and its lock, with which a killed command goes on": {

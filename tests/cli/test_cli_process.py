@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_run_engine.data.user_cache import COMPILED
+from megatron_run.files.user_cache import COMPILED
 from megatron_run_engine.host.rank_environment import SPIN_BRIEFLY, available_cores
 from tests.support.commands import COMMAND, world_of_two
 

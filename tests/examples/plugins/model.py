@@ -24,7 +24,7 @@ from megatron_run.contracts import (
 )
 from megatron_run.contracts.costs import FeedForwardCosts, LayerCosts, ModelCosts
 from megatron_run.hookspecs import hookimpl
-from megatron_run_engine.runtime.context import BuildContext
+from megatron_run_engine.runtime import BuildContext
 
 INIT = Init("normal", 0.02)
 

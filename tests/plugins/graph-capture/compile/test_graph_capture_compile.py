@@ -24,9 +24,9 @@ from megatron_run.builtin.schedule.sequential import Sequential
 from megatron_run.contracts import Microbatch, Schedule, Segment
 from megatron_run.contracts.schedule import Action
 from megatron_run.errors import GraphCaptureError, InputError, PluginError
+from megatron_run.files.user_cache import COMPILED
 from megatron_run_engine.builtin.model.gpt import GptOptions
 from megatron_run_engine.builtin.parallel_layer.dense import DenseLayers
-from megatron_run_engine.data.user_cache import COMPILED
 from megatron_run_engine.nn.fused import availability
 from megatron_run_engine.nn.linear import linear
 from megatron_run_engine.runtime.context import BuildContext

@@ -44,7 +44,7 @@ class PreparedTextOptions(BaseModel):
     )
 
 
-def check_config(config: Config, options: PreparedTextOptions) -> Iterator[str]:  # noqa: ARG001  # the contract's
+def check_prepared_texts(config: Config, options: PreparedTextOptions) -> Iterator[str]:  # noqa: ARG001  # the contract's
     """A notice where nothing is kept for validation."""
     return validation_notice(options.split)
 

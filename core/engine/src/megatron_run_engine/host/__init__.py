@@ -3,5 +3,5 @@
 ``environments`` reads torchrun's and Slurm's variables, ``rank_environment`` sets what must be set before torch is
 imported, ``process`` chooses the device, prepares the process and gives everything back.
 
-Imports: data, errors, planning, runtime.
+Imports: errors, files, planning, runtime.
 """

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Literal
 
 from megatron_run.errors import InputError
-from megatron_run_engine.data.user_cache import keep_compiled
+from megatron_run.files.user_cache import keep_compiled
 from megatron_run_engine.host.environments import find_world
 
 #: Keep freed memory, in huge pages: page zeroing costs more than many kernels. The last is the size of free memory,

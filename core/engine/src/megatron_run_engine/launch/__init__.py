@@ -5,8 +5,8 @@ used, torch by the ranks, or by ``launch`` when it resolves the run. Reading ord
 ``local``, ``fork_server`` and ``rank`` (how one starts), ``worker`` (its work), ``rank_output`` (where its words go),
 ``failures`` (how its failure reaches the user), ``watchdog`` (how a hang is noticed).
 
-Imports: checkpoint, config, contracts, data, errors, estimate, files, host, lazy, planning, registry, run_folder,
-runtime, signal_bell, training.
+Imports: checkpoint, config, contracts, errors, estimate, files, host, lazy, planning, registry, run_folder, runtime,
+signal_bell, training.
 """
 
 from __future__ import annotations
@@ -23,13 +23,12 @@ if TYPE_CHECKING:
 
 __all__ = ["FailedRunError", "LaunchMode", "LaunchOptions", "RunResult", "Task", "launch", "run_task", "train"]
 
-_API = "megatron_run_engine.launch.api"
 __getattr__, __dir__ = lazy_names(
     __name__,
     {
-        **dict.fromkeys(("FailedRunError", "LaunchOptions", "launch", "run_task", "train"), _API),
-        "LaunchMode": "megatron_run_engine.host.environments",
-        "RunResult": "megatron_run_engine.launch.results",
-        "Task": "megatron_run_engine.launch.rank",
+        "megatron_run_engine.host.environments": ("LaunchMode",),
+        "megatron_run_engine.launch.api": ("FailedRunError", "LaunchOptions", "launch", "run_task", "train"),
+        "megatron_run_engine.launch.rank": ("Task",),
+        "megatron_run_engine.launch.results": ("RunResult",),
     },
 )

@@ -18,8 +18,8 @@ from io import RawIOBase
 from pathlib import Path
 from typing import Any, TextIO, cast
 
+from megatron_run.files.user_cache import user_cache
 from megatron_run.planning.choosing import EnvironmentNotice
-from megatron_run_engine.data.user_cache import user_cache
 from megatron_run_engine.run_folder.folder import open_log
 
 #: Seconds between two looks at rank 0's log: a progress bar moves ten times a second at most.

@@ -15,6 +15,7 @@ Imports: contracts, errors, nn, registry, runtime.
 
 from megatron_run_engine.optim.buckets import Bucket, build_buckets
 from megatron_run_engine.optim.flat import FlatOptimizer
+from megatron_run_engine.optim.gradients import sum_of_squares
 from megatron_run_engine.optim.sharding import (
     FlatBox,
     ParamRange,
@@ -26,12 +27,14 @@ from megatron_run_engine.optim.sharding import (
     param_ranges,
     part_boxes,
 )
-from megatron_run_engine.optim.update_rules import UpdateOptions, check_update
+from megatron_run_engine.optim.update_rules import Decay, Multiplier, UpdateOptions, check_update, find_rule
 
 __all__ = [
     "Bucket",
+    "Decay",
     "FlatBox",
     "FlatOptimizer",
+    "Multiplier",
     "ParamRange",
     "PartBox",
     "Replicated",
@@ -40,7 +43,9 @@ __all__ = [
     "boxes",
     "build_buckets",
     "check_update",
+    "find_rule",
     "param_range",
     "param_ranges",
     "part_boxes",
+    "sum_of_squares",
 ]

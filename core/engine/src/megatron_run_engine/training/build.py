@@ -21,6 +21,7 @@ from megatron_run.pipeline.verify import forward_plan
 from megatron_run_engine.runtime.comm import ALONE, Groups, ParallelGroup, create_groups, patience
 from megatron_run_engine.runtime.context import BuildContext, Dtypes
 from megatron_run_engine.runtime.execute import Executor
+from megatron_run_engine.runtime.generation import Network
 from megatron_run_engine.runtime.gradients import GradientAccumulator
 from megatron_run_engine.runtime.messages import Messenger
 from megatron_run_engine.runtime.metrics import Metrics
@@ -100,7 +101,8 @@ DTYPES: Mapping[str, Dtypes] = MappingProxyType(
 class Assembly:
     """Everything that one rank trains with. ``positions`` are the positions of its chunks in the layout.
 
-    ``infos`` describe the chunks' parameters, of which the frozen ones wait for ``adapters``.
+    ``infos`` describe the chunks' parameters, of which the frozen ones wait for ``adapters``. ``network`` is the model
+    as what scores and writes tokens sees it.
     """
 
     context: BuildContext
@@ -115,6 +117,7 @@ class Assembly:
     graph_capture: GraphCapture
     executor: Executor
     programs: Programs
+    network: Network
 
     @property
     def flops_per_token(self) -> float:
@@ -159,6 +162,9 @@ def build(run: ResolvedRun, world: World, activity: Activity | None = None) -> A
         sharers=_message_sharers(run, topology, groups),
         activity=groups.activity,
     )
+    executor = Executor(chunks, context.gradients, messenger, world.rank, groups.activity)
+    programs = Programs(run, topology.stage, world.backend)
+    reads, last = read_fields(run, model, positions), run.layout[-1].stage
     return Assembly(
         context=context,
         data=data,
@@ -170,8 +176,9 @@ def build(run: ResolvedRun, world: World, activity: Activity | None = None) -> A
         optimizer=optimizer,
         scaler=CheckedScaler(cast("Scaler", run.one("scaler").create(context=context)), run.one("scaler")),
         graph_capture=cast("GraphCapture", run.one("graph-capture").create(context=context)),
-        executor=Executor(chunks, context.gradients, messenger, world.rank, groups.activity),
-        programs=Programs(run, topology.stage, world.backend),
+        executor=executor,
+        programs=programs,
+        network=Network(context, model, chunks, executor, programs.forward_only, reads, last),
     )
 
 

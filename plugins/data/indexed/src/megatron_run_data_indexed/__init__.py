@@ -9,7 +9,7 @@ from megatron_run.contracts import DataSource, PluginInfo
 from megatron_run.errors import InputError
 from megatron_run.hookspecs import hookimpl
 from megatron_run_data_indexed.options import IndexedOptions
-from megatron_run_engine.data.option_types import validation_notice
+from megatron_run_engine.data import validation_notice
 
 if TYPE_CHECKING:
     from megatron_run.contracts.schema import Config

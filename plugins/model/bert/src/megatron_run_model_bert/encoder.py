@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from megatron_run.contracts import Decoding, Microbatch, ParallelLayers
     from megatron_run_engine.nn import TransformerSpec
-    from megatron_run_engine.runtime.context import BuildContext
+    from megatron_run_engine.runtime import BuildContext
     from megatron_run_model_bert.heads import Head
     from megatron_run_model_bert.options import BertOptions
 

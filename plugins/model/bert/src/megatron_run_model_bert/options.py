@@ -9,8 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validat
 
 from megatron_run.contracts import NewParts
 from megatron_run.errors import InputError
-from megatron_run_engine.nn import TransformerSpec
-from megatron_run_engine.nn.spec import check_heads
+from megatron_run_engine.nn import TransformerSpec, check_heads
 
 if TYPE_CHECKING:
     from megatron_run.contracts.costs import ModelCosts

@@ -18,13 +18,12 @@ from torch.nn import functional as F
 
 from megatron_run.contracts import AttentionShape, LinearPart
 from megatron_run.contracts.costs import AttentionCosts
-from megatron_run_engine.nn import Attention, ReplicatedLinear
-from megatron_run_engine.nn.fused import split_heads
+from megatron_run_engine.nn import Attention, ReplicatedLinear, split_heads
 
 if TYPE_CHECKING:
     from megatron_run.contracts import Decoding, ParallelLayers
     from megatron_run_engine.nn import Rotary, TransformerSpec
-    from megatron_run_engine.runtime.context import BuildContext
+    from megatron_run_engine.runtime import BuildContext
 
 
 @dataclass(frozen=True)

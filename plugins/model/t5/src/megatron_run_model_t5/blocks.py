@@ -12,10 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from megatron_run.contracts import Init, LinearPart, Segment
-from megatron_run_engine.nn import Mlp, parameters_of
-from megatron_run_engine.nn.block import drops
-from megatron_run_engine.nn.fused import split_heads
-from megatron_run_engine.nn.norm import norm_of
+from megatron_run_engine.nn import Mlp, drops, norm_of, parameters_of, split_heads
 
 if TYPE_CHECKING:
     from collections.abc import Callable

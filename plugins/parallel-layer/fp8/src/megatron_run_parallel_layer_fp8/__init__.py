@@ -17,8 +17,7 @@ import torch
 from megatron_run.contracts import ParallelLayers, PluginInfo, StackedLayers
 from megatron_run.errors import InputError, PluginError
 from megatron_run.hookspecs import hookimpl
-from megatron_run_engine.nn import LinearLayer
-from megatron_run_engine.nn.fused import triton_lack
+from megatron_run_engine.nn import LinearLayer, triton_lack
 from megatron_run_parallel_layer_fp8.products import FORMATS, Fp8Products, Options
 from megatron_run_parallel_layer_fp8.quantized import MULTIPLE
 from megatron_run_parallel_layer_fp8.weights import StepWeight
@@ -30,7 +29,7 @@ if TYPE_CHECKING:
 
     from megatron_run.contracts import Init, LinearPart
     from megatron_run.contracts.schema import Config
-    from megatron_run_engine.runtime.context import BuildContext
+    from megatron_run_engine.runtime import BuildContext
 
 _NO_MULTIPLE = f"are no multiples of {MULTIPLE}"
 #: The first GPUs whose tensor cores multiply FP8: Ada (8.9) and Hopper (9.0).

@@ -15,8 +15,8 @@ from pydantic import BaseModel, ConfigDict, Field
 from megatron_run.contracts import Adapters, ParallelLayers, PluginInfo, StackedLayers
 from megatron_run.errors import InputError
 from megatron_run.hookspecs import hookimpl
-from megatron_run_engine.data.option_types import AT_COMMAS
-from megatron_run_engine.runtime.parameter_init import canonical
+from megatron_run_engine.data import AT_COMMAS
+from megatron_run_engine.runtime import canonical
 from megatron_run_parallel_layer_lora.layers import DOWN, UP, LoraColumn, LoraRow, LowRank
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from megatron_run.contracts import Init, LinearPart
-    from megatron_run_engine.runtime.context import BuildContext
+    from megatron_run_engine.runtime import BuildContext
 
 #: The word that stands for every linear layer.
 ALL = "all"

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from torch.nn import Parameter
 
     from megatron_run.contracts import ParallelLayers
-    from megatron_run_engine.runtime.context import BuildContext
+    from megatron_run_engine.runtime import BuildContext
 
 #: The names of A and B: ``X.lora_a.weight`` [r, i] and ``X.lora_b.weight`` [o, r] adapt ``X.weight`` [o, i].
 DOWN, UP = "lora_a", "lora_b"

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from megatron_run.contracts import AttentionShape, Init, LinearPart, NormKind
-    from megatron_run_engine.runtime.context import BuildContext
+    from megatron_run_engine.runtime import BuildContext
 
 
 class EngineLayers(SplitLayers):

@@ -20,9 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from megatron_run.contracts import Init, ParameterSpec
-from megatron_run_engine.nn import build_device, empty_parameter
-from megatron_run_engine.nn.packed_attention import cumulative_lengths
-from megatron_run_engine.runtime.gradients import main_grad
+from megatron_run_engine.nn import build_device, cumulative_lengths, empty_parameter
+from megatron_run_engine.runtime import main_grad
 from megatron_run_parallel_layer_te.precision import QuantizedWeight
 
 if TYPE_CHECKING:
@@ -32,7 +31,7 @@ if TYPE_CHECKING:
 
     from megatron_run.contracts import AttentionShape, LinearPart, NormKind
     from megatron_run_engine.nn.parallel import Split
-    from megatron_run_engine.runtime.context import BuildContext
+    from megatron_run_engine.runtime import BuildContext
     from megatron_run_parallel_layer_te.library import Engine
     from megatron_run_parallel_layer_te.precision import Options, Precision
 

@@ -28,7 +28,7 @@ from megatron_run_engine.nn.parallel import Split, SplitLayers, column_linear, g
 if TYPE_CHECKING:
     from megatron_run.contracts import AttentionShape, LinearPart, NormKind
     from megatron_run_engine.nn import Activation
-    from megatron_run_engine.runtime.context import BuildContext
+    from megatron_run_engine.runtime import BuildContext
 
 
 class ColumnLinear(LinearLayer):

@@ -20,17 +20,14 @@ from megatron_run_engine.evaluation.sample_losses import score_samples
 from megatron_run_engine.evaluation.tasks import Reader, make_work, perplexity_of, run_task
 from megatron_run_engine.runtime.execute import StepInputs
 from megatron_run_engine.runtime.generation import Generation, Network, Sampling, TextTokens
-from megatron_run_engine.training.build import read_fields
-from megatron_run_engine.training.checked_plugins import open_split
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from torch import Tensor
 
-    from megatron_run.contracts import Chunk, Dataset
+    from megatron_run.contracts import Chunk, Dataset, DataSource
     from megatron_run.planning import ResolvedRun
-    from megatron_run_engine.training.build import Assembly
 
 #: What a model must not see to be asked for logits.
 _ANSWERS = ("labels", "loss_mask")
@@ -80,61 +77,54 @@ class Evaluator:
     """Scores ``eval.batches`` global batches of the validation split, the same samples in every evaluation.
 
     ``samples`` holds their indices, the same for every layout. Of a split smaller than one global batch all samples are
-    scored.
+    scored. ``network`` is the model in training, and ``opens`` opens another split of ``data``.
     """
 
-    def __init__(self, run: ResolvedRun, assembly: Assembly, dataset: Dataset) -> None:
-        self._run, self._assembly, self._dataset = run, assembly, dataset
+    def __init__(
+        self, run: ResolvedRun, network: Network, data: DataSource, dataset: Dataset, opens: Callable[..., Dataset]
+    ) -> None:
+        self._run, self._network, self._data, self._dataset = run, network, data, dataset
         train = run.config.train
         batches = min(len(dataset) // train.global_batch_size, run.config.eval.batches)
         drawn = range(batches * train.global_batch_size or len(dataset))
         self.samples = [sample_at(dataset, train.seed, position) for position in drawn]
 
-        if run.config.eval.tasks and not assembly.model.predicts_next:
+        if run.config.eval.tasks and not network.model.predicts_next:
             raise InputError(f"eval.tasks scores next tokens, and {run.one('model')} does not predict them")
         length = train.sequence_length
-        opens = partial(open_split, run.one("data"), assembly.data, sequence_length=length)
-        reader = Reader(assembly.data, length, train.seed, assembly.context.vocab_size, opens)
-        self._judge = assembly.data.judge("validation", train.sequence_length, train.seed)
+        opened = partial(opens, sequence_length=length)
+        reader = Reader(data, length, train.seed, network.context.vocab_size, opened)
+        self._judge = data.judge("validation", train.sequence_length, train.seed)
         self._tasks = [make_work(task, reader) for task in run.config.eval.tasks]
 
     def tasks(self, step: int) -> list[EvalMetrics]:
         """Evaluate ``eval.tasks`` after ``step`` steps. Collective over the world."""
         if not self._tasks:
             return []
-        self._assembly.context.groups.activity.enter("evaluate")
-        network = network_of(self._run, self._assembly)
-        set_training(self._assembly.chunks, training=False)
-        results = [run_task(*task, network) for task in self._tasks]
-        set_training(self._assembly.chunks, training=True)
+        self._network.context.groups.activity.enter("evaluate")
+        set_training(self._network.chunks, training=False)
+        results = [run_task(*task, self._network) for task in self._tasks]
+        set_training(self._network.chunks, training=True)
         return [result.at_step(step) for result in results]
 
     def evaluate(self, step: int) -> EvalMetrics:
         """Score the model after ``step`` steps. Collective over the world."""
-        self._assembly.context.groups.activity.enter("evaluate")
-        set_training(self._assembly.chunks, training=False)
-        network, train = network_of(self._run, self._assembly), self._run.config.train
+        self._network.context.groups.activity.enter("evaluate")
+        set_training(self._network.chunks, training=False)
+        train = self._run.config.train
         at_once = train.global_batch_size // (train.micro_batch_size * self._run.sizes.data)
-        found = score_samples(network, self._dataset, self.samples, train.micro_batch_size, at_once)
+        found = score_samples(self._network, self._dataset, self.samples, train.micro_batch_size, at_once)
         judged = self._judged()
-        set_training(self._assembly.chunks, training=True)
+        set_training(self._network.chunks, training=True)
         return EvalMetrics(step, "validation", found.loss, perplexity_of(found.loss), found.tokens, judged)
 
     def _judged(self) -> Mapping[str, float]:
         """The judgement of the data on the model's logits for its validation split; nothing where it judges nothing."""
         if self._judge is None:
             return {}
-        names = [field.name for field in self._assembly.data.fields]
-        network = network_of(self._run, self._assembly)
+        names = [field.name for field in self._data.fields]
         size = self._run.config.train.micro_batch_size
-        return dict(self._judge(answers(network, self._dataset, names, size).numpy()))
-
-
-def network_of(run: ResolvedRun, assembly: Assembly) -> Network:
-    """The model in training, as what generates and scores tokens sees it."""
-    forwards, reads = assembly.programs.forward_only, read_fields(run, assembly.model, assembly.positions)
-    last = run.layout[-1].stage
-    return Network(assembly.context, assembly.model, assembly.chunks, assembly.executor, forwards, reads, last)
+        return dict(self._judge(answers(self._network, self._dataset, names, size).numpy()))
 
 
 def set_training(chunks: Iterable[Chunk], *, training: bool) -> None:
@@ -143,7 +133,7 @@ def set_training(chunks: Iterable[Chunk], *, training: bool) -> None:
         chunk.train(training)
 
 
-def generate_text(run: ResolvedRun, assembly: Assembly) -> str | None:
+def generate_text(run: ResolvedRun, network: Network, data: DataSource) -> str | None:
     """Generate ``eval.sample`` tokens after ``eval.prompt``. Collective.
 
     Return None if the data is not text, or the model does not predict the next token.
@@ -151,31 +141,30 @@ def generate_text(run: ResolvedRun, assembly: Assembly) -> str | None:
     ``megatron-run generate --past-end --seed SEED``, with ``train.seed``, writes the same. Without a prompt the text
     begins after a line break, or where the tokenizer knows none, after the end of another text.
     """
-    data, asked = assembly.data, run.config.eval
-    prompt = data.encode_prompt(asked.prompt or "\n") if assembly.model.predicts_next else None
+    asked = run.config.eval
+    prompt = data.encode_prompt(asked.prompt or "\n") if network.model.predicts_next else None
     if prompt is None:
         return None
-    if not prompt and data.end_of_text is not None and data.end_of_text < assembly.context.vocab_size:
+    if not prompt and data.end_of_text is not None and data.end_of_text < network.context.vocab_size:
         prompt = [data.end_of_text]
     if not prompt:
         return None
-    assembly.context.groups.activity.enter("generate")
-    network = network_of(run, assembly)
+    network.context.groups.activity.enter("generate")
     text = TextTokens(list(prompt))
     sampling = Sampling(temperature=asked.temperature, seed=run.config.train.seed)
-    set_training(assembly.chunks, training=False)
+    set_training(network.chunks, training=False)
     for _ in Generation(network, [text], sampling).steps():
         text.ended = len(text.tokens) >= len(prompt) + asked.sample
-    set_training(assembly.chunks, training=True)
+    set_training(network.chunks, training=True)
     return data.decode(text.tokens)
 
 
-def why_no_text(run: ResolvedRun, assembly: Assembly) -> str:
+def why_no_text(run: ResolvedRun, network: Network, data: DataSource) -> str:
     """Return why :func:`generate_text` returned None, as a line for the user."""
-    data, asked = run.one("data"), run.config.eval
+    asked = run.config.eval
     nothing = f"eval.sample={asked.sample} generates nothing"
-    if not assembly.model.predicts_next:
+    if not network.model.predicts_next:
         return f"{nothing}: {run.one('model')} does not predict the next token"
-    if assembly.data.encode(asked.prompt or "\n") is None:
-        return f"{nothing}: the samples of {data} are no text"
+    if data.encode(asked.prompt or "\n") is None:
+        return f"{nothing}: the samples of {run.one('data')} are no text"
     return f"{nothing}: the tokenizer makes no token of eval.prompt={asked.prompt!r}; set one of words that it knows"

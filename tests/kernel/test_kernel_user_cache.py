@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_run_engine.data.user_cache import COMPILED, keep, keep_compiled
+from megatron_run.files.user_cache import COMPILED, keep, keep_compiled
 from megatron_run_engine.host.rank_environment import rank_environment
 
 
