@@ -12,7 +12,7 @@ import torch
 
 from megatron_run import load
 from megatron_run.config.request import Request
-from megatron_run.contracts import Init, LinearPart
+from megatron_run.contracts import Init, LinearPart, LinearSpec
 from megatron_run.errors import RunError
 from megatron_run.planning import load_config, resolve
 from megatron_run_engine import train
@@ -237,7 +237,7 @@ def test_what_fp8_cannot_multiply_keeps_its_type_and_is_named(caplog: pytest.Log
     assert caplog.messages == [told]
     caplog.clear()
     for inputs, outputs in ((16, 32), (16, 24), (8, 16), (16, 24)):
-        layer = layers.row_linear(inputs, outputs, bias=True, init=Init("normal", 0.02))
+        layer = layers.row_linear(LinearSpec(inputs, outputs, Init("normal", 0.02), bias=True))
         assert isinstance(layer.products, Fp8Products) is (outputs == 32)
     assert caplog.messages == [
         "parallel-layer=fp8: matrices of 24 x 16 are not multiplied in FP8: their sides are no multiples of 16",
@@ -247,14 +247,14 @@ def test_what_fp8_cannot_multiply_keeps_its_type_and_is_named(caplog: pytest.Log
 
 def test_layers_that_multiply_by_other_means_are_refused() -> None:
     class Others(DenseLayers):
-        def row_linear(self, inputs: int, outputs: int, *, bias: bool, init: Init) -> torch.nn.Module:
-            return torch.nn.Linear(inputs, outputs, bias=bias)
+        def row_linear(self, spec: LinearSpec) -> torch.nn.Module:
+            return torch.nn.Linear(spec.inputs, spec.features, bias=spec.bias)
 
     context = single_process_context(train={"sequence_length": 16})
     layers = Fp8Layers(context, Options(), Others(context))
-    layers.column_linear(16, (LinearPart("up", 32),), bias=True, init=Init("normal", 0.02))
+    layers.column_linear(LinearSpec(16, (LinearPart("up", 32),), Init("normal", 0.02), bias=True))
     with pytest.raises(RunError, match="does not stack on a layer of torch"):
-        layers.row_linear(32, 16, bias=True, init=Init("normal", 0.02))
+        layers.row_linear(LinearSpec(32, 16, Init("normal", 0.02), bias=True))
 
 
 def test_a_gpu_for_which_triton_finds_no_compiler_is_refused_in_one_line(

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megatron_run.contracts import AttentionShape, ChunkOut, Init, LinearPart, ParallelLayers, Segment
+from megatron_run.contracts import AttentionShape, ChunkOut, Init, LinearPart, LinearSpec, ParallelLayers, Segment
 from megatron_run_engine.builtin.parallel_layer.dense import DenseLayers
 from megatron_run_engine.nn import LayerNorm
 from megatron_run_engine.runtime.context import BuildContext
@@ -62,7 +62,7 @@ class Layer(nn.Module):
 
 
 def qkv(layers: ParallelLayers, kind: Any = "layernorm", *, bias: bool = True) -> nn.Module:
-    return layers.column_linear(8, QKV, bias=bias, init=INIT, norm=layers.norm(kind, 8, 1e-3))
+    return layers.column_linear(LinearSpec(8, QKV, INIT, bias=bias), layers.norm(kind, 8, 1e-3))
 
 
 def trained(context: BuildContext, layer: nn.Module) -> dict[str, Tensor]:
@@ -133,19 +133,20 @@ def test_a_norm_of_this_factory_becomes_part_of_the_product() -> None:
 
 def test_a_norm_of_somebody_else_is_applied_before_the_product() -> None:
     found, expected = (
-        trained(context, make(context).column_linear(8, QKV, bias=True, init=INIT, norm=LayerNorm(context, 8, 1e-3)))
+        trained(context, make(context).column_linear(LinearSpec(8, QKV, INIT, bias=True), LayerNorm(context, 8, 1e-3)))
         for context, make in ((single_process_context(), engine_layers), (single_process_context(), DenseLayers))
     )
     assert found.keys() == expected.keys()
     for name, value in expected.items():
         torch.testing.assert_close(found[name], value, rtol=1e-12, atol=1e-12, msg=name)
     context = single_process_context()
-    layer: Any = engine_layers(context).column_linear(8, QKV, bias=True, init=INIT, norm=LayerNorm(context, 8, 1e-3))
+    layer: Any = engine_layers(context).column_linear(LinearSpec(8, QKV, INIT, bias=True), LayerNorm(context, 8, 1e-3))
     assert isinstance(layer.module, engine_stand_in.Linear)
 
 
 def test_what_a_column_linear_asks_of_the_library() -> None:
-    layer: Any = engine_layers(single_process_context(dtype=torch.bfloat16)).column_linear(8, QKV, bias=True, init=INIT)
+    layers = engine_layers(single_process_context(dtype=torch.bfloat16))
+    layer: Any = layers.column_linear(LinearSpec(8, QKV, INIT, bias=True))
     assert (layer.module.weight.shape, layer.module.weight.dtype) == ((16, 8), torch.bfloat16)
     asked = {name: value for name, value in layer.module.options.items() if name != "init_method"}
     assert asked == {
@@ -160,7 +161,7 @@ def test_what_a_column_linear_asks_of_the_library() -> None:
 
 def test_what_a_row_linear_asks_of_the_library_and_that_its_bias_is_added_outside() -> None:
     options = {"fuse_weight_gradients": False, "delay_weight_gradients": True}
-    layer: Any = engine_layers(single_process_context(), **options).row_linear(8, 4, bias=True, init=INIT)
+    layer: Any = engine_layers(single_process_context(), **options).row_linear(LinearSpec(8, 4, INIT, bias=True))
     asked = {name: value for name, value in layer.module.options.items() if name != "init_method"}
     assert asked == {
         **defaults(engine_stand_in.Linear),

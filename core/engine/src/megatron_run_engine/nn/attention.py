@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from megatron_run.contracts import AttentionShape, LinearPart
+from megatron_run.contracts import AttentionShape, LinearPart, LinearSpec
 from megatron_run.contracts.parallel_layer import VARIANTS
 from megatron_run.errors import InputError
 from megatron_run_engine.nn.device import on_cpu, stands_for_gpu
@@ -110,10 +110,10 @@ class SelfAttention(Attention):
         self.head_size, self.features = spec.head_size, [part.features for part in parts]
         norm = norm_of(layers, spec) if spec.norms_first else None
         bias = spec.bias if spec.qkv_bias is None else spec.qkv_bias
-        self.qkv = layers.column_linear(spec.hidden, parts, bias=bias, init=spec.init, norm=norm)
+        self.qkv = layers.column_linear(LinearSpec(spec.hidden, parts, spec.init, bias=bias), norm)
         self.qk_norm = qk_norms(context, layers, spec)
         self.rotary = rotary
-        self.output = layers.row_linear(width, spec.hidden, bias=spec.bias, init=spec.residual_init)
+        self.output = layers.row_linear(LinearSpec(width, spec.hidden, spec.residual_init, bias=spec.bias))
 
     def forward(
         self,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal
 
@@ -35,6 +35,29 @@ class LinearPart:
 
     def __str__(self) -> str:
         return f"features of {self.name}" + (f" ({self.key})" if self.key else "")
+
+
+@dataclass(frozen=True)
+class LinearSpec:
+    """A linear layer from ``inputs`` features to those of ``outputs``; ``init`` fills its weight, zeros its bias.
+
+    ``outputs`` are the logical matrices that are stacked in the rows of the weight, or the features of a single one.
+    """
+
+    inputs: int
+    outputs: int | tuple[LinearPart, ...]
+    init: Init
+    bias: bool = field(kw_only=True)
+
+    @property
+    def parts(self) -> tuple[LinearPart, ...]:
+        """The stacked matrices; none where the layer is one matrix."""
+        return () if isinstance(self.outputs, int) else self.outputs
+
+    @property
+    def features(self) -> int:
+        """All output features, of all ranks."""
+        return self.outputs if isinstance(self.outputs, int) else sum(part.features for part in self.outputs)
 
 
 def even_part(size: int, ranks: int, what: str, axis: str = "tensor") -> int:
@@ -132,24 +155,16 @@ class ParallelLayers(ABC):
     """
 
     @abstractmethod
-    def column_linear(
-        self,
-        inputs: int,
-        parts: tuple[LinearPart, ...],
-        *,
-        bias: bool,
-        init: Init,
-        norm: nn.Module | None = None,
-    ) -> nn.Module:
-        """[s, b, inputs] -> [s, b, sum(features) / t]: the output features of each part are split.
+    def column_linear(self, spec: LinearSpec, norm: nn.Module | None = None) -> nn.Module:
+        """[s, b, inputs] -> [s, b, features / t]: the output features of each part are split.
 
         ``norm``, created by :meth:`norm` of the whole stack, is applied to the input first. It becomes the layer's
         child ``norm``; a factory may fuse it with the product.
         """
 
     @abstractmethod
-    def row_linear(self, inputs: int, outputs: int, *, bias: bool, init: Init) -> nn.Module:
-        """[s, b, inputs / t] -> [s, b, outputs]: input features are split, and partial products are summed."""
+    def row_linear(self, spec: LinearSpec) -> nn.Module:
+        """[s, b, inputs / t] -> [s, b, features]: input features are split, and partial products are summed."""
 
     @abstractmethod
     def vocab_embedding(self, vocab: int, hidden: int, *, init: Init) -> nn.Module:
@@ -216,10 +231,8 @@ class ParallelLayers(ABC):
         """Leave the region: sum the results [s, b, *] of all ranks -> [s, b, *] or [s/t, b, *]."""
 
     @abstractmethod
-    def expert_column_linear(
-        self, experts: range, inputs: int, parts: tuple[LinearPart, ...], *, bias: bool, init: Init
-    ) -> nn.Module:
-        """(rows [n, inputs], counts [held]) -> [n, sum(features) / t]: each expert's rows times its own matrix.
+    def expert_column_linear(self, experts: range, spec: LinearSpec) -> nn.Module:
+        """(rows [n, inputs], counts [held]) -> [n, features / t]: each expert's rows times its own matrix.
 
         The layer lies inside a region. ``experts`` are the indices of this rank's experts. Rows are sorted by expert,
         ``counts[i]`` of them for the i-th, integers on the CPU; an int in the place of ``counts`` is that of each, and
@@ -231,8 +244,8 @@ class ParallelLayers(ABC):
         """
 
     @abstractmethod
-    def expert_row_linear(self, experts: range, inputs: int, outputs: int, *, bias: bool, init: Init) -> nn.Module:
-        """(rows [n, inputs / t], counts [held]) -> [n, outputs], a partial sum that :meth:`leave_region` completes.
+    def expert_row_linear(self, experts: range, spec: LinearSpec) -> nn.Module:
+        """(rows [n, inputs / t], counts [held]) -> [n, features], a partial sum that :meth:`leave_region` completes.
 
         As :meth:`expert_column_linear`, with tensors named ``e.weight`` and ``e.bias``. The complete sum contains the
         bias once.
@@ -271,21 +284,13 @@ class StackedLayers(ParallelLayers):
     def __init__(self, base: ParallelLayers) -> None:
         self.base = base
 
-    def column_linear(
-        self,
-        inputs: int,
-        parts: tuple[LinearPart, ...],
-        *,
-        bias: bool,
-        init: Init,
-        norm: nn.Module | None = None,
-    ) -> nn.Module:
+    def column_linear(self, spec: LinearSpec, norm: nn.Module | None = None) -> nn.Module:
         """As ``base``."""
-        return self.base.column_linear(inputs, parts, bias=bias, init=init, norm=norm)
+        return self.base.column_linear(spec, norm)
 
-    def row_linear(self, inputs: int, outputs: int, *, bias: bool, init: Init) -> nn.Module:
+    def row_linear(self, spec: LinearSpec) -> nn.Module:
         """As ``base``."""
-        return self.base.row_linear(inputs, outputs, bias=bias, init=init)
+        return self.base.row_linear(spec)
 
     def vocab_embedding(self, vocab: int, hidden: int, *, init: Init) -> nn.Module:
         """As ``base``."""
@@ -323,15 +328,13 @@ class StackedLayers(ParallelLayers):
         """As ``base``."""
         return self.base.leave_region(x)
 
-    def expert_column_linear(
-        self, experts: range, inputs: int, parts: tuple[LinearPart, ...], *, bias: bool, init: Init
-    ) -> nn.Module:
+    def expert_column_linear(self, experts: range, spec: LinearSpec) -> nn.Module:
         """As ``base``."""
-        return self.base.expert_column_linear(experts, inputs, parts, bias=bias, init=init)
+        return self.base.expert_column_linear(experts, spec)
 
-    def expert_row_linear(self, experts: range, inputs: int, outputs: int, *, bias: bool, init: Init) -> nn.Module:
+    def expert_row_linear(self, experts: range, spec: LinearSpec) -> nn.Module:
         """As ``base``."""
-        return self.base.expert_row_linear(experts, inputs, outputs, bias=bias, init=init)
+        return self.base.expert_row_linear(experts, spec)
 
     def forward_pass(self) -> AbstractContextManager[object]:
         """As ``base``."""
