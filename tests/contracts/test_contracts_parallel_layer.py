@@ -12,7 +12,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from megatron_run.contracts import AttentionShape, Init, LinearSpec, NormKind, ParallelLayers, StackedLayers
+from megatron_run.contracts import (
+    AttentionCore,
+    AttentionShape,
+    Init,
+    LinearSpec,
+    NormKind,
+    ParallelLayers,
+    StackedLayers,
+)
 from megatron_run.errors import InputError
 from megatron_run_engine.builtin.parallel_layer.dense import DenseLayers
 from megatron_run_engine.runtime.context import BuildContext
@@ -93,7 +101,7 @@ class PlainAttention(nn.Module):
         return y.permute(2, 0, 1, 3).flatten(2)
 
 
-class ClaimsAll(PlainAttention):
+class ClaimsAll(PlainAttention, AttentionCore):
     """Claims variants, documents and caches, and ignores them: its causal mask aligns the first key and query."""
 
     variants, packs, caches = frozenset({"scale", "window", "softcap"}), True, True

@@ -111,8 +111,8 @@ def test_a_layer_keeps_what_the_planner_counts(name: str, parallel: dict[str, An
 @pytest.mark.parametrize("name", KEPT)
 def test_a_dropout_keeps_a_byte_a_value(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """That is the engine's own dropout, and a GPU's. Attention's is left out: a CPU keeps probabilities for it."""
-    of = CoreAttention.of
-    monkeypatch.setattr(CoreAttention, "of", lambda shape, dropout: of(shape, 0.0))
+    shaped = CoreAttention.shaped
+    monkeypatch.setattr(CoreAttention, "shaped", lambda shape, dropout: shaped(shape, 0.0))
     parallel = {"tensor": 2}
     model = {**_GPT, "hidden_size": 1024, "num_heads": 16, **KEPT[name], "dropout": 0.1}
     task = read_task(Request(({**small(model, 1024), "parallel": parallel},)), None)

@@ -18,6 +18,7 @@ from megatron_run.contracts.model import (
     Chunk,
     ChunkOut,
     Decoding,
+    DecodingChunk,
     Microbatch,
     MixtureOptions,
     Model,
@@ -41,6 +42,7 @@ from megatron_run.contracts.observer import (
 from megatron_run.contracts.optimizer import MASTER, Optimizer, ReadState, StatePiece
 from megatron_run.contracts.parallel_layer import (
     Adapters,
+    AttentionCore,
     AttentionShape,
     LinearPart,
     LinearSpec,
@@ -60,6 +62,7 @@ __all__ = [
     "Action",
     "AdapterWeights",
     "Adapters",
+    "AttentionCore",
     "AttentionShape",
     "Bar",
     "Boundary",
@@ -71,6 +74,7 @@ __all__ = [
     "DataSource",
     "Dataset",
     "Decoding",
+    "DecodingChunk",
     "DevicePeak",
     "EvalMetrics",
     "Field",

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from megatron_run.contracts import Init, ParameterSpec
+from megatron_run.contracts import AttentionCore, Init, ParameterSpec
 from megatron_run_engine.nn import build_device, cumulative_lengths, empty_parameter
 from megatron_run_engine.runtime import main_grad
 from megatron_run_parallel_layer_te.precision import QuantizedWeight
@@ -191,10 +191,9 @@ class Norm(nn.Module):
         self.weight, self.bias = weight, bias
 
 
-class CoreAttention(nn.Module):
+class CoreAttention(nn.Module, AttentionCore):
     """softmax(q k^T / sqrt(d)) v on this rank's heads; dropout acts on the probabilities while training."""
 
-    #: It keeps to packed documents by itself.
     packs = True
 
     def __init__(self, tools: Tools, shape: AttentionShape, dropout: float) -> None:

@@ -102,7 +102,7 @@ class TensorLayers(SplitLayers):
     def core_attention(self, shape: AttentionShape, dropout: float) -> nn.Module:
         """Attention of this rank's query heads and the key-value heads that they share."""
         self.check_heads(shape)
-        return CoreAttention.of(shape, dropout)
+        return CoreAttention.shaped(shape, dropout)
 
 
 @hookimpl

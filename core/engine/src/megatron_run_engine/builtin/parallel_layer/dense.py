@@ -138,7 +138,7 @@ class DenseLayers(ParallelLayers):
 
     def core_attention(self, shape: AttentionShape, dropout: float) -> nn.Module:
         """Make the attention of all heads."""
-        return CoreAttention.of(shape, dropout)
+        return CoreAttention.shaped(shape, dropout)
 
     def cross_entropy(self, vocab: int, label_smoothing: float = 0.0) -> nn.Module:
         """Make a cross-entropy over the whole vocabulary."""
