@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
 
 from megatron_run.config.request import Request
-from megatron_run.contracts import DataSource
 from megatron_run.contracts.topology import Topology
 from megatron_run.planning import load_config, resolve
 from megatron_run_engine.estimate.step_memory import count_chunks
@@ -73,7 +72,7 @@ def counted(request: dict[str, Any] | str) -> tuple[float, float]:
     """Parameters of the model with biases and norms, and FLOPs of a token: what one rank would build."""
     plugins = ("schedule=sequential", "data=mock", "optimizer=adamw", "parallel-layer=dense", "graph-capture=none")
     run = load_config(request, sets=ALONE, plugins=plugins, nproc=1)
-    data = cast("DataSource", run.one("data").create())
+    data = run.make_data()
     options = with_vocabulary(run, data)
     context = make_context(run, Topology(run.sizes, 0), Groups(), torch.device("meta"), options, data.fields)
     model, _, chunks = build_chunks(run, context, make_layers(run, context))

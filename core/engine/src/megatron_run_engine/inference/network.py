@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -131,7 +131,7 @@ def build_network(
     activity.enter("start", "the process groups")
     groups = create_groups(topology, timedelta(seconds=patience(run.config.run.timeout)), activity)
     activity.enter("start", "the model")
-    made = cast("DataSource", run.one("data").create())
+    made = run.make_data()
     data = None if isinstance(made, _NoText) else made
     options = run.one("model").options
     assert options is not None  # planning has validated them
