@@ -17,7 +17,8 @@ from megatron_run.lazy import lazy_names
 
 if TYPE_CHECKING:
     from megatron_run_engine.host.environments import LaunchMode
-    from megatron_run_engine.launch.api import FailedRunError, LaunchOptions, launch, run_task, train
+    from megatron_run_engine.launch.api import FailedRunError, launch, run_task, train
+    from megatron_run_engine.launch.options import LaunchOptions
     from megatron_run_engine.launch.rank import Task
     from megatron_run_engine.launch.results import RunResult
 
@@ -27,7 +28,8 @@ __getattr__, __dir__ = lazy_names(
     __name__,
     {
         "megatron_run_engine.host.environments": ("LaunchMode",),
-        "megatron_run_engine.launch.api": ("FailedRunError", "LaunchOptions", "launch", "run_task", "train"),
+        "megatron_run_engine.launch.api": ("FailedRunError", "launch", "run_task", "train"),
+        "megatron_run_engine.launch.options": ("LaunchOptions",),
         "megatron_run_engine.launch.rank": ("Task",),
         "megatron_run_engine.launch.results": ("RunResult",),
     },
