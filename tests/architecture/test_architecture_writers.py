@@ -70,7 +70,6 @@ ALLOWED: dict[str, dict[str, str]] = {
         f"{_ENGINE}/data/token_cache.py": "TemporaryFile unlink",
         f"{_ENGINE}/data/token_ids.py": "touch",
         f"{_KERNEL}/files/user_cache.py": "mkdir open",
-        f"{_ENGINE}/launch/rank_output.py": "touch",
     },
     "the folder PREFIX.preparing and its lock, with which a killed command goes on": {
         f"{_INDEXED}/preparation/prepare.py": "mkdir open rmdir unlink",

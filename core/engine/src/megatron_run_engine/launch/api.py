@@ -36,7 +36,7 @@ from megatron_run_engine.launch.failures import (
     without_logs,
 )
 from megatron_run_engine.launch.options import LaunchOptions
-from megatron_run_engine.launch.rank_output import flush_output, terminal_environment, terminal_writer, untold
+from megatron_run_engine.launch.rank_output import flush_output, terminal_environment, terminal_writer
 from megatron_run_engine.launch.results import RunResult
 from megatron_run_engine.runtime.cuda_libraries import environment_kept
 from megatron_run_engine.runtime.world import World
@@ -240,7 +240,7 @@ def _start_local(run: ResolvedRun, request: Request, options: LaunchOptions) -> 
 
     request = pinned(request, run)
     fork = forks_ranks(run.config.run.start_method, check_local_devices(run))
-    for notice in untold(run.notices):
+    for notice in run.notices:
         options.tell(notice)
     restarts, typed = Restarts(options.max_restarts), run
     result = _attempt(run, request, options, typed, fork=fork)

@@ -20,7 +20,7 @@ from megatron_run.planning.run import comparison_table
 from megatron_run_engine.host.process import assign_device, gpu_name, set_threads, start_device
 from megatron_run_engine.launch.failures import classify, exit_code, last_line
 from megatron_run_engine.launch.options import LaunchOptions
-from megatron_run_engine.launch.rank_output import append_line, redirect_output, shown_log, untold
+from megatron_run_engine.launch.rank_output import append_line, redirect_output, shown_log
 from megatron_run_engine.launch.rendezvous import (
     PeerError,
     Rendezvous,
@@ -129,7 +129,7 @@ class RankWorker:
         world = self._place(rendezvous, run)
         if self.folder is None:
             if world.rank == 0:
-                for notice in untold(run.notices):
+                for notice in run.notices:
                     self._options.tell(notice)
                     self._early.append(f"megatron-run: {notice}")
             self.folder = self._find_folder(rendezvous, run)
