@@ -1,10 +1,10 @@
 """The list of mutants: faults that somebody might write and no tool plants, each with the tests that must notice it.
 
-They lie in ``field.toml`` and ``ours.toml`` beside this file, a hundred at most. A table ``[[file]]`` names a ``module``
-and the ``tests`` of its mutants; a ``[[file.mutant]]`` has an ``id``, says what it ``breaks``, and replaces the text
-``find``, which occurs once in the module, by ``put``. ``tests`` of its own take the place of the file's, and words after
-a path choose among its tests, as pytest's ``-k``; with ``nightly`` among them, among the nightly ones. ``survives`` says
-why no test can notice it, ``bug`` which one of another trainer it rebuilds.
+They lie in ``field.toml`` and ``ours.toml`` beside this file, a hundred at most. A table ``[[file]]`` names a
+``module`` and the ``tests`` of its mutants; a ``[[file.mutant]]`` has an ``id``, says what it ``breaks``, and replaces
+the text ``find``, which occurs once in the module, by ``put``. ``tests`` of its own take the place of the file's, and
+words after a path choose among its tests, as pytest's ``-k``; with ``nightly`` among them, among the nightly ones.
+``survives`` says why no test can notice it, ``bug`` which one of another trainer it rebuilds.
 """
 
 from __future__ import annotations
