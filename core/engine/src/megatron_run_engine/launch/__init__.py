@@ -2,8 +2,8 @@
 
 Importing this package is instant, because the sidecar of each rank imports it: public names are loaded when first
 used, torch by the ranks, or by ``launch`` when it resolves the run. Reading order: ``api`` (where ranks come from),
-``local``, ``fork_server`` and ``rank`` (how one starts), ``worker`` (its work), ``rank_output`` (where its words go),
-``failures`` (how its failure reaches the user), ``watchdog`` (how a hang is noticed).
+``rank`` (the job), ``local`` and ``fork_server`` (how it starts), ``worker`` (a rank's work), ``rank_output`` (where
+its words go), ``failures`` (how its failure reaches the user), ``watchdog`` (how a hang is noticed).
 
 Imports: checkpoint, config, contracts, errors, estimate, files, host, lazy, planning, registry, run_folder, runtime,
 signal_bell, training.
