@@ -11,7 +11,18 @@ import megatron_run
 import megatron_run_engine
 from tests.architecture.house import House, circles, entry_of, floors, imported_names
 from tests.architecture.picture import drawing
-from tests.support.checkout import COMMAND_LINE, ENGINE, KERNEL, PLANNER, PLUGINS, ROOT, TESTING, Member, module_name
+from tests.support.checkout import (
+    COMMAND_LINE,
+    ENGINE,
+    INFERENCE,
+    KERNEL,
+    PLANNER,
+    PLUGINS,
+    ROOT,
+    TESTING,
+    Member,
+    module_name,
+)
 
 HOUSE = House(ROOT)
 EVERYWHERE = House(ROOT, plugins=True)
@@ -51,7 +62,7 @@ def test_a_root_has_few_entries(member: Member) -> None:
     assert len(entries_of(member)) <= ENTRIES
 
 
-@pytest.mark.parametrize("member", [COMMAND_LINE, PLANNER, TESTING], ids=str)
+@pytest.mark.parametrize("member", [COMMAND_LINE, INFERENCE, PLANNER, TESTING], ids=str)
 def test_a_root_that_counts_as_one_entry_has_few_modules(member: Member) -> None:
     """Its ``__init__`` aside, as everywhere."""
     below = {name.split(".")[1] for name in HOUSE.files if name.startswith(f"{member.package}.")}
@@ -79,13 +90,14 @@ def test_a_package_says_what_it_imports(name: str) -> None:
     [
         (KERNEL, set()),
         (ENGINE, {KERNEL.package}),
+        (INFERENCE, {KERNEL.package, ENGINE.package}),
         (PLANNER, {KERNEL.package}),
         (TESTING, {KERNEL.package, ENGINE.package}),
     ],
-    ids=["kernel", "engine", "planner", "testing"],
+    ids=["kernel", "engine", "inference", "planner", "testing"],
 )
 def test_a_distribution_imports_those_below_it(member: Member, below: set[str]) -> None:
-    ours = {each.package for each in (KERNEL, ENGINE, PLANNER, TESTING, COMMAND_LINE, *PLUGINS)}
+    ours = {each.package for each in (KERNEL, ENGINE, INFERENCE, PLANNER, TESTING, COMMAND_LINE, *PLUGINS)}
     for file in member.modules.values():
         found = {name.partition(".")[0] for name in imported_by(file)} & ours
         assert found <= {member.package, *below}, file
@@ -93,7 +105,7 @@ def test_a_distribution_imports_those_below_it(member: Member, below: set[str]) 
 
 @pytest.mark.parametrize("plugin", PLUGINS, ids=str)
 def test_plugins_import_public_names_only(plugin: Member) -> None:
-    others = {COMMAND_LINE.package, *(other.package for other in PLUGINS)} - {plugin.package}
+    others = {COMMAND_LINE.package, INFERENCE.package, *(other.package for other in PLUGINS)} - {plugin.package}
     for file in plugin.modules.values():
         for name in imported_by(file):
             top, *rest = name.split(".")

@@ -7,7 +7,7 @@ from pathlib import Path
 from tests.mutants.catalogue import Mutant, faults, read_mutants
 from tests.mutants.results import Results
 from tests.mutants.trial import Result
-from tests.support.checkout import COMMAND_LINE, ENGINE, KERNEL, PLANNER, ROOT
+from tests.support.checkout import COMMAND_LINE, ENGINE, INFERENCE, KERNEL, PLANNER, ROOT
 
 
 def test_every_mutant_can_be_planted() -> None:
@@ -21,7 +21,7 @@ def test_every_package_of_the_core_has_mutants() -> None:
     modules = {mutant.module for mutant in read_mutants()}
     packages = {
         ".".join(module.split(".")[:2])
-        for member in (KERNEL, ENGINE, PLANNER, COMMAND_LINE)
+        for member in (KERNEL, ENGINE, INFERENCE, PLANNER, COMMAND_LINE)
         for module, file in member.modules.items()
         if file.name == "__init__.py"
     }

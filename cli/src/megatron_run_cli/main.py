@@ -13,8 +13,8 @@ from collections.abc import Sequence
 import click
 
 from megatron_run import __version__
-from megatron_run.errors import EngineMissingError, ExitCode, RunError
-from megatron_run.errors.install_hint import check_engine
+from megatron_run.errors import ExitCode, PluginError, RunError
+from megatron_run.errors.install_hint import check_installed
 from megatron_run.errors.machine_limits import system_limit
 from megatron_run_cli.commands.checkpoint import checkpoint, export, import_
 from megatron_run_cli.commands.completion import completion
@@ -94,7 +94,7 @@ def _obey(words: list[str]) -> int:
     except RunError as error:
         return _refused(str(error), error.exit_code, words, error)
     except ModuleNotFoundError as error:
-        return _without_engine(error, words)
+        return _without_package(error, words)
     except (click.Abort, KeyboardInterrupt, Terminated) as error:  # before RuntimeError: an Abort is one
         code = ExitCode.SIGTERM if isinstance(error, Terminated) else ExitCode.SIGINT
         return _refused(_ended(error), code, words, error)
@@ -158,10 +158,10 @@ def _refused(message: str, code: ExitCode, words: Sequence[str], cause: BaseExce
     return int(code)
 
 
-def _without_engine(missing: ModuleNotFoundError, words: Sequence[str]) -> int:
-    """Say that the command needs the engine; any other module that is missing is a bug."""
+def _without_package(missing: ModuleNotFoundError, words: Sequence[str]) -> int:
+    """Say that the command needs the engine, or another package of ours; any other module that is missing is a bug."""
     try:
-        check_engine(missing, "this command cannot run")
-    except EngineMissingError as error:
+        check_installed(missing, "this command cannot run")
+    except PluginError as error:
         return _refused(str(error), error.exit_code, words, missing)
     raise missing

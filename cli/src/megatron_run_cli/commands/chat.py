@@ -16,8 +16,8 @@ from megatron_run_cli.output import print_json_line, show_piece, tell, tell_erro
 from megatron_run_cli.streams import typed_lines
 
 if TYPE_CHECKING:
-    from megatron_run_engine.inference import LoadedModel, Writing
-    from megatron_run_engine.inference.conversation import Conversation
+    from megatron_run_inference import LoadedModel, Writing
+    from megatron_run_inference.conversation import Conversation
 
 #: What a line must be to start anew in a loop, and to end it.
 ANEW, END = "/new", "/exit"
@@ -57,7 +57,7 @@ class ChatOptions:
 
     def hold(self, model: LoadedModel, writing: Writing, asked: list[str], *, as_json: bool) -> None:
         """Answer the turns that were ``asked``, else those of standard input. Raises what ``model`` does."""
-        from megatron_run_engine.inference.conversation import Conversation
+        from megatron_run_inference.conversation import Conversation
 
         talk = Conversation(model, writing, self.system, self._source, tell)
         if asked or as_json or not sys.stdin.isatty():

@@ -81,9 +81,9 @@ def model(
 
     The numbers of a run also go to its eval.jsonl and to TensorBoard.
     """
-    from megatron_run_engine.inference.evaluation import record
-    from megatron_run_engine.inference.network import plan
     from megatron_run_engine.training.tasks import TaskResult, check_files
+    from megatron_run_inference.evaluation import record
+    from megatron_run_inference.network import plan
 
     if others:
         raise InputError(f"{others[0]} follows the model", fix=f"type: --task perplexity={others[0]}")
@@ -158,13 +158,14 @@ def harness(  # noqa: PLR0913  # one argument an option
     as_json: bool,
 ) -> None:
     """Evaluate MODEL on tasks of lm-evaluation-harness."""
-    from megatron_run_engine.inference.network import plan
+    from megatron_run_inference.network import plan
 
     if find_spec("lm_eval") is None:
         raise InputError(
-            "lm-evaluation-harness is not installed", fix="type: pip install 'megatron-run-engine[lm-eval]', or lm-eval"
+            "lm-evaluation-harness is not installed",
+            fix="type: pip install 'megatron-run-inference[lm-eval]', or lm-eval",
         )
-    from megatron_run_engine.inference.harness import find_tasks, run_harness
+    from megatron_run_inference.harness import find_tasks, run_harness
 
     folder, names = None if include is None else str(include.expanduser()), tasks.split(",")
     found = find_tasks(names, folder)
@@ -203,7 +204,7 @@ def _on_ranks(run: ResolvedRun, request: Request, arguments: dict[str, Any]) -> 
 
     with tempfile.TemporaryDirectory(prefix="megatron-run-eval-") as folder:
         result = Path(folder) / "results.json"
-        task = Task("megatron_run_engine.inference.evaluation", {**arguments, "result": str(result)})
+        task = Task("megatron_run_inference.evaluation", {**arguments, "result": str(result)})
         run_task(run, request, task, LaunchOptions(quiet=True, tell=tell))
         return json.loads(result.read_text(encoding="utf-8"))
 

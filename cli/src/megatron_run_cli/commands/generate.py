@@ -23,8 +23,8 @@ from megatron_run_cli.streams import typed_text
 if TYPE_CHECKING:
     from megatron_run.config.request import Request
     from megatron_run.planning import ResolvedRun
-    from megatron_run_engine.inference import Completion, LoadedModel, Writing
-    from megatron_run_engine.inference.source import Source
+    from megatron_run_inference import Completion, LoadedModel, Writing
+    from megatron_run_inference.source import Source
 
 
 @click.command()
@@ -79,8 +79,8 @@ def generate(
     MODEL is a run folder, one of its saved steps, an imported folder, or a folder of another program that an installed
     format reads, as huggingface. Without a PROMPT it is read from standard input; at a terminal, line by line.
     """
-    from megatron_run_engine.inference import Writing
-    from megatron_run_engine.inference.network import plan
+    from megatron_run_inference import Writing
+    from megatron_run_inference.network import plan
 
     if prompts and not model.exists() and Path(prompts[0]).is_dir():
         typed = f"megatron-run generate {quote(prompts[0])} {quote(str(model))}"
@@ -124,7 +124,7 @@ def read_source(model: Path, step: int | None, request: Request) -> Source:
     Tells what reading it lost, as an import does.
     """
     from megatron_run.planning import check_keys
-    from megatron_run_engine.inference.source import find_source
+    from megatron_run_inference.source import find_source
 
     check_keys(request)
 
@@ -136,9 +136,9 @@ def read_source(model: Path, step: int | None, request: Request) -> Source:
 
 def load_here(run: ResolvedRun, source: Source) -> LoadedModel:
     """The model of ``source`` in this process."""
-    from megatron_run_engine.inference import LoadedModel
     from megatron_run_engine.runtime.world import World
     from megatron_run_engine.training.process import assign_device, start_device
+    from megatron_run_inference import LoadedModel
 
     world = assign_device(run, World())
     start_device(run, world.device)
@@ -169,13 +169,13 @@ def _on_ranks(
     streams: bool,
 ) -> list[Completion]:
     """Write on local ranks."""
-    from megatron_run_engine.inference import Completion
     from megatron_run_engine.launch import LaunchOptions, Task, run_task
+    from megatron_run_inference import Completion
 
     with tempfile.TemporaryDirectory(prefix="megatron-run-generate-") as folder:
         result = Path(folder) / "texts.json"
         arguments = {**where, "prompts": prompts, "writing": asdict(writing), "stream": streams, "result": str(result)}
-        task = Task("megatron_run_engine.inference.job", arguments)
+        task = Task("megatron_run_inference.job", arguments)
         run_task(run, request, task, LaunchOptions(quiet=not streams, tell=tell))
         answer = json.loads(result.read_text(encoding="utf-8"))
     if streams:

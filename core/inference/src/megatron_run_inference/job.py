@@ -9,17 +9,17 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_run_engine.inference.loaded_model import LoadedModel
-from megatron_run_engine.inference.network import plan
-from megatron_run_engine.inference.source import find_source
-from megatron_run_engine.inference.writing import Writing
+from megatron_run_inference.loaded_model import LoadedModel
+from megatron_run_inference.network import plan
+from megatron_run_inference.source import find_source
+from megatron_run_inference.writing import Writing
 
 if TYPE_CHECKING:
     from megatron_run.config.request import Request
     from megatron_run.contracts.activity import Activity
     from megatron_run.planning import ResolvedRun
-    from megatron_run_engine.inference.source import Source
     from megatron_run_engine.runtime.world import World
+    from megatron_run_inference.source import Source
 
 
 def resolve_run(request: Request, arguments: Mapping[str, Any]) -> ResolvedRun:

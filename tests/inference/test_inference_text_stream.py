@@ -10,7 +10,7 @@ import pytest
 import tokenizers
 
 from megatron_run_engine.data.tokenizer import ByteTokenizer, JsonTokenizer
-from megatron_run_engine.inference.text_stream import TextStream
+from megatron_run_inference.text_stream import TextStream
 
 TEXT = "naïve café: 東京 🎉🎉 end"
 BYTES = ByteTokenizer()

@@ -11,16 +11,16 @@ from typing import TYPE_CHECKING, Any, cast
 from megatron_run.config.request import Request
 from megatron_run.planning import resolve
 from megatron_run.registry.load import no_files_run
-from megatron_run_engine.inference.job import open_source, resolve_run
-from megatron_run_engine.inference.loaded_model import LoadedModel
 from megatron_run_engine.run_folder.folder import last_config
+from megatron_run_inference.job import open_source, resolve_run
+from megatron_run_inference.loaded_model import LoadedModel
 
 if TYPE_CHECKING:
     from megatron_run.contracts import EvalMetrics, Observer
     from megatron_run.contracts.activity import Activity
     from megatron_run.planning import ResolvedRun
-    from megatron_run_engine.inference.source import Source
     from megatron_run_engine.runtime.world import World
+    from megatron_run_inference.source import Source
 
 __all__ = ["record", "resolve_run", "work"]
 
@@ -35,7 +35,7 @@ def work(run: ResolvedRun, world: World, activity: Activity, arguments: Mapping[
     activity.enter("evaluate")
     answer: object
     if "names" in arguments:
-        from megatron_run_engine.inference.harness import find_tasks, run_harness
+        from megatron_run_inference.harness import find_tasks, run_harness
 
         names = arguments["names"]
         how = {name: arguments[name] for name in ("shots", "batch", "chat")}

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from megatron_run.errors import InputError
-from megatron_run_engine.inference import LoadedModel, Writing, load
-from megatron_run_engine.inference.conversation import Conversation
+from megatron_run_inference import LoadedModel, Writing, load
+from megatron_run_inference.conversation import Conversation
 from tests.support.small_models import GPT2, LENGTH, saved_network
 
 #: A byte is a token; a turn is its text and a bar, an answer ends at a bar.

@@ -37,9 +37,9 @@ if TYPE_CHECKING:
 
     from megatron_run.contracts import Dataset, ParamInfo, Split
     from megatron_run.planning import ResolvedRun
-    from megatron_run_engine.inference.source import Source
     from megatron_run_engine.runtime.execute import StepInputs, StepRecord
     from megatron_run_engine.runtime.world import World
+    from megatron_run_inference.source import Source
 
 
 #: Keys by which a request names a tokenizer.

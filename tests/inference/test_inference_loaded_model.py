@@ -15,9 +15,9 @@ from megatron_run import RunError, load, load_config
 from megatron_run.contracts import Decoding, EvalMetrics, Observer
 from megatron_run_engine import train
 from megatron_run_engine.formats.convert import import_model
-from megatron_run_engine.inference import LoadedModel
-from megatron_run_engine.inference.evaluation import record
 from megatron_run_engine.runtime.generation import Generation, Sampling, TextTokens
+from megatron_run_inference import LoadedModel
+from megatron_run_inference.evaluation import record
 from tests.support.small_models import GPT2, LENGTH, LLAMA, saved_network
 
 EXPERTS = {**LLAMA, "experts": 4, "expert_capacity_factor": 0.25}

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 from megatron_run.errors.wording import plural
 
 if TYPE_CHECKING:
-    from megatron_run_engine.inference.loaded_model import LoadedModel
-    from megatron_run_engine.inference.text_stream import Completion
-    from megatron_run_engine.inference.writing import Writing
+    from megatron_run_inference.loaded_model import LoadedModel
+    from megatron_run_inference.text_stream import Completion
+    from megatron_run_inference.writing import Writing
 
 
 @dataclass

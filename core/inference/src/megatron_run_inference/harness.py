@@ -22,11 +22,11 @@ from megatron_run.errors.wording import did_you_mean, near_path
 from megatron_run_engine.data.chat_template.messages import NoConversation
 from megatron_run_engine.data.chat_template.of_source import no_template, special_texts
 from megatron_run_engine.data.chat_template.template import ChatTemplate
-from megatron_run_engine.inference.text_stream import TextStream
 from megatron_run_engine.runtime.generation import Generation, Sampling, Score, TextTokens, Window, score
+from megatron_run_inference.text_stream import TextStream
 
 if TYPE_CHECKING:
-    from megatron_run_engine.inference.loaded_model import LoadedModel
+    from megatron_run_inference.loaded_model import LoadedModel
 
 #: Tokens that a task gets which does not say how many it wants, as for the harness's own models.
 _TOKENS = 256

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from megatron_run.errors import DataError, InputError
-from megatron_run_engine.inference import load
-from tests.engine.inference.harness_models import BOS, EOS, TEMPLATE, TEXT, TOKENIZERS, TURN, save_model
+from megatron_run_inference import load
+from tests.inference.harness_models import BOS, EOS, TEMPLATE, TEXT, TOKENIZERS, TURN, save_model
 from tests.plugins.format.huggingface.family_cases import SPLIT
 
 lm_eval: Any = pytest.importorskip("lm_eval")
@@ -78,7 +78,7 @@ def both(folder: Path, batch: int = 3) -> tuple[Any, Any]:
     """Our model of the harness and its own, of the model in ``folder``."""
     from lm_eval.models.huggingface import HFLM
 
-    from megatron_run_engine.inference.harness import HarnessModel
+    from megatron_run_inference.harness import HarnessModel
 
     ours = HarnessModel(load(folder, device="cpu"), batch)
     return ours, HFLM(pretrained=str(folder), device="cpu", batch_size=1, dtype="float32")
@@ -176,7 +176,7 @@ def test_tasks_have_the_metrics_of_transformers(
     from lm_eval.models.huggingface import HFLM
     from lm_eval.tasks import TaskManager
 
-    from megatron_run_engine.inference.harness import find_tasks, run_harness
+    from megatron_run_inference.harness import find_tasks, run_harness
 
     monkeypatch.setenv("HF_DATASETS_OFFLINE", "1")
     monkeypatch.setenv("HF_HOME", str(tmp_path / "cache"))
