@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megatron_run.contracts import KINDS, entry_point_group
+from megatron_run.contracts.plugin import COMMAND
 from megatron_run.registry.known import KNOWN
 from tests.support.checkout import (
     COMMAND_LINE,
@@ -45,7 +46,8 @@ def test_plugin_names_follow_from_the_folder(plugin: Member) -> None:
     # A second plugin of the kind that is made of the same tables lies in the package, in a module of its name.
     within = [known.name for known in KNOWN if (known.kind, known.within) == (kind, name)]
     modules = {each: f"{plugin.package}.{each}".replace("-", "_") for each in within}
-    assert found == {entry_point_group(kind): {name: plugin.package, **modules}}
+    commands = {key: value for key, value in found.items() if key == entry_point_group(COMMAND)}
+    assert found == {entry_point_group(kind): {name: plugin.package, **modules}, **commands}
 
 
 @pytest.mark.parametrize("plugin", PLUGINS, ids=str)

@@ -78,8 +78,8 @@ ALLOWED: dict[str, dict[str, str]] = {
     },
     "private temporary folders and files": {
         f"{_CLI}/commands/doctor.py": "NamedTemporaryFile",
-        f"{_CLI}/commands/evaluate.py": "TemporaryDirectory",
-        f"{_CLI}/commands/generate.py": "TemporaryDirectory",
+        f"{_INFERENCE}/commands/evaluate.py": "TemporaryDirectory",
+        f"{_INFERENCE}/commands/generate.py": "TemporaryDirectory",
         f"{_INFERENCE}/evaluation.py": "write_text",
         f"{_INFERENCE}/job.py": "write_text",
         f"{_ENGINE}/launch/api.py": "TemporaryDirectory mkdir",

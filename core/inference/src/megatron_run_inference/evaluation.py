@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from megatron_run.config.request import Request
 from megatron_run.planning import resolve
-from megatron_run.registry.load import no_files_run
+from megatron_run.registry.importing import no_files_run
 from megatron_run_engine.run_folder.folder import last_config
 from megatron_run_inference.job import open_source, resolve_run
 from megatron_run_inference.loaded_model import LoadedModel

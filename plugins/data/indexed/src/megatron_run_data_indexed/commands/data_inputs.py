@@ -25,4 +25,3 @@ MALFORMED = click.option(
     show_default=True,
     help="End at the first malformed record, leave them out, or keep what is there as text.",
 )
-WORKERS = click.option("--workers", type=click.IntRange(min=1), metavar="N", help="Processes [default: one a core].")

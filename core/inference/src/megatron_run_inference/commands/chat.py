@@ -16,8 +16,9 @@ from megatron_run_cli.output import print_json_line, show_piece, tell, tell_erro
 from megatron_run_cli.streams import typed_lines
 
 if TYPE_CHECKING:
-    from megatron_run_inference import LoadedModel, Writing
     from megatron_run_inference.conversation import Conversation
+    from megatron_run_inference.loaded_model import LoadedModel
+    from megatron_run_inference.writing import Writing
 
 #: What a line must be to start anew in a loop, and to end it.
 ANEW, END = "/new", "/exit"

@@ -15,19 +15,22 @@ import click
 
 from megatron_run.errors import DataError, InputError
 from megatron_run.files.safe_folder import parse_json
-from megatron_run_cli.commands.chat import ANEW, BETWEEN, END, ChatOptions, chat_options, greeting, lines_typed
 from megatron_run_cli.grammar import debug_option, json_option, rank_options, step_option
+from megatron_run_cli.groups import example
 from megatron_run_cli.output import print_json, show_piece, tell
 from megatron_run_cli.streams import typed_text
+from megatron_run_inference.commands.chat import ANEW, BETWEEN, END, ChatOptions, chat_options, greeting, lines_typed
 
 if TYPE_CHECKING:
     from megatron_run.config.request import Request
     from megatron_run.planning import ResolvedRun
-    from megatron_run_inference import Completion, LoadedModel, Writing
+    from megatron_run_inference.loaded_model import LoadedModel
     from megatron_run_inference.source import Source
+    from megatron_run_inference.text_stream import Completion
+    from megatron_run_inference.writing import Writing
 
 
-@click.command()
+@click.command(epilog=example("generate runs/latest 'Once upon a time'"))
 @click.argument("model", type=click.Path(path_type=Path))
 @click.argument("prompts", nargs=-1, metavar="[PROMPT]...")
 @step_option("MODEL")
@@ -79,8 +82,8 @@ def generate(
     MODEL is a run folder, one of its saved steps, an imported folder, or a folder of another program that an installed
     format reads, as huggingface. Without a PROMPT it is read from standard input; at a terminal, line by line.
     """
-    from megatron_run_inference import Writing
     from megatron_run_inference.network import plan
+    from megatron_run_inference.writing import Writing
 
     if prompts and not model.exists() and Path(prompts[0]).is_dir():
         typed = f"megatron-run generate {quote(prompts[0])} {quote(str(model))}"
@@ -138,7 +141,7 @@ def load_here(run: ResolvedRun, source: Source) -> LoadedModel:
     """The model of ``source`` in this process."""
     from megatron_run_engine.runtime.world import World
     from megatron_run_engine.training.process import assign_device, start_device
-    from megatron_run_inference import LoadedModel
+    from megatron_run_inference.loaded_model import LoadedModel
 
     world = assign_device(run, World())
     start_device(run, world.device)
@@ -170,7 +173,7 @@ def _on_ranks(
 ) -> list[Completion]:
     """Write on local ranks."""
     from megatron_run_engine.launch import LaunchOptions, Task, run_task
-    from megatron_run_inference import Completion
+    from megatron_run_inference.text_stream import Completion
 
     with tempfile.TemporaryDirectory(prefix="megatron-run-generate-") as folder:
         result = Path(folder) / "texts.json"

@@ -1,9 +1,7 @@
-"""``megatron-run data``: from texts to datasets, what is in them, and the cache of tokens."""
+"""``megatron-run data``: from texts to datasets, and what is in them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from shlex import quote
@@ -11,21 +9,21 @@ from typing import Any
 
 import click
 
-from megatron_run.errors import DataError, PluginError, refuse_taken
-from megatron_run_cli.commands.data_inputs import (
+from megatron_run.errors import refuse_taken
+from megatron_run_cli.completion import words as places
+from megatron_run_cli.grammar import debug_option, json_option, naming, overwrite_option, workers_option
+from megatron_run_cli.groups import Commands, example
+from megatron_run_cli.output import print_json, print_table, tell
+from megatron_run_cli.progress import progress_bar
+from megatron_run_data_indexed.commands.data_inputs import (
     FORM,
     INPUTS,
     KEY,
     MALFORMED,
     SEPARATOR,
     TOKENIZER,
-    WORKERS,
     tokenizer_option,
 )
-from megatron_run_cli.completion import words as places
-from megatron_run_cli.grammar import Commands, debug_option, json_option, naming, overwrite_option
-from megatron_run_cli.output import print_json, print_table, tell
-from megatron_run_cli.progress import progress_bar
 
 _PATH = click.Path(path_type=Path)
 
@@ -48,18 +46,7 @@ def data() -> None:
     """Prepare, inspect and convert datasets; train tokenizers."""
 
 
-@contextmanager
-def _indexed() -> Iterator[None]:
-    """Say which package is missing where these commands need it."""
-    try:
-        yield
-    except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] != "megatron_run_data_indexed":
-            raise
-        raise PluginError("this command needs data=indexed", fix="pip install megatron-run-data-indexed") from error
-
-
-@data.command()
+@data.command(epilog=example("data prepare 'texts/*.txt' --out texts --tokenizer tokenizer.json"))
 @INPUTS
 @click.option("--out", required=True, type=_PATH, metavar="PREFIX", help="Write PREFIX.bin, PREFIX.idx, PREFIX.json.")
 @tokenizer_option(required=True, help=TOKENIZER)
@@ -70,7 +57,7 @@ def _indexed() -> Iterator[None]:
 @click.option(
     "--end-of-document", "end", metavar="TOKEN", help="The token after each document, or none [the tokenizer's own]."
 )
-@WORKERS
+@workers_option
 @overwrite_option
 @click.option("--dry-run", is_flag=True, help="Tokenise a sample, and tell what all of it would come to.")
 @json_option
@@ -85,7 +72,7 @@ def prepare(  # noqa: PLR0913  # one argument an option
     form: Any,
     malformed: Any,
     end: str | None,
-    workers: int | None,
+    workers: int,
     overwrite: bool,
     dry_run: bool,
     as_json: bool,
@@ -95,19 +82,17 @@ def prepare(  # noqa: PLR0913  # one argument an option
     INPUT is a file, a folder or a pattern: JSON lines (.jsonl), text (.txt, .md), each also .gz or .zst, and .parquet.
     Killed at any moment, the same command goes on where it stopped.
     """
-    with _indexed():
-        from megatron_run_data_indexed.megatron_order import split_bounds
-        from megatron_run_data_indexed.options import IndexedOptions
-        from megatron_run_data_indexed.preparation import prepare as preparation
-        from megatron_run_data_indexed.preparation.inputs import find_inputs
-        from megatron_run_data_indexed.preparation.records import Reading
-        from megatron_run_engine.training.rank_environment import available_cores
+    from megatron_run_data_indexed.megatron_order import split_bounds
+    from megatron_run_data_indexed.options import IndexedOptions
+    from megatron_run_data_indexed.preparation import prepare as preparation
+    from megatron_run_data_indexed.preparation.inputs import find_inputs
+    from megatron_run_data_indexed.preparation.records import Reading
+
     inputs, left_out = find_inputs(names, form)
     if left_out:
         tell(f"{left_out} files of other endings are left out")
-    cores = workers or available_cores()
     reading = Reading(key, _unescaped(separator), malformed)
-    job = preparation.Preparation(tuple(inputs), out, tokenizer, reading, end, cores)
+    job = preparation.Preparation(tuple(inputs), out, tokenizer, reading, end, workers)
     if dry_run:
         totals = preparation.estimate(job)
     else:
@@ -126,7 +111,9 @@ def prepare(  # noqa: PLR0913  # one argument an option
     )
     if dry_run:
         size = preparation.bytes_needed(job, totals)
-        click.echo(f"about {totals.seconds / cores:,.0f} s with {cores} processes, and {size / 1e6:,.1f} MB on disk")
+        click.echo(
+            f"about {totals.seconds / workers:,.0f} s with {workers} processes, and {size / 1e6:,.1f} MB on disk"
+        )
     else:
         first, last = split_bounds(IndexedOptions.model_fields["split"].default, totals.documents)[1]
         whole = "" if first < last else " --set data.split=1,0,0  # --separator makes more documents, for validation"
@@ -143,7 +130,7 @@ def _unescaped(separator: str | None) -> bytes | None:
     return separator.replace("\\n", "\n").replace("\\t", "\t").encode()
 
 
-@data.command()
+@data.command(epilog=example("data clean 'texts/*.txt' --out clean.jsonl --tokenizer tokenizer.json"))
 @INPUTS
 @click.option("--out", required=True, type=_PATH, metavar="FILE", help="The .jsonl to write, also .gz or .zst.")
 @tokenizer_option(required=True, help=f"What counts tokens: {TOKENIZER}")
@@ -179,7 +166,7 @@ def _unescaped(separator: str | None) -> bytes | None:
 @SEPARATOR
 @FORM
 @MALFORMED
-@WORKERS
+@workers_option
 @overwrite_option
 @json_option
 @debug_option
@@ -200,7 +187,7 @@ def clean(  # noqa: PLR0913  # one argument an option
     separator: str | None,
     form: Any,
     malformed: Any,
-    workers: int | None,
+    workers: int,
     overwrite: bool,
     as_json: bool,
 ) -> None:
@@ -209,12 +196,11 @@ def clean(  # noqa: PLR0913  # one argument an option
     A document goes that is too short, in another language, holds words of a test set, or is nearly equal to an earlier
     one: the rules of the Megatron-LM paper. INPUTs are as `data prepare` reads them.
     """
-    with _indexed():
-        from megatron_run_data_indexed.preparation import clean as cleaning
-        from megatron_run_data_indexed.preparation.document_rules import Rules
-        from megatron_run_data_indexed.preparation.inputs import find_inputs
-        from megatron_run_data_indexed.preparation.records import Reading
-        from megatron_run_engine.training.rank_environment import available_cores
+    from megatron_run_data_indexed.preparation import clean as cleaning
+    from megatron_run_data_indexed.preparation.document_rules import Rules
+    from megatron_run_data_indexed.preparation.inputs import find_inputs
+    from megatron_run_data_indexed.preparation.records import Reading
+
     inputs, left_out = find_inputs(names, form)
     if left_out:
         tell(f"{left_out} files of other endings are left out")
@@ -226,7 +212,7 @@ def clean(  # noqa: PLR0913  # one argument an option
         rules,
         Reading(key, _unescaped(separator), malformed),
         tuple(find_inputs(tests, form)[0]),
-        workers or available_cores(),
+        workers,
     )
     with progress_bar(job.size) as bar:
         report = cleaning.clean(job, overwrite=overwrite, progress=lambda made: bar(made.size, made.kept.tokens))
@@ -241,7 +227,9 @@ def clean(  # noqa: PLR0913  # one argument an option
     )
 
 
-@data.command("train-tokenizer")
+@data.command(
+    "train-tokenizer", epilog=example("data train-tokenizer 'texts/*.txt' --vocab-size 32000 --out tokenizer.json")
+)
 @INPUTS
 @click.option("--vocab-size", required=True, type=click.IntRange(min=1), metavar="N", help="The most ids.")
 @click.option("--kind", type=click.Choice(["bpe", "wordpiece", "unigram"]), default="bpe", show_default=True)
@@ -263,9 +251,8 @@ def train_tokenizer_(
     overwrite: bool,
 ) -> None:
     """Train a tokenizer on INPUTs, which `data prepare` describes, and write it as JSON."""
-    with _indexed():
-        from megatron_run_data_indexed.preparation.inputs import find_inputs
-        from megatron_run_data_indexed.preparation.records import Reading, texts
+    from megatron_run_data_indexed.preparation.inputs import find_inputs
+    from megatron_run_data_indexed.preparation.records import Reading, texts
     from megatron_run_engine.data.tokenizer_training import train_tokenizer
 
     inputs, _ = find_inputs(names, form)
@@ -274,39 +261,10 @@ def train_tokenizer_(
     click.echo(f"{out}: {kind}, {size:,} ids")
 
 
-@data.command()
-@click.option("--prune", is_flag=True, help="Remove what no run has opened for --days.")
-@click.option("--days", type=click.FloatRange(min=0), metavar="N", help="With --prune [default: 30]; 0 for all.")
-@json_option
-@debug_option
-def cache(*, prune: bool, days: float | None, as_json: bool) -> None:
-    """List the tokens that data=text keeps for later starts; --prune removes old ones."""
-    from megatron_run_engine.data.token_cache import KEPT_DAYS, entries, remove_old
-
-    if days is not None and not prune:
-        raise click.UsageError("--days goes with --prune")
-    try:
-        removed = remove_old(KEPT_DAYS if days is None else days) if prune else []
-        kept = entries()
-    except OSError as cause:
-        raise DataError("the cache cannot be read", why=str(cause)) from cause
-    if as_json:
-        print_json({"entries": kept, "removed": removed})
-        return
-    if prune:
-        click.echo(f"removed {len(removed)}, {sum(entry.size for entry in removed) / 1e6:,.1f} MB")
-    rows = [(f"{each.size / 1e6:,.1f} MB", _age(each.days), each.tokenizer, each.text) for each in kept]
-    print_table([("size", "last used", "tokenizer", "text"), *rows] if rows else [("nothing is kept",)])
-
-
-def _age(days: float) -> str:
-    return f"{days:.0f} days ago" if days >= 2 else f"{days * 24:.0f} h ago" if days * 24 >= 1 else "now"
-
-
 _PREFIX = click.argument("prefix", type=_PATH)
 
 
-@data.command()
+@data.command(epilog=example("data inspect texts"))
 @_PREFIX
 @click.option("--samples", type=click.IntRange(min=0), default=0, metavar="N", help="Show N documents as text.")
 @tokenizer_option(help=f"{TOKENIZER[:-1]} [default: what PREFIX.json names].")
@@ -315,10 +273,10 @@ _PREFIX = click.argument("prefix", type=_PATH)
 @debug_option
 def inspect(prefix: Path, *, samples: int, tokenizer: str | None, whole: bool, as_json: bool) -> None:
     """Show what the dataset PREFIX (.bin and .idx) holds; damage is told with file and byte."""
-    with _indexed():
-        from megatron_run_data_indexed.preparation import inspect as inspection
-        from megatron_run_engine.data.indexed_files import Reader
-        from megatron_run_engine.data.token_ids import check_ids
+    from megatron_run_data_indexed.preparation import inspect as inspection
+    from megatron_run_engine.data.indexed_files import Reader
+    from megatron_run_engine.data.token_ids import check_ids
+
     reader = Reader(prefix)
     summary = inspection.summarise(reader, prefix)
     opened = inspection.tokenizer_of(prefix, tokenizer) if samples or whole else None
@@ -345,7 +303,7 @@ def inspect(prefix: Path, *, samples: int, tokenizer: str | None, whole: bool, a
         click.echo(f"document {number}: {text!r}{' ...' if cut else ''}")
 
 
-@data.command()
+@data.command(epilog=example("data convert texts texts.jsonl"))
 @click.argument("source", type=_PATH)
 @click.argument("target", type=_PATH)
 @tokenizer_option(help=f"{TOKENIZER[:-1]} [default: what SOURCE.json names].")
@@ -361,9 +319,9 @@ def convert(
 
     One of SOURCE and TARGET is a dataset's prefix, the other ends in .jsonl, .jsonl.gz or .parquet.
     """
-    with _indexed():
-        from megatron_run_data_indexed.preparation import import_export as conversion
-        from megatron_run_data_indexed.preparation.inspect import tokenizer_of
+    from megatron_run_data_indexed.preparation import import_export as conversion
+    from megatron_run_data_indexed.preparation.inspect import tokenizer_of
+
     if source.name.endswith(conversion.ENDINGS):
         documents, count = conversion.import_(source, target, key or "tokens", overwrite=overwrite)
         done = {"documents": documents, "tokens": count}

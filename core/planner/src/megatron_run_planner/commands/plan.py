@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Any, Literal
 import click
 
 from megatron_run.errors import InputError, refuse_input, refuse_taken
-from megatron_run_cli.amounts import Bytes, Length, Parameters
 from megatron_run_cli.completion import words as places
-from megatron_run_cli.grammar import Command, DefaultGroup, debug_option, json_option, overwrite_option, run_options
+from megatron_run_cli.editor_schema import schema_line
+from megatron_run_cli.grammar import Command, debug_option, json_option, overwrite_option, run_options
+from megatron_run_cli.groups import DefaultGroup, example
 from megatron_run_cli.output import print_json_line, write_file
-from megatron_run_cli.reports.editor_schema import schema_line
+from megatron_run_planner.commands.amounts import Bytes, Length, Parameters
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -137,7 +138,7 @@ def timeline_options(command: Command) -> Command:
 
 def drawn(task: Task, shown: Sequence[Candidate], machine: Device, timeline: Path | None, beside: Path | None) -> str:
     """Write the timeline if there is to be one; returns the line that says so."""
-    from megatron_run_cli.reports.plan_timeline import write_timeline
+    from megatron_run_planner.commands.plan_timeline import write_timeline
 
     if timeline is None:
         if beside:
@@ -172,7 +173,7 @@ def search(
     **traces: Path | None,
 ) -> None:
     """Rank every split and schedule of a model that fits, by the predicted time of a step."""
-    from megatron_run_cli.reports import plan_report as report
+    from megatron_run_planner.commands import plan_report as report
     from megatron_run_planner.schedules import Schedules
     from megatron_run_planner.search import Search
     from megatron_run_planner.task import check_sizes, to_install, written
@@ -233,7 +234,7 @@ def schedule(
     **traces: Path | None,
 ) -> None:
     """Find a schedule for the stages of CONFIG: the layers of each place, and the order of every stage's actions."""
-    from megatron_run_cli.reports import plan_report as report
+    from megatron_run_planner.commands import plan_report as report
     from megatron_run_planner.schedules import Schedules
     from megatron_run_planner.schedules.for_task import find_for_task
     from megatron_run_planner.schedules.places import EFFORT
@@ -274,7 +275,7 @@ def schedule(
 @debug_option
 def goodput(request: Request, *, gpus: int | None, machine: Device, days: float, as_json: bool, **asked: Any) -> None:
     """Yield of the best split of a model in a month of failures, saves and stragglers."""
-    from megatron_run_cli.reports import plan_report as report
+    from megatron_run_planner.commands import plan_report as report
     from megatron_run_planner.goodput import Conditions, best_interval, simulate_run
     from megatron_run_planner.schedules import Schedules
     from megatron_run_planner.search import Search
@@ -295,7 +296,7 @@ def goodput(request: Request, *, gpus: int | None, machine: Device, days: float,
         click.echo(report.yield_text(task, best, device, conditions, month, days))
 
 
-@plan.command()
+@plan.command(epilog=example("plan check measured.csv --device a100"))
 @click.argument("table", type=_FILE)
 @click.option(
     "--device",
@@ -319,8 +320,8 @@ def check(
     table: Path, device: str, *, recompute: Recompute | Literal["auto"], vocabulary: int, rows: bool, as_json: bool
 ) -> None:
     """Compare predictions with the measured steps of TABLE, one run of Megatron-LM or Megatron-DeepSpeed a row."""
-    from megatron_run_cli.reports.plan_report import accuracy_record, accuracy_text
     from megatron_run_planner.accuracy import compare, read_table
+    from megatron_run_planner.commands.plan_report import accuracy_record, accuracy_text
     from megatron_run_planner.devices import read_device
     from megatron_run_planner.schedules import Schedules
 
@@ -351,8 +352,8 @@ def calibrate(*, device: str, device_name: str | None, output: Path, overwrite: 
     Ranks on cores are taken to have one thread each (run.threads=1) and to share them; of a GPU the links to others are
     taken from an H100's machine. Nothing else should run meanwhile.
     """
-    from megatron_run_cli.reports.plan_report import device_lines, gpu_lines
     from megatron_run_planner.accuracy.calibrate import device_text
+    from megatron_run_planner.commands.plan_report import device_lines, gpu_lines
 
     if not output.parent.is_dir():
         raise InputError(f"{output} cannot be written", why="its folder does not exist", fix="name another file")

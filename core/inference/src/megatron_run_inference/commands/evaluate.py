@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from megatron_run.errors import InputError
-from megatron_run_cli.commands.generate import load_here, read_source
 from megatron_run_cli.completion import words as places
-from megatron_run_cli.grammar import DefaultGroup, debug_option, json_option, naming, rank_options, step_option
+from megatron_run_cli.grammar import debug_option, json_option, naming, rank_options, step_option
+from megatron_run_cli.groups import DefaultGroup, example
 from megatron_run_cli.output import print_json, print_table, tell
+from megatron_run_inference.commands.generate import load_here, read_source
 
 if TYPE_CHECKING:
     from megatron_run.config.request import Request
@@ -44,7 +45,7 @@ def evaluate() -> None:
     """  # noqa: D301  # click wants the character, not its name
 
 
-@evaluate.command()
+@evaluate.command(epilog=example("eval model runs/latest --task perplexity=validation"))
 @click.argument("model", type=click.Path(path_type=Path))
 @click.argument("others", nargs=-1, metavar="")
 @click.option(
@@ -108,7 +109,7 @@ def model(
         tell(f"added to {folder / 'eval.jsonl'}")
 
 
-@evaluate.command()
+@evaluate.command(epilog=example("eval overlap test.txt 'texts/*.txt'"))
 @click.argument("test", type=click.Path(path_type=Path))
 @click.argument("train", nargs=-1, required=True, shell_complete=places.any_path)
 @json_option
@@ -134,7 +135,7 @@ def overlap(test: Path, train: tuple[str, ...], *, as_json: bool) -> None:
         click.echo(f"{found.found} of {found.total} 8-grams, {found.share:.2%}, occur in the training set")
 
 
-@evaluate.command()
+@evaluate.command(epilog=example("eval harness runs/latest --tasks arc_easy"))
 @click.argument("model", type=click.Path(path_type=Path))
 @click.option("--tasks", required=True, metavar="NAME[,NAME...]", help="Tasks of the harness.")
 @click.option("--include", type=click.Path(path_type=Path), metavar="FOLDER", help="A folder with more tasks.")

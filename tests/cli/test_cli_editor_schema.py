@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from megatron_run.config.yaml import parse
+from megatron_run_cli.editor_schema import SCHEMA, schema_line
 from megatron_run_cli.main import main
-from megatron_run_cli.reports.editor_schema import SCHEMA, schema_line
 
 Output = pytest.CaptureFixture[str]
 PLAN = ["plan", "preset:tiny", "--gpus", "2", "--write"]
