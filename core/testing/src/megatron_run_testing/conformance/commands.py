@@ -74,8 +74,10 @@ def _shows_examples(entry: Entry) -> str:
             line = f"{typed.partition(' ')[2]} ..."
             raise CheckFailed(f'{typed} needs {required[0].name} and has no example: add epilog=example("{line}")')
         context = command.context_class(command, info_name=typed, resilient_parsing=True)
-        given, _, _ = command.make_parser(context).parse_args(shlex.split(shown.removeprefix(typed)))
-        lacking = [each.name for each in required if not given.get(each.name)]
+        given, nothing = (
+            command.make_parser(context).parse_args(words)[0] for words in (shlex.split(shown.removeprefix(typed)), [])
+        )
+        lacking = [each.name for each in required if given.get(each.name) == nothing.get(each.name)]
         if lacking:
             raise CheckFailed(f"the example of {typed} lacks {', '.join(lacking)}: {shown}")
     return "" if asked else "no command needs words"
