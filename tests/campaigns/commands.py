@@ -12,6 +12,7 @@ from typing import NamedTuple
 import click
 
 from megatron_run_cli.main import main
+from tests.support.command_tree import every_command
 from tests.support.forked import TINY
 from tests.support.small_models import GPT2, saved_network
 
