@@ -191,7 +191,7 @@ def test_a_name_that_nobody_can_type_is_told_and_ignored(site: FakeSite, capsys:
 @pytest.fixture
 def nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """No package with commands is installed."""
-    monkeypatch.setattr(groups, "scan", lambda: Catalog(()))
+    monkeypatch.setattr(groups, "scan", lambda kind: Catalog(()))
 
 
 @pytest.mark.usefixtures("nothing")
@@ -218,7 +218,7 @@ def test_a_command_whose_package_is_missing_says_what_to_install(
 def test_within_a_group_the_package_of_the_group_is_named(monkeypatch: pytest.MonkeyPatch, capsys: Output) -> None:
     catalog = discover.scan()
     kept = tuple(entry for entry in catalog.commands if entry.name != "data")
-    monkeypatch.setattr(groups, "scan", lambda: Catalog((), (), kept))
+    monkeypatch.setattr(groups, "scan", lambda kind: Catalog((), (), kept))
     said = refused(capsys, "data", "prepare", "texts")
     assert said.startswith("no installed package has the command 'data prepare'; pip install ")
     assert said.endswith("plugins/data/indexed")
@@ -240,7 +240,7 @@ def test_help_has_what_every_installation_has(capsys: Output) -> None:
 def test_the_command_lines_own_are_found_without_a_scan(
     words: str, monkeypatch: pytest.MonkeyPatch, capsys: Output
 ) -> None:
-    def scan() -> Catalog:
+    def scan(kind: str) -> Catalog:
         raise AssertionError("scanned")
 
     monkeypatch.setattr(groups, "scan", scan)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import click
 from click.shell_completion import CompletionItem
 
+from megatron_run.contracts.plugin import COMMAND
 from megatron_run.errors import InputError, PluginError
 from megatron_run.errors.wording import did_you_mean
 from megatron_run.registry.commands import (
@@ -23,8 +24,8 @@ _CATALOG = "megatron_run_cli.catalog"
 
 
 def catalog_of(context: click.Context) -> Catalog:
-    """The installed packages' offers, from one scan a command line."""
-    found: Catalog = context.meta.setdefault(_CATALOG, None) or scan()
+    """The installed packages' commands, from one scan a command line."""
+    found: Catalog = context.meta.setdefault(_CATALOG, None) or scan(kind=COMMAND)
     context.meta[_CATALOG] = found
     return found
 
