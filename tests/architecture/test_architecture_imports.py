@@ -141,6 +141,12 @@ def test_commands_of_packages_share_a_few_modules_of_the_command_line(member: Me
             assert not any(map(is_command, imported)), file
 
 
+def test_the_page_about_commands_names_what_they_share() -> None:
+    page = (ROOT / "docs" / "your-own-command.md").read_text(encoding="utf-8")
+    rows = page.partition("| `megatron_run_cli.` | has |\n|---|---|\n")[2].splitlines()
+    assert {f"{COMMAND_LINE.package}.{row.split('`')[1]}" for row in rows if row} == SHARED
+
+
 def test_the_command_line_imports_no_plugin() -> None:
     """What it asks of a plugin goes through the plugin's contract."""
     plugins = {plugin.package for plugin in PLUGINS}
