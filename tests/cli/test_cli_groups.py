@@ -137,6 +137,16 @@ def test_the_command_lines_own_come_first(name: str, site: FakeSite, capsys: Out
     assert not line.startswith("chosen")
 
 
+@pytest.mark.parametrize("name", ["train", "plan"])
+def test_a_new_package_takes_no_name_that_is_taken(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Output
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["plugins", "new", "command", name]) == ExitCode.INPUT
+    assert f"command={name} is taken by megatron-run" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
 def listed(capsys: Output) -> dict[str, dict[str, Any]]:
     assert main(["plugins", "list", "command", "--json"]) == 0
     return {each["name"]: each for each in json.loads(capsys.readouterr().out)["plugins"]}

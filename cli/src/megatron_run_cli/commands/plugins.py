@@ -142,8 +142,11 @@ def why(
 @click.option("--folder", type=click.Path(path_type=Path), help="New folder [default: named like the distribution].")
 @json_option
 @debug_option
-def new(kind: str, name: str, folder: Path | None, *, as_json: bool) -> None:
+@click.pass_context
+def new(context: click.Context, kind: str, name: str, folder: Path | None, *, as_json: bool) -> None:
     """Write a package with a working plugin, or with a command (KIND: command), and its test."""
+    if kind == COMMAND and is_own(context.find_root().command, [name]):
+        raise InputError(f"command={name} is taken by megatron-run itself", fix="choose another name")
     package = write_package(kind, name, folder)
     if as_json:
         print_json(package)
