@@ -125,7 +125,14 @@ def travelled(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Trave
     return travel
 
 
-@pytest.mark.parametrize("case", CASES)
+#: What is computed every time: each family, and two ways to stretch rotary positions. The others differ by keys that
+#: ``test_keys_that_a_config_leaves_out_mean_what_they_do_in_transformers`` reads.
+COMPUTED = (*SPLIT, "llama, yarn", "phi3, long", "gemma2, without windows")
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[pytest.mark.nightly] * (case not in COMPUTED)) for case in CASES]
+)
 def test_logits_and_gradients_are_transformers_and_weights_come_back_bit_by_bit(
     case: str, travelled: Callable[[str], Travelled], tmp_path: Path
 ) -> None:

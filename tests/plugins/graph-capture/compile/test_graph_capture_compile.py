@@ -89,6 +89,7 @@ def capture_kernels() -> list[int]:
     return joined
 
 
+@pytest.mark.nightly  # half a minute of interpreted steps; residuals and writes have tests of graphs
 @pytest.mark.multiproc
 def test_kernels_of_a_gpu_are_operations_of_the_graphs() -> None:
     """They write over their arguments, which functionalization refuses of operators that it does not know."""
