@@ -27,7 +27,7 @@ from megatron_run_engine.runtime.generation import Window, score
 from megatron_run_format_huggingface import model_folder
 from megatron_run_format_huggingface.families import FAMILIES
 from megatron_run_testing.model import Built
-from tests.plugins.format.huggingface.family_cases import CASES, SMALL, SPLIT, VOCAB, YARN
+from tests.plugins.format.huggingface.family_cases import CASES, COMPUTED, SMALL, SPLIT, VOCAB, YARN
 from tests.plugins.format.huggingface.saving import save
 from tests.support.installed import found_once
 from tests.support.ranks import run_ranks
@@ -123,11 +123,6 @@ def travelled(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Trave
         return Travelled(model, logits, folder, done)
 
     return travel
-
-
-#: What is computed every time: each family, and two ways to stretch rotary positions. The others differ by keys that
-#: ``test_keys_that_a_config_leaves_out_mean_what_they_do_in_transformers`` reads.
-COMPUTED = (*SPLIT, "llama, yarn", "phi3, long", "gemma2, without windows")
 
 
 @pytest.mark.parametrize(
