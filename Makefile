@@ -7,7 +7,7 @@ override PYTHON := python3
 endif
 PY      := .venv/bin/python
 PIP     := $(PY) -m pip -q --disable-pip-version-check
-MEMBERS := core/kernel core/engine core/planner core/testing cli $(patsubst %/pyproject.toml,%,$(sort $(wildcard plugins/*/*/pyproject.toml)))
+MEMBERS := core/kernel core/engine core/inference core/planner core/testing cli $(patsubst %/pyproject.toml,%,$(sort $(wildcard plugins/*/*/pyproject.toml)))
 
 # A stamp says that set-up came to its end, for this path of the checkout (environments cannot be moved) and for these
 # inputs. Without a stamp for the path the environment is half-made or moved, and is made anew; without one for the
@@ -74,7 +74,7 @@ te-env:
 	sh tests/te/environment.sh .te-env $(TE_PYTHON) $(MEMBERS)
 te: te-env
 	.te-env/bin/python -m pytest -q -m te $(shell grep -rl --include='test_*.py' 'mark\.te\b' tests)
-# Every schedule in every shape and variant, and every split, where `test` runs the telling ones in pairs: two hours.
+# Every schedule in every shape and variant, and every split, where `test` runs each choice and a few pairs: two hours.
 grid: $(DEV)
 	WHOLE_PRODUCT=1 $(PY) -m tests.integration.whole_grid
 	WHOLE_PRODUCT=1 $(PY) -m pytest -q $(PRODUCTS)
@@ -84,7 +84,8 @@ graph-grid: $(DEV)
 # Random configurations of everything that is installed, each against the single process: half an hour.
 compose: $(DEV)
 	$(PY) -m tests.compose
-# What `test` leaves out: wheels, packages that are installed, whole runs with DeepSpeed, walks of pages, benchmarks.
+# What `test` leaves out: wheels, packages that are installed, whole runs with DeepSpeed, the site, walks of pages,
+# benchmarks, and the cases that differ least from those that it runs.
 nightly: $(DEV)
 	$(PY) -m pytest -q -m nightly $(SPREAD)
 # Hundreds of kills, signals, damaged files and malformed inputs, where `test` tries each kind once: minutes.

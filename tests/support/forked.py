@@ -131,6 +131,7 @@ def run_forked(request: Request, fault: str = "", timeout: float = 60.0, max_res
 
 #: Programs that can be forked, by the function that they call.
 MEGATRON_RUN, TORCHRUN_AGENT = "megatron_run_cli.__main__:program", "torch.distributed.run:main"
+FORKING_AGENT = f"{__name__}:forking_agent"
 
 
 class ForkedCommand:
@@ -190,6 +191,25 @@ def forked_command(
         out, err = command.communicate(timeout)
         assert command.returncode is not None
         return subprocess.CompletedProcess(command.args, command.returncode, out, err)
+
+
+def forking_agent() -> None:
+    """torchrun, but for its ranks, which are forked from the agent and need not import torch anew."""
+    from torch.distributed import run
+    from torch.distributed.launcher.api import elastic_launch
+
+    from megatron_run_cli.main import main
+
+    def rank(*words: str) -> None:
+        if code := main(words[words.index("megatron_run_cli") + 1 :]):
+            sys.exit(code)
+
+    def launch_forked(config: Any, entrypoint: str) -> Any:
+        config.start_method = "fork"
+        return elastic_launch(config, rank)
+
+    with mock.patch.object(run, "elastic_launch", launch_forked):
+        run.main()
 
 
 def _command(program: str, words: tuple[str, ...], folder: str, environment: Mapping[str, str], said: str) -> None:

@@ -98,7 +98,7 @@ def check(precision: str, dropout: float, options: dict[str, Any]) -> None:
         assert found == pytest.approx(left, abs=512), more
 
 
-@pytest.mark.parametrize("options", [{}, LLAMA], ids=["gpt2", "llama"])
+@pytest.mark.parametrize("options", [pytest.param({}, marks=pytest.mark.nightly), LLAMA], ids=["gpt2", "llama"])
 def test_the_count_is_what_a_forward_leaves(options: dict[str, Any]) -> None:
     check("bf16", 0.1, options)
 

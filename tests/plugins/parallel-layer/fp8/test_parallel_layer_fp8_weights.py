@@ -91,7 +91,9 @@ def expected() -> Seen:
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("name", WAYS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.nightly] * (name in ("recomputed", "compiled"))) for name in WAYS]
+)
 def test_microbatches_share_what_a_step_makes_of_a_weight_and_learn_the_same(
     name: str, expected: Seen, monkeypatch: pytest.MonkeyPatch
 ) -> None:

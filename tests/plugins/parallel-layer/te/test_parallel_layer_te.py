@@ -17,9 +17,9 @@ from megatron_run_engine.nn import LayerNorm
 from megatron_run_engine.runtime.context import BuildContext
 from megatron_run_engine.runtime.gradients import main_grad
 from megatron_run_parallel_layer_te.layers import after_backward
-from megatron_run_testing import Check
 from megatron_run_testing.build_contexts import logical_gradients, logical_values, prepare, single_process_context
 from megatron_run_testing.parallel_layer import parallel_layer_checks
+from tests.contracts.conformance import failures
 from tests.plugins.engine import stand_in as engine_stand_in
 from tests.plugins.engine.layers import delayed_layers, engine_layers
 
@@ -30,21 +30,6 @@ WAYS: Mapping[str, Mapping[str, bool]] = {
     f"fused {fused}, delayed {delayed}": {"fuse_weight_gradients": fused, "delay_weight_gradients": delayed}
     for fused, delayed in product((True, False), repeat=2)
 }
-CHECKS = {
-    f"{name}: {check.name}": check
-    for name, options in WAYS.items()
-    for check in parallel_layer_checks(lambda context, options=options: engine_layers(context, **options))  # type: ignore[misc]  # mypy cannot infer a default
-}
-#: The same over ranks; those of one variant share their ranks.
-SPLIT_CHECKS = [
-    pytest.param(check, id=f"{make.__name__}: {check.name}", marks=marks)
-    for make, ranks, marks in (
-        (engine_layers, (2, 4), ()),
-        (delayed_layers, (2,), ()),
-        (delayed_layers, (4,), pytest.mark.nightly),
-    )
-    for check in parallel_layer_checks(make, ranks=ranks)
-]
 
 
 class Layer(nn.Module):
@@ -77,15 +62,21 @@ def trained(context: BuildContext, layer: nn.Module) -> dict[str, Tensor]:
     return {"y": y.detach(), "dx": x.grad, **logical_values(infos), **gradients}
 
 
-@pytest.mark.parametrize("check", CHECKS.values(), ids=CHECKS.keys())
-def test_the_layers_conform(check: Check) -> None:
-    check.run()
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+def test_the_layers_conform(way: Mapping[str, bool]) -> None:
+    assert failures(parallel_layer_checks(lambda context: engine_layers(context, **way))) == {}
 
 
 @pytest.mark.multiproc
-@pytest.mark.parametrize("check", SPLIT_CHECKS)
-def test_the_layers_conform_split_over_two_and_four_ranks(check: Check) -> None:
-    check.run()
+@pytest.mark.parametrize(
+    ("make", "ranks"),
+    [
+        (engine_layers, (2, 4)),
+        *(pytest.param(delayed_layers, ranks, marks=pytest.mark.nightly) for ranks in ((2,), (4,))),
+    ],
+)
+def test_the_layers_conform_split_over_two_and_four_ranks(make: Any, ranks: tuple[int, ...]) -> None:
+    assert failures(parallel_layer_checks(make, ranks=ranks)) == {}
 
 
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
