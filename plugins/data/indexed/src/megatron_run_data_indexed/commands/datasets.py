@@ -274,8 +274,8 @@ _PREFIX = click.argument("prefix", type=_PATH)
 def inspect(prefix: Path, *, samples: int, tokenizer: str | None, whole: bool, as_json: bool) -> None:
     """Show what the dataset PREFIX (.bin and .idx) holds; damage is told with file and byte."""
     from megatron_run_data_indexed.preparation import inspect as inspection
-    from megatron_run_engine.data.indexed_files import Reader
     from megatron_run_engine.data import check_ids
+    from megatron_run_engine.data.indexed_files import Reader
 
     reader = Reader(prefix)
     summary = inspection.summarise(reader, prefix)
