@@ -7,7 +7,7 @@ override PYTHON := python3
 endif
 PY      := .venv/bin/python
 PIP     := $(PY) -m pip -q --disable-pip-version-check
-MEMBERS := core/kernel core/engine core/planner core/testing cli $(patsubst %/pyproject.toml,%,$(sort $(wildcard plugins/*/*/pyproject.toml)))
+MEMBERS := core/kernel core/engine core/inference core/planner core/testing cli $(patsubst %/pyproject.toml,%,$(sort $(wildcard plugins/*/*/pyproject.toml)))
 
 # A stamp says that set-up came to its end, for this path of the checkout (environments cannot be moved) and for these
 # inputs. Without a stamp for the path the environment is half-made or moved, and is made anew; without one for the
@@ -37,7 +37,7 @@ SPREAD   := -n $(if $(filter 1 2,$(CORES)),$(shell expr $(CORES) + 2),4) --dist 
 PRODUCTS := $(addprefix tests/integration/test_integration_,\
   $(addsuffix .py,experts scatter_messages tensor tensor_random tensor_text))
 
-.PHONY: run test lint types unit gpu gpu-day te te-env grid graph-grid compose nightly campaigns mutants setup format docs site wheels
+.PHONY: run test lint types unit gpu gpu-day te te-env grid graph-grid compose nightly campaigns mutants mutants-by-tool setup format docs site wheels
 .PHONY: bundle clean lock
 run: $(RUNTIME)
 	.venv/bin/megatron-run --plugin schedule=interleaved
@@ -74,7 +74,7 @@ te-env:
 	sh tests/te/environment.sh .te-env $(TE_PYTHON) $(MEMBERS)
 te: te-env
 	.te-env/bin/python -m pytest -q -m te $(shell grep -rl --include='test_*.py' 'mark\.te\b' tests)
-# Every schedule in every shape and variant, and every split, where `test` runs the telling ones in pairs: two hours.
+# Every schedule in every shape and variant, and every split, where `test` runs each choice and a few pairs: two hours.
 grid: $(DEV)
 	WHOLE_PRODUCT=1 $(PY) -m tests.integration.whole_grid
 	WHOLE_PRODUCT=1 $(PY) -m pytest -q $(PRODUCTS)
@@ -84,16 +84,21 @@ graph-grid: $(DEV)
 # Random configurations of everything that is installed, each against the single process: half an hour.
 compose: $(DEV)
 	$(PY) -m tests.compose
-# What `test` leaves out: wheels, packages that are installed, whole runs with DeepSpeed, walks of pages, benchmarks.
+# What `test` leaves out: wheels, packages that are installed, whole runs with DeepSpeed, the site, walks of pages,
+# benchmarks, and the cases that differ least from those that it runs.
 nightly: $(DEV)
 	$(PY) -m pytest -q -m nightly $(SPREAD)
 # Hundreds of kills, signals, damaged files and malformed inputs, where `test` tries each kind once: minutes.
 campaigns: $(DEV)
 	$(PY) -m tests.campaigns
-# Do the tests notice faults? Hundreds are planted one by one in a copy of the tree: an hour or two. `test` sees that each
-# can still be planted.
-mutants: $(DEV)
+# Do the tests notice faults? Those that no tool plants, one by one in a copy of the tree; then a sample of a tool's, in an
+# environment of its own (.cosmic-ray). `test` sees that each of the former can still be planted.
+mutants: $(DEV) mutants-by-tool
 	$(PY) -m tests.mutants
+mutants-by-tool: $(DEV)
+	[ -x .cosmic-ray/bin/cosmic-ray ] || { $(PYTHON) -m venv .cosmic-ray && \
+	  .cosmic-ray/bin/python -m pip -q --disable-pip-version-check install cosmic-ray==8.7.0; }
+	.cosmic-ray/bin/python -m tests.mutants.by_tool
 
 setup: $(DEV)
 # With LOCKED=1 what is installed first is what requirements.lock names, file by file (Linux, x86-64, Python 3.11); torch,

@@ -72,8 +72,8 @@ class OurTraining(Side):
         self._trainer._checkpoints.after_step = _save_nothing  # type: ignore[method-assign]
         self._trainer.resume()
         self._observers = start_observers(run, assembly, folder, self._trainer.beginning)
-        dataset = assembly.data.dataset("train", shape.sequence, run.config.train.seed)
-        self._samples, self._shape, self._device = SampleStream(dataset, run.config.train.seed), shape, device
+        self._samples = SampleStream(self._trainer._dataset, run.config.train.seed)
+        self._shape, self._device = shape, device
         self.flops_per_token = assembly.flops_per_token
         self.planned = sum(assembly.optimizer.memory().values())
 

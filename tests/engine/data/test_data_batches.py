@@ -32,6 +32,12 @@ def test_the_tensors_are_copies_of_the_data() -> None:
     assert DATASET[1]["tokens"].tolist() == [1, 1, 1, 1]
 
 
+class Samples(list[Any]):
+    """Samples that a run shuffles."""
+
+    in_order = False
+
+
 class Buffered(list[Any]):
     """Every sample in the same arrays."""
 
@@ -59,7 +65,9 @@ def test_a_field_of_one_number_is_a_column() -> None:
     ("second", "forms"),
     [
         (np.ones(1, np.float32), r"float32 \[1\] and float32 \[4\]"),
+        (np.ones(5, np.float32), r"float32 \[4\] and float32 \[5\]"),
         (np.ones(4), r"float32 \[4\] and float64 \[4\]"),
+        (np.ones(4, np.float16), r"float16 \[4\] and float32 \[4\]"),
     ],
 )
 def test_a_field_of_two_forms_in_one_batch_is_named(second: Any, forms: str) -> None:
@@ -80,12 +88,12 @@ def test_a_field_that_the_data_lacks_is_named() -> None:
 
 
 def test_a_stream_follows_the_sampler_over_the_end_of_an_epoch() -> None:
-    stream = SampleStream(DATASET, seed=11)
+    stream = SampleStream(Samples(DATASET), seed=11)
     found = stream.fields(range(3, 9), ("tokens",), CPU)["tokens"][:, 0].tolist()
     assert found == [sample_index(5, 11, position) for position in range(3, 9)]
 
 
-class Ordered(list[Any]):
+class Ordered(Samples):
     """Samples in the order of the run."""
 
     in_order = True

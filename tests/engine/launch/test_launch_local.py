@@ -72,7 +72,7 @@ def test_ranks_get_torchruns_variables_and_their_threads(launcher: Launcher) -> 
     names = "RANK,LOCAL_RANK,WORLD_SIZE,LOCAL_WORLD_SIZE,OMP_NUM_THREADS,MKL_NUM_THREADS,OMP_WAIT_POLICY,FORCE_COLOR"
     changes: dict[str, Any] = {
         "threads": 500,
-        "shown_environment": {"FORCE_COLOR": "1"},
+        "shown": {"FORCE_COLOR": "1"},
         "environment": {"PATH": os.environ["PATH"]},
     }
     launcher(f"*:environment {names}", **changes)

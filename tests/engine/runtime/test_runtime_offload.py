@@ -214,7 +214,10 @@ class Host(CpuCopies):
             return super().buffer(size)
 
 
-@pytest.mark.parametrize("recompute", ["none", "full", ("core_attn",), ("attn", "mlp")])
+@pytest.mark.parametrize(
+    "recompute",
+    ["none", *(pytest.param(each, marks=pytest.mark.nightly) for each in ("full", ("core_attn",))), ("attn", "mlp")],
+)
 def test_no_step_holds_more_with_offload_than_without(recompute: Any) -> None:
     """Bytes of tensors at the peak of forwards, and of backwards, of three microbatches in flight."""
     options = GptOptions(num_layers=6, hidden_size=64, num_heads=2, vocab_size=61)

@@ -17,7 +17,7 @@ __getattr__, __dir__ = lazy_names(
         "megatron_run.errors": ("RunError",),
         "megatron_run.hookspecs": ("hookimpl",),
         "megatron_run.planning": ("load_config",),
-        "megatron_run_engine.inference": ("load",),
+        "megatron_run_inference": ("load",),
     },
 )
 __all__ = ["__version__", *__dir__()]  # noqa: PLE0604  # the names are those above

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from typing import Any
 
-from megatron_run.errors.install_hint import check_engine
+from megatron_run.errors.install_hint import check_installed
 
 
 def lazy_names(
@@ -25,7 +25,7 @@ def lazy_names(
         try:
             return getattr(import_module(holders[name]), name)
         except ModuleNotFoundError as missing:
-            check_engine(missing, f"{package}.{name} cannot be used")
+            check_installed(missing, f"{package}.{name} cannot be used")
             raise
 
     return load, lambda: sorted(holders)

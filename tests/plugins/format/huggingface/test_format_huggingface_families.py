@@ -22,12 +22,12 @@ from megatron_run_engine.data.standalone_tokenizer import byte_tokenizer_json
 from megatron_run_engine.formats import convert
 from megatron_run_engine.formats.convert import read_step
 from megatron_run_engine.formats.gpt_tensors import gpt_options, logical_shapes
-from megatron_run_engine.inference import load
 from megatron_run_engine.runtime.generation import Window, score
 from megatron_run_format_huggingface import model_folder
 from megatron_run_format_huggingface.families import FAMILIES
+from megatron_run_inference import load
 from megatron_run_testing.model import Built
-from tests.plugins.format.huggingface.family_cases import CASES, SMALL, SPLIT, VOCAB, YARN
+from tests.plugins.format.huggingface.family_cases import CASES, COMPUTED, SMALL, SPLIT, VOCAB, YARN
 from tests.plugins.format.huggingface.saving import save
 from tests.support.installed import found_once
 from tests.support.ranks import run_ranks
@@ -125,7 +125,9 @@ def travelled(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Trave
     return travel
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[pytest.mark.nightly] * (case not in COMPUTED)) for case in CASES]
+)
 def test_logits_and_gradients_are_transformers_and_weights_come_back_bit_by_bit(
     case: str, travelled: Callable[[str], Travelled], tmp_path: Path
 ) -> None:
@@ -192,11 +194,11 @@ def logits_on_ranks(rank: int, world: int, folders: Sequence[str]) -> list[Tenso
     The models of one split share its process groups, as one model after another in a process may.
     """
     from megatron_run.config.request import Request
-    from megatron_run_engine.inference import LoadedModel
-    from megatron_run_engine.inference import network as networks
-    from megatron_run_engine.inference.source import find_source
     from megatron_run_engine.runtime import comm
     from megatron_run_engine.runtime.world import World
+    from megatron_run_inference import LoadedModel
+    from megatron_run_inference import network as networks
+    from megatron_run_inference.source import find_source
 
     splits = {
         "tensor": (("parallel.tensor=2",), ("parallel-layer=tensor",)),

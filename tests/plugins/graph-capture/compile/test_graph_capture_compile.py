@@ -44,6 +44,7 @@ from tests.plugins.graph_bench import SMALL, Pipeline
 from tests.support.interpreted import interpreted
 
 CPU = torch.device("cpu")
+night = pytest.mark.nightly
 
 
 def compile_capture(context: BuildContext, **options: Any) -> CompileCapture:
@@ -89,6 +90,7 @@ def capture_kernels() -> list[int]:
     return joined
 
 
+@pytest.mark.nightly  # half a minute of interpreted steps; residuals and writes have tests of graphs
 @pytest.mark.multiproc
 def test_kernels_of_a_gpu_are_operations_of_the_graphs() -> None:
     """They write over their arguments, which functionalization refuses of operators that it does not know."""
@@ -139,7 +141,7 @@ def adapted(context: BuildContext) -> LoraLayers:
     ("schedule", "settings"),
     [
         pytest.param(ZeroBubbleH1(), {"stages": 2}, id="a split backward"),
-        pytest.param(Sequential(), {"model": LLAMA, "dtype": torch.bfloat16}, id="llama in bf16"),
+        pytest.param(Sequential(), {"model": LLAMA, "dtype": torch.bfloat16}, id="llama in bf16", marks=night),
         pytest.param(OneForwardOneBackward(), {"stages": 2, "model": EXPERTS}, id="experts under 1f1b"),
         pytest.param(Sequential(), {"layers": adapted}, id="adapters"),
     ],
@@ -345,6 +347,7 @@ def compiled_here(
     return compiled, code
 
 
+@night  # inductor is imported, and compiles C++, for ten seconds
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*:DeprecationWarning")  # imports of torch's compiler
 def test_kernels_are_compiled_for_the_sizes_that_are_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sizes that are arguments cost a division for each index that is taken apart."""
@@ -354,6 +357,7 @@ def test_kernels_are_compiled_for_the_sizes_that_are_known(tmp_path: Path, monke
     assert ".size()" not in code
 
 
+@night
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*:DeprecationWarning")  # imports of torch's compiler
 def test_dropout_draws_over_values_as_they_lie_in_eager_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where PyTorch lets inductor lay out what it is given: tokens are [b, s], and what is embedded [s, b, h]."""

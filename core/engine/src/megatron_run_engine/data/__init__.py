@@ -32,12 +32,14 @@ if TYPE_CHECKING:
     from megatron_run_engine.data.prepared_texts import PreparedTexts as PreparedTexts
     from megatron_run_engine.data.prepared_texts import check_prepared_texts as check_prepared_texts
     from megatron_run_engine.data.standalone_tokenizer import json_file as json_file
+    from megatron_run_engine.data.token_ids import check_ids as check_ids
     from megatron_run_engine.data.token_ids import require_ids as require_ids
     from megatron_run_engine.data.tokenizer import files_of_tokenizer as files_of_tokenizer
     from megatron_run_engine.data.tokenizer import open_tokenizer as open_tokenizer
     from megatron_run_engine.data.tokenizer_base import Tokenizer as Tokenizer
     from megatron_run_engine.data.tokenizer_files import holds_tokenizer as holds_tokenizer
     from megatron_run_engine.data.tokenizer_folder.record import AUTO as AUTO
+    from megatron_run_engine.data.tokenizer_training import train_tokenizer as train_tokenizer
 
 __getattr__, __dir__ = lazy_names(
     __name__,
@@ -54,10 +56,11 @@ __getattr__, __dir__ = lazy_names(
             "check_prepared_texts",
         ),
         "megatron_run_engine.data.standalone_tokenizer": ("json_file",),
-        "megatron_run_engine.data.token_ids": ("require_ids",),
+        "megatron_run_engine.data.token_ids": ("check_ids", "require_ids"),
         "megatron_run_engine.data.tokenizer": ("files_of_tokenizer", "open_tokenizer"),
         "megatron_run_engine.data.tokenizer_base": ("Tokenizer",),
         "megatron_run_engine.data.tokenizer_files": ("holds_tokenizer",),
         "megatron_run_engine.data.tokenizer_folder.record": ("AUTO",),
+        "megatron_run_engine.data.tokenizer_training": ("train_tokenizer",),
     },
 )

@@ -66,8 +66,6 @@ class DrawnSamples(ABC):
 class Epochs:
     """The samples of ``drawn`` in the order of a run, without end: each epoch shuffles them and draws anew."""
 
-    in_order = True
-
     def __init__(self, drawn: DrawnSamples, seed: int) -> None:
         self._drawn, self._seed = drawn, seed
 

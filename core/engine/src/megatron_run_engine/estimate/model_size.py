@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.nn import Parameter
 
-    from megatron_run.contracts import CaptureSize, Chunk, DataSource, GraphCapture, Model, Optimizer, ParamInfo
+    from megatron_run.contracts import CaptureSize, Chunk, DataSource, Model, ParamInfo
     from megatron_run.planning import ResolvedRun
     from megatron_run_engine.runtime.context import BuildContext
 
@@ -99,7 +99,7 @@ def model_size(run: ResolvedRun) -> ModelSize:
 
 
 def _model_size(run: ResolvedRun) -> ModelSize:
-    data = cast("DataSource", run.one("data").create())
+    data = run.make_data()
     options = with_vocabulary(run, data)
     total, stages, padded, captures, captured = 0, [], 0, [], dict[str, None]()
     chunks: list[Chunk] = []
@@ -179,7 +179,7 @@ def _mixture(options: BaseModel, ranks: Sequence[_Built]) -> Mixture | None:
 
 def _capture_size(run: ResolvedRun, built: _Built, stage: int) -> tuple[CaptureSize, list[str]]:
     """Return what graph capture would record of ``stage``, and the names of the segments in it."""
-    capture = cast("GraphCapture", run.one("graph-capture").create(context=built.context))
+    capture = run.make_graph_capture(built.context)
     regions = capture.regions([chunk.segments() for chunk in built.chunks])
     names = [segment.name for region in regions for segment in region.segments]
     return capture.plan(regions, run.plans[max(run.plans)].lists[stage]), names
@@ -205,7 +205,7 @@ def _check_segments(run: ResolvedRun, chunks: Sequence[Chunk]) -> None:
 
 def _check_capture(run: ResolvedRun, context: BuildContext, chunks: Sequence[Chunk]) -> None:
     """Let graph capture choose regions as if one rank held all ``chunks``, that of ``context``."""
-    capture = cast("GraphCapture", run.one("graph-capture").create(context=context))
+    capture = run.make_graph_capture(context)
     capture.regions([chunk.segments() for chunk in chunks])
 
 
@@ -216,7 +216,7 @@ def _rank_size(held: Mapping[Parameter, ParamInfo], memory: Mapping[str, int]) -
 
 def _memory(run: ResolvedRun, rank: _Built) -> Mapping[str, int]:
     """Return the bytes of an optimizer attached to meta parameters, and of the staging copy of an asynchronous save."""
-    optimizer = cast("Optimizer", run.one("optimizer").create(context=rank.context))
+    optimizer = run.make_optimizer(rank.context)
     optimizer.attach(rank.chunks, [trained(described) for described in rank.infos], grad_scale=1 / run.sizes.data)
     memory = optimizer.memory()
     if idle := frozen(rank.held):

@@ -39,7 +39,7 @@ from megatron_run_engine.training.build import (
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from megatron_run.contracts import Boundary, Chunk, ChunkOut, DataSource
+    from megatron_run.contracts import Boundary, Chunk, ChunkOut
     from megatron_run.contracts.schedule import Action
     from megatron_run.pipeline.lower import Instruction, Message
     from megatron_run.planning import ResolvedRun
@@ -123,7 +123,7 @@ def step_memory(run: ResolvedRun, *, gpu: bool | None = None) -> list[dict[str, 
         counted = [count_chunks(run, stage, known, gpu=gpu) for stage in range(plan.stages)]
     except (RuntimeError, RunError):
         return None
-    data = cast("DataSource", run.one("data").create())
+    data = run.make_data()
     train = run.config.train
     fields = sum(microbatch_field(field, train.micro_batch_size, train.sequence_length).nbytes for field in data.fields)
     found = []
@@ -178,7 +178,7 @@ def count_chunks(
     run: ResolvedRun, stage: int, known: dict[object, list[ChunkBytes]], *, gpu: bool = False
 ) -> list[ChunkBytes]:
     """The bytes of each chunk of ``stage``, in the order of chunks. Stages with equal chunks are counted once."""
-    data = cast("DataSource", run.one("data").create())
+    data = run.make_data()
     options = with_vocabulary(run, data)
     first = Topology(run.sizes, 0)
     topology = Topology(run.sizes, first.rank_at(tensor=0, data=0, stage=stage))

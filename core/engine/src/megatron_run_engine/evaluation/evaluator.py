@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
     from megatron_run.contracts import Chunk, Dataset, DataSource
     from megatron_run.planning import ResolvedRun
+    from megatron_run_engine.data.batches import RunSamples
 
 #: What a model must not see to be asked for logits.
 _ANSWERS = ("labels", "loss_mask")
@@ -81,7 +82,7 @@ class Evaluator:
     """
 
     def __init__(
-        self, run: ResolvedRun, network: Network, data: DataSource, dataset: Dataset, opens: Callable[..., Dataset]
+        self, run: ResolvedRun, network: Network, data: DataSource, dataset: RunSamples, opens: Callable[..., Dataset]
     ) -> None:
         self._run, self._network, self._data, self._dataset = run, network, data, dataset
         train = run.config.train

@@ -2,8 +2,8 @@
 
 Importing this package is instant, because the sidecar of each rank imports it: public names are loaded when first
 used, torch by the ranks, or by ``launch`` when it resolves the run. Reading order: ``api`` (where ranks come from),
-``local``, ``fork_server`` and ``rank`` (how one starts), ``worker`` (its work), ``rank_output`` (where its words go),
-``failures`` (how its failure reaches the user), ``watchdog`` (how a hang is noticed).
+``rank`` (the job), ``local`` and ``fork_server`` (how it starts), ``worker`` (a rank's work), ``rank_output`` (where
+its words go), ``failures`` (how its failure reaches the user), ``watchdog`` (how a hang is noticed).
 
 Imports: checkpoint, config, contracts, errors, estimate, files, host, lazy, planning, registry, run_folder, runtime,
 signal_bell, training.
@@ -17,7 +17,8 @@ from megatron_run.lazy import lazy_names
 
 if TYPE_CHECKING:
     from megatron_run_engine.host.environments import LaunchMode
-    from megatron_run_engine.launch.api import FailedRunError, LaunchOptions, launch, run_task, train
+    from megatron_run_engine.launch.api import FailedRunError, launch, run_task, train
+    from megatron_run_engine.launch.options import LaunchOptions
     from megatron_run_engine.launch.rank import Task
     from megatron_run_engine.launch.results import RunResult
 
@@ -27,7 +28,8 @@ __getattr__, __dir__ = lazy_names(
     __name__,
     {
         "megatron_run_engine.host.environments": ("LaunchMode",),
-        "megatron_run_engine.launch.api": ("FailedRunError", "LaunchOptions", "launch", "run_task", "train"),
+        "megatron_run_engine.launch.api": ("FailedRunError", "launch", "run_task", "train"),
+        "megatron_run_engine.launch.options": ("LaunchOptions",),
         "megatron_run_engine.launch.rank": ("Task",),
         "megatron_run_engine.launch.results": ("RunResult",),
     },

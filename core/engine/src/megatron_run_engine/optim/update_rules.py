@@ -19,8 +19,8 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from megatron_run.errors import InputError, let_end
 from megatron_run.errors.wording import advice, did_you_mean
 from megatron_run.registry.choose import is_file
-from megatron_run.registry.load import FileNotRunError, import_file
-from megatron_run.registry.loaded_plugin import in_one_line
+from megatron_run.registry.hooks import in_one_line
+from megatron_run.registry.importing import FileNotRunError, import_file
 from megatron_run_engine.optim.buckets import DEFAULT_CAPACITY
 
 if TYPE_CHECKING:

@@ -47,7 +47,6 @@ if TYPE_CHECKING:
         Optimizer,
         ParallelLayers,
         ParamInfo,
-        Scaler,
     )
     from megatron_run.pipeline.lower import Instruction
     from megatron_run.pipeline.plan import Plan
@@ -133,7 +132,7 @@ class Assembly:
 
 def build(run: ResolvedRun, world: World, activity: Activity | None = None) -> Assembly:
     """Build this rank's part of ``run``. Collective over the world. ``activity`` records what the rank is doing."""
-    data = cast("DataSource", run.one("data").create())
+    data = run.make_data()
     topology = Topology(run.sizes, world.rank, (run.layout[0].stage, run.layout[-1].stage))
     activity = Activity() if activity is None else activity
     activity.enter("start", "the process groups")
@@ -151,7 +150,7 @@ def build(run: ResolvedRun, world: World, activity: Activity | None = None) -> A
         initialise(described, run.config.train.seed)
         for parameter, info in (trained(described) if layers.adapters() else described).items():
             context.gradients.adopt(parameter, info.name)
-    optimizer = cast("Optimizer", run.one("optimizer").create(context=context))
+    optimizer = run.make_optimizer(context)
     optimizer.attach(chunks, [trained(described) for described in infos], grad_scale=1 / run.sizes.data)
     context.segments.read_parameters_after(optimizer.ensure_ready)
     messenger = Messenger(
@@ -174,8 +173,8 @@ def build(run: ResolvedRun, world: World, activity: Activity | None = None) -> A
         infos=infos,
         adapters=layers.adapters(),
         optimizer=optimizer,
-        scaler=CheckedScaler(cast("Scaler", run.one("scaler").create(context=context)), run.one("scaler")),
-        graph_capture=cast("GraphCapture", run.one("graph-capture").create(context=context)),
+        scaler=CheckedScaler(run.make_scaler(context), run.one("scaler")),
+        graph_capture=run.make_graph_capture(context),
         executor=executor,
         programs=programs,
         network=Network(context, model, chunks, executor, programs.forward_only, reads, last),

@@ -22,18 +22,13 @@ from megatron_run.errors.wording import advice
 from megatron_run.files.safe_folder import SafeFolder, parse_json
 from megatron_run.registry.choose import choose, is_file
 from megatron_run.registry.discover import Catalog, Entry, SourceDigests
+from megatron_run.registry.importing import FileNotRunError
 from megatron_run.registry.known import known_plugin
-from megatron_run.registry.load import FileNotRunError, from_object, load
+from megatron_run.registry.load import from_object, load
 from megatron_run.registry.loaded_plugin import Plugin, UncheckedOptions, unloaded
 
 #: Kinds to which a plugin handed in from Python is added instead of replacing what was chosen.
 _ADDED = ("observer", "parallel-layer")
-
-
-class EnvironmentNotice(str):
-    """A notice about what is installed, the same for every run: a training shows it once in an environment."""
-
-    __slots__ = ()
 
 
 def choose_plugins(
@@ -119,8 +114,7 @@ def _load(
         if kind == "observer" and choice.origin == DEFAULT:
             others = ",".join(word for word in DEFAULT_PLUGINS[kind] if word != choice.word)
             instead = f"to run without it: --set {kind}={others}"
-            told = f"{kind}={choice.word} is left out: {error.what}; {advice(error.fix, instead)}"
-            notices.append(EnvironmentNotice(told))
+            notices.append(f"{kind}={choice.word} is left out: {error.what}; {advice(error.fix, instead)}")
         else:
             error.why = error.why or _saved_with(merged, kind, choice.word)
             findings.add(error)

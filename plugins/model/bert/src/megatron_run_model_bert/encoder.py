@@ -128,11 +128,9 @@ class PostNormBlock(TransformerBlock):
 class EncoderChunk(nn.Module):
     """Runs ``embedding`` if it has one, the blocks ``indices``, and ``head`` if it has one.
 
-    Blocks are named by their global index, so that parameter names do not depend on the layout.
+    Blocks are named by their global index, so that parameter names do not depend on the layout. Every token sees all
+    others: nothing can be kept of earlier ones.
     """
-
-    #: Every token sees all others: nothing can be kept of earlier ones.
-    caches = False
 
     def __init__(
         self,

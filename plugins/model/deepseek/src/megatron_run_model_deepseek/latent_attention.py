@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from megatron_run.contracts import AttentionShape, LinearPart
+from megatron_run.contracts import AttentionShape, LinearPart, LinearSpec
 from megatron_run.contracts.costs import AttentionCosts
 from megatron_run_engine.nn import Attention, ReplicatedLinear, split_heads
 
@@ -73,19 +73,19 @@ class LatentAttention(Attention):
 
         def up(rank: int, *parts: LinearPart) -> nn.Module:
             norm = layers.norm("rmsnorm", rank, spec.norm_eps)
-            return layers.column_linear(rank, parts, bias=False, init=spec.init, norm=norm)
+            return layers.column_linear(LinearSpec(rank, parts, spec.init, bias=False), norm)
 
         queries = LinearPart("query", spec.heads * shape.head)
         self.query_down: ReplicatedLinear | None = None
         if shape.query_rank is None:
-            self.query = layers.column_linear(spec.hidden, (queries,), bias=False, init=spec.init)
+            self.query = layers.column_linear(LinearSpec(spec.hidden, (queries,), spec.init, bias=False))
         else:
             self.query_down = ReplicatedLinear(context, spec.hidden, shape.query_rank, spec.init)
             self.query = up(shape.query_rank, queries)
         self.latent = ReplicatedLinear(context, spec.hidden, shape.kv_rank + shape.rope, spec.init)
         keys, values = spec.heads * shape.nope, spec.heads * shape.value
         self.key_value = up(shape.kv_rank, LinearPart("key", keys), LinearPart("value", values))
-        self.output = layers.row_linear(values, spec.hidden, bias=False, init=spec.residual_init)
+        self.output = layers.row_linear(LinearSpec(values, spec.hidden, spec.residual_init, bias=False))
 
     def forward(
         self,
