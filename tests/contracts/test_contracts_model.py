@@ -8,8 +8,10 @@ import torch
 from torch import nn
 
 from megatron_run.contracts import Boundary, Chunk, ChunkOut, Microbatch, ParallelLayers
+from megatron_run.contracts.costs import ModelCosts
 from megatron_run.contracts.schedule import Place
 from megatron_run_engine.builtin.model.gpt import Gpt, GptOptions
+from megatron_run_testing import CheckFailed
 from megatron_run_testing.model import model_checks
 from tests.contracts.conformance import SMALL, failures
 
@@ -213,3 +215,18 @@ def test_smoothed_labels_and_dropout_are_no_difference_between_training_and_eval
     options = GptOptions.model_validate({**SMALL["model"], "dropout": 0.5, "label_smoothing": 0.5})
     checks = model_checks(Gpt, options)  # type: ignore[arg-type]  # it takes its own options
     assert not failures(check for check in checks if "loss" in check.name)
+
+
+class CostlessOptions(GptOptions):
+    """Its costs are those of a narrower model."""
+
+    def costs(self, sequence_length: int, vocab_size: int) -> ModelCosts:
+        narrow = GptOptions.model_validate({**self.model_dump(), "hidden_size": self.hidden_size // 2})
+        return narrow.costs(sequence_length, vocab_size)
+
+
+def test_costs_of_other_layers_are_refused() -> None:
+    options = CostlessOptions.model_validate(SMALL["model"])
+    (check,) = (each for each in model_checks(Gpt, options) if each.name == "costs are those of the layers")  # type: ignore[arg-type]  # it takes its own options
+    with pytest.raises(CheckFailed, match=r"costs tell [\d,]+ weights, and the matrices built have [\d,]+"):
+        check.run()

@@ -60,7 +60,7 @@ class Task:
 
     @property
     def reading(self) -> str:
-        """What of the model is read as something else, and why."""
+        """The parts of the model that are read as something else, and why."""
         return "; ".join(self.model.approximations)
 
     @property

@@ -9,8 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
-from math import isclose, prod
-from typing import TYPE_CHECKING, cast
+from math import isclose
 
 import torch
 from pydantic import BaseModel
@@ -30,13 +29,10 @@ from megatron_run_testing.build_contexts import (
     prepare,
     single_process_context,
 )
+from megatron_run_testing.model.check_costs import check_costs
 from megatron_run_testing.model.half_sequence import HalfSequence
 from megatron_run_testing.model.slopes import check_slopes
 from megatron_run_testing.model.without_dropout import WithoutDropout, without_dropout
-
-if TYPE_CHECKING:
-    from megatron_run.contracts import ModelOptions
-    from megatron_run.contracts.costs import ModelCosts
 
 #: Creates the model under test from a context and its options, as its factory hook does.
 CreateModel = Callable[[BuildContext, BaseModel], Model]
@@ -46,8 +42,6 @@ _CUTS = ((1, 1), (2, 1), (1, 2), (2, 2), (4, 1))
 #: The fields of all data, those of data that packs documents, and their bounds in two rows: [2, c].
 _PLAIN = frozenset({"tokens", "labels", "loss_mask"})
 _PACKED = _PLAIN | {"positions", "documents"}
-#: Share of the matrices that costs may leave out: small tables, as of position biases.
-_SMALL_TABLES = 0.05
 _DOCUMENTS = ((0, 5, 6, 14, 16), (0, 16, 16, 16, 16))
 
 
@@ -379,19 +373,8 @@ class _Bench:
             raise CheckFailed(f"counted once each: {sorted(every)}; found {sorted(counted)}")
 
     def costs_are_told(self) -> None:
-        """Weights are those of the matrices that are built; FLOPs count each that meets a token, and grow with it."""
-        told, longer = (self._costs(length) for length in (16, 32))
-        infos = self.built().infos.values()
-        matrices = [part.shape for info in infos for part in info.parts if len(part.shape) > 1 and info.counted]
-        built = sum(map(prod, matrices))
-        if not isclose(told.parameters, built, rel_tol=_SMALL_TABLES):
-            raise CheckFailed(f"costs tell {told.parameters:,.0f} weights, and the matrices built have {built:,}")
-        if not 0 < told.flops_per_token <= longer.flops_per_token:
-            raise CheckFailed(f"flops_per_token is {told.flops_per_token} at 16 tokens, {longer.flops_per_token} at 32")
-
-    def _costs(self, length: int) -> ModelCosts:
-        options = cast("ModelOptions", self.options)
-        return options.costs(length, options.vocab_size or 0)
+        """Weights are those of the matrices that are built; FLOPs are some, and grow with the sequence."""
+        check_costs(self.options, self.built().infos.values())
 
 
 def _names(model: Model, position: int, layout: tuple[Place, ...]) -> set[str]:
