@@ -185,7 +185,7 @@ class ModelCosts:
 
     Words of ``vocabulary`` are embedded, as are ``positions`` other learned vectors; the head's product with the words
     shares the embedding's matrix if ``tied``, is none without ``logits``, and is made in ``loss_chunks`` parts. The
-    head has ``head_weights`` besides, and ``pooled`` weights that see one token of a sample. ``predictors`` of further
+    head has ``head_weights`` besides, and ``other_weights`` that no product with tokens has. ``predictors`` of further
     tokens follow the last layer: each a layer like that, a matrix that joins two vectors, and the head's product.
     ``embedded`` counts the tokens of a sample that are embedded and travel between stages (0: the last layer's).
     ``divided`` is what tensor-parallel ranks share out. ``approximations`` say, for a user, what is told as something
@@ -197,7 +197,7 @@ class ModelCosts:
     tied: bool = True
     positions: int = 0
     head_weights: float = 0.0
-    pooled: float = 0.0
+    other_weights: float = 0.0
     logits: bool = True
     loss_chunks: int = 1
     predictors: int = 0
@@ -254,7 +254,7 @@ class ModelCosts:
     def parameters(self) -> float:
         """Weights of the model."""
         words = self.vocabulary * (1 if self.tied else 2) + self.positions
-        tables = words * self.hidden + self.head_weights + self.pooled
+        tables = words * self.hidden + self.head_weights + self.other_weights
         layers = len(self.layers) * (self.layer_weights + self.expert_weights)
         return layers + tables + self.predictors * (self.predictor_weights + self.layers[-1].expert_weights)
 

@@ -87,7 +87,7 @@ class BertOptions(BaseModel):
             found,
             positions=spec.sequence_length + self.token_types,
             head_weights=matrix if words else 0.0,
-            pooled=0.0 if self.head in ("masked", "span") else matrix,
+            other_weights=0.0 if self.head in ("masked", "span") else matrix,
             logits=words,
             approximations=(rows,) if self.choices > 1 else (),
         )

@@ -79,6 +79,7 @@ class T5Options(BaseModel):
             plain,
             layers=(encoder,) * reads + (decoder,) * (spec.layers - reads),
             positions=0,
+            other_weights=2.0 * self.position_buckets * spec.heads,
             embedded=sequence_length + length,
             approximations=("attention without its biases because what they cost is the kernel's",),
         )
