@@ -45,7 +45,10 @@ from tests.support.resolving import TINY, mistake, mistakes, resolved
             "train.weight_decay_shape=linear",
             "train.weight_decay_shape=linear: it needs train.weight_decay_end (from --set train.weight_decay_shape)",
         ),
-        ("train.ramp_up=3", "train.ramp_up is a section, not a value (from --set train.ramp_up)"),
+        (
+            "train.ramp_up=3",
+            "train.ramp_up is a group of keys, not a value (from --set train.ramp_up); set train.ramp_up.start",
+        ),
         ("train.lr.x=3", "train.lr has no keys of its own, got train.lr.x (from --set train.lr.x)"),
         ("train=3", "train is a section, not a value (from --set train); write train.KEY"),
         ("train.lr", "'train.lr' is no KEY=VALUE (from --set); write as train.lr=1e-4"),

@@ -12,6 +12,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
+from megatron_run.config.fields import computes_the_same, walk
 from megatron_run.contracts.format import (
     ADAPTERS,
     EXPORT,
@@ -23,7 +24,7 @@ from megatron_run.contracts.format import (
     Weights,
 )
 from megatron_run.errors import RunError
-from megatron_run_engine.formats.gpt_tensors import gpt_options, logical_shapes, shapes_fault
+from megatron_run_engine.formats.gpt_tensors import GptOptions, gpt_options, logical_shapes, shapes_fault
 from megatron_run_testing import Check, CheckFailed
 
 #: Of the models that are tried: the longest sequence, and the updates so far.
@@ -40,8 +41,6 @@ MODELS: Mapping[str, Mapping[str, object]] = MappingProxyType(
         "experts": {**_SMALL, "experts": 4},
     }
 )
-#: Options that decide no logit, so that a format may lose them.
-_LOST = frozenset({"dropout", "init_std", "label_smoothing", "aux_loss_coeff", "z_loss_coeff"})
 
 
 def format_checks(made: Format, provides: Collection[str]) -> tuple[Check, ...]:
@@ -201,7 +200,8 @@ def _comes_back(made: Format, written: _Written) -> None:
         wanted = {name: read() for name, read in given.moments.get(field, {}).items()}
         _check_tensors(readers, wanted, f"{field} of ")
     options, expected = (gpt_options(each).explicit() for each in (found, given))
-    changed = [key for key in expected if key not in _LOST and options[key] != expected[key]]
+    kept = [".".join(key) for key, field in walk(GptOptions) if not computes_the_same(field)]
+    changed = [key for key in kept if options[key] != expected[key]]
     if changed:
         key = changed[0]
         raise CheckFailed(f"config comes back with {key}={options[key]!r}, it was {expected[key]!r}")

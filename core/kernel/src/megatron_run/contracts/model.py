@@ -175,12 +175,11 @@ class ModelOptions(Protocol):
 class NewParts:
     """Parts that may differ between a model and the weights that it starts from (``run.init_from``), as a head.
 
-    ``options`` do not change what the other weights mean. Logical tensors whose names begin with one of ``prefixes``
-    start from their initial values where the weights lack them or have them in another shape, and may be left over.
-    Options declare it as a class attribute ``new_parts``.
+    Logical tensors whose names begin with one of ``prefixes`` start from their initial values where the weights lack
+    them or have them in another shape, and may be left over. Options declare it as a class attribute ``new_parts``, and
+    mark those of such a part with :data:`~megatron_run.contracts.meaning.OF_NEW_PART`.
     """
 
-    options: frozenset[str] = frozenset()
     prefixes: tuple[str, ...] = ()
 
 

@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from megatron_run.config.fields import computes_the_same, walk
 from megatron_run_engine.formats.gpt_tensors import GptOptions, options_class
 
 if TYPE_CHECKING:
@@ -40,19 +41,6 @@ if TYPE_CHECKING:
 #: A ``config.json``, with the family's defaults; or our options as :meth:`GptOptions.explicit` gives them.
 Config = Mapping[str, Any]
 
-#: Options that change no logit: those of training, and how the work is done.
-TRAINING = frozenset(
-    {
-        "dropout",
-        "init_std",
-        "label_smoothing",
-        "loss_chunks",
-        "aux_loss_coeff",
-        "z_loss_coeff",
-        "token_dispatcher",
-        "expert_pad_to_capacity",
-    }
-)
 #: Options of which it matters only whether they are 0: a rate of training, with which the model has more tensors.
 _PRESENT = frozenset({"router_bias_rate"})
 #: Options that are equal for the same model up to rounding: square roots were taken on the way.
@@ -201,10 +189,11 @@ class Family(NamedTuple):
         # Not validated: it is compared, be it possible or not.
         its = options_class(self.model).model_construct(**self.options(config)).explicit()
         mine = options.explicit()
+        unseen = {".".join(key) for key, field in walk(type(options)) if computes_the_same(field)}
         differ = [
             f"model.{key}={_word(value)} (the family has {_word(its[key])})"
             for key, value in mine.items()
-            if key not in TRAINING and not (_present if key in _PRESENT else _same)(value, its[key])
+            if key not in unseen and not (_present if key in _PRESENT else _same)(value, its[key])
         ]
         return differ + self.unsupported(config)
 

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from megatron_run.contracts import Model, PluginInfo
+from megatron_run.contracts.meaning import OF_TRAINING
 from megatron_run.hookspecs import hookimpl
 from megatron_run_engine.builtin.model.gpt import Gpt, GptOptions, expert_notices
 from megatron_run_engine.nn import Rotary, TransformerSpec, attention_fields, tie_to_word
@@ -42,14 +43,16 @@ class DeepSeekOptions(GptOptions):
     nope_head_size: int = Field(ge=1, description="features of a head that do not rotate")
     value_head_size: int = Field(ge=1, description="value features of a head")
     mtp_layers: int = Field(0, ge=0, le=16, description="further tokens that are predicted; 0: the next one alone")
-    mtp_loss_coeff: float = Field(0.3, gt=0, description="of the mean loss of further tokens")
+    mtp_loss_coeff: Annotated[float, OF_TRAINING] = Field(0.3, gt=0, description="of the mean loss of further tokens")
     position: Literal["rope"] = Field("rope", description="rotary, of rope_head_size features")
     norm: Literal["rmsnorm"] = Field("rmsnorm", description="of the residual stream and the latents")
     activation: Literal["swiglu"] = Field("swiglu", description="of the feed-forward layer")
     norm_eps: float = Field(1e-6, gt=0, description="added to the variance")
     bias: Literal[False] = Field(False, description="there are no biases")
     tie_embeddings: bool = Field(False, description="output layer and embedding share weights")
-    dropout: float = Field(0.0, ge=0, lt=1, description="on embedding, attention and residual connections")
+    dropout: Annotated[float, OF_TRAINING] = Field(
+        0.0, ge=0, lt=1, description="on embedding, attention and residual connections"
+    )
 
     @field_validator("position")
     @classmethod

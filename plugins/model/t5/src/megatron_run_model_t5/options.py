@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
+from megatron_run.contracts.meaning import OF_TRAINING
 from megatron_run_engine.nn import TransformerSpec
 
 
@@ -29,8 +30,10 @@ class T5Options(BaseModel):
     )
     tie_embeddings: bool = Field(True, description="the output layer is the embedding, its logits over sqrt(hidden)")
     norm_eps: float = Field(1e-6, gt=0, description="added to the mean square")
-    dropout: float = Field(0.1, ge=0, lt=1, description="on embeddings, attention and residual connections")
-    init_std: float | None = Field(
+    dropout: Annotated[float, OF_TRAINING] = Field(
+        0.1, ge=0, lt=1, description="on embeddings, attention and residual connections"
+    )
+    init_std: Annotated[float | None, OF_TRAINING] = Field(
         None, gt=0, description="of initial matrices but the embedding, which has 1; unset: 1/sqrt(hidden)"
     )
 

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
 from megatron_run.contracts import NormKind
+from megatron_run.contracts.meaning import FREE_OF_WEIGHTS, NOT_LEARNED, OF_TRAINING
 from megatron_run.errors.wording import nearest_divisors, nearest_multiples
 from megatron_run_engine.nn import ExpertSpec, TransformerSpec
 from megatron_run_engine.nn.spec import (
@@ -41,33 +42,39 @@ class DecoderOptions(BaseModel):
     ffn_size: int | None = Field(None, ge=1, description="width of the feed-forward layer; unset: 4 x hidden")
     vocab_size: int | None = Field(None, ge=1, description="unpadded token ids; unset: the data's")
     position: Position = Field("learned", description="learned: a vector per position; rope: rotary")
-    rope_theta: float = Field(10000.0, gt=0, description="base of the rotation angles")
+    rope_theta: Annotated[float, FREE_OF_WEIGHTS] = Field(10000.0, gt=0, description="base of the rotation angles")
     rope_fraction: float = Field(1.0, gt=0, le=1, description="share of a head's features that rotate, the first ones")
     rope_pattern: Pattern = Field(
         (), description="1: the layer rotates, 0: it has no positions; repeated; unset: all rotate"
     )
-    rope_scaling: RopeScalingKind | None = Field(
+    rope_scaling: Annotated[RopeScalingKind | None, FREE_OF_WEIGHTS] = Field(
         None, description="how rotations stretch to sequences longer than the first training's; unset: not"
     )
-    rope_factor: float = Field(1.0, ge=1, description="how many times longer; of model.rope_scaling")
-    rope_original_length: int | None = Field(
+    rope_factor: Annotated[float, FREE_OF_WEIGHTS] = Field(
+        1.0, ge=1, description="how many times longer; of model.rope_scaling"
+    )
+    rope_original_length: Annotated[int | None, FREE_OF_WEIGHTS] = Field(
         None, ge=2, validate_default=True, description="length of the first training; all but linear need it"
     )
-    rope_low_freq: float = Field(1.0, gt=0, description="turns in that length below which rotations slow by the factor")
-    rope_high_freq: float | None = Field(
+    rope_low_freq: Annotated[float, FREE_OF_WEIGHTS] = Field(
+        1.0, gt=0, description="turns in that length below which rotations slow by the factor"
+    )
+    rope_high_freq: Annotated[float | None, FREE_OF_WEIGHTS] = Field(
         None, gt=0, description="turns in that length above which rotations stay; unset: 4 for llama3, 32 for yarn"
     )
-    rope_attention_factor: float | None = Field(
+    rope_attention_factor: Annotated[float | None, FREE_OF_WEIGHTS] = Field(
         None,
         gt=0,
         description="on rotated queries and keys; unset: 0.1 ln(factor) + 1 for yarn, "
         "sqrt(1 + ln(factor) / ln(original length)) for longrope, else 1",
     )
-    rope_short_factors: tuple[Positive, ...] = Field(
+    rope_short_factors: Annotated[tuple[Positive, ...], FREE_OF_WEIGHTS] = Field(
         (),
         description="longrope: times slower each pair turns in texts of at most rope_original_length tokens",
     )
-    rope_long_factors: tuple[Positive, ...] = Field((), description="longrope: the same in longer ones")
+    rope_long_factors: Annotated[tuple[Positive, ...], FREE_OF_WEIGHTS] = Field(
+        (), description="longrope: the same in longer ones"
+    )
     attention_window: int | None = Field(
         None, ge=1, description="tokens that a query sees, itself the last of them; unset: all before it"
     )
@@ -102,10 +109,16 @@ class DecoderOptions(BaseModel):
     logits_scale: float = Field(1.0, gt=0, description="on logits")
     logits_softcap: float | None = Field(None, gt=0, description="cap c of logits x: c tanh(x/c); unset: none")
     tie_embeddings: bool = Field(True, description="output layer and embedding share weights")
-    dropout: float = Field(0.1, ge=0, lt=1, description="on embedding, attention and residual connections")
-    init_std: float = Field(0.02, gt=0, description="of initial matrices; times 1/sqrt(2 x layers) in residual outputs")
-    label_smoothing: float = Field(0.0, ge=0, lt=1, description="share of the training loss spread over all tokens")
-    loss_chunks: int = Field(
+    dropout: Annotated[float, OF_TRAINING] = Field(
+        0.1, ge=0, lt=1, description="on embedding, attention and residual connections"
+    )
+    init_std: Annotated[float, OF_TRAINING] = Field(
+        0.02, gt=0, description="of initial matrices; times 1/sqrt(2 x layers) in residual outputs"
+    )
+    label_smoothing: Annotated[float, OF_TRAINING] = Field(
+        0.0, ge=0, lt=1, description="share of the training loss spread over all tokens"
+    )
+    loss_chunks: Annotated[int, NOT_LEARNED] = Field(
         1,
         ge=1,
         le=256,

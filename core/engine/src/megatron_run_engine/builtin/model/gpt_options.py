@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
+from megatron_run.contracts.meaning import NOT_LEARNED, OF_TRAINING
 from megatron_run.errors.wording import nearest_divisors, plural
 from megatron_run_engine.builtin.model.decoder_options import DecoderOptions
 from megatron_run_engine.nn import ExpertSpec, TransformerSpec
@@ -48,8 +49,8 @@ class GptOptions(DecoderOptions):
     router_bias_rate: float = Field(
         0.0, ge=0, description="step of biases that balance experts without a loss; 0: none"
     )
-    aux_loss_coeff: float = Field(0.01, ge=0, description="of the load-balancing loss")
-    z_loss_coeff: float = Field(0.0, ge=0, description="of the router z-loss")
+    aux_loss_coeff: Annotated[float, OF_TRAINING] = Field(0.01, ge=0, description="of the load-balancing loss")
+    z_loss_coeff: Annotated[float, OF_TRAINING] = Field(0.0, ge=0, description="of the router z-loss")
     expert_capacity_factor: float | None = Field(
         None, gt=0, description="tokens per expert over an even share; unset: unlimited"
     )
@@ -60,8 +61,12 @@ class GptOptions(DecoderOptions):
         None, ge=1, description="width of the shared expert, which every token passes through; unset: none"
     )
     shared_expert_gate: bool = Field(False, description="gate the shared expert")
-    token_dispatcher: Dispatch = Field("alltoall", description="how tokens reach experts on other ranks")
-    expert_pad_to_capacity: bool = Field(False, description="pad every expert's tokens to its capacity")
+    token_dispatcher: Annotated[Dispatch, NOT_LEARNED] = Field(
+        "alltoall", description="how tokens reach experts on other ranks"
+    )
+    expert_pad_to_capacity: Annotated[bool, NOT_LEARNED] = Field(
+        False, description="pad every expert's tokens to its capacity"
+    )
 
     @field_validator("experts")
     @classmethod

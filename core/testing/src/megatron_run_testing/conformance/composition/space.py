@@ -12,8 +12,8 @@ from random import Random
 from shlex import quote
 from typing import Any, Literal, get_args, get_origin
 
+from megatron_run.config.fields import fields_of
 from megatron_run.config.request import Request
-from megatron_run.config.validate import fields_of
 from megatron_run.contracts.plugin import RUN_KINDS
 from megatron_run.errors import InputError
 from megatron_run.registry.discover import Catalog, scan
