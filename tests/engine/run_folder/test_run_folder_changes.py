@@ -18,7 +18,7 @@ from tests.support.resolving import resolved
 
 def test_options_that_a_later_version_added_are_no_change_where_they_have_their_defaults() -> None:
     run = resolved(sets=("model.num_kv_heads=1", "model.dropout=0.2"))
-    older = {key: value for key, value in identity(run).items() if not key.startswith("model.rope_")}
+    older = {key: value for key, value in identity(run).items() if not key.startswith("model.rope.")}
     assert find_changes(older, run), "the test would see nothing"
     assert find_changes(with_added_options(older, run), run) == ()
 
@@ -34,10 +34,10 @@ def test_a_key_of_the_training_that_a_later_version_added_is_no_change_where_it_
 
 
 def test_an_added_option_with_another_value_is_a_change() -> None:
-    run = resolved(sets=("model.attention_window=4",))
-    older = {key: value for key, value in identity(run).items() if key != "model.attention_window"}
+    run = resolved(sets=("model.attention.window=4",))
+    older = {key: value for key, value in identity(run).items() if key != "model.attention.window"}
     assert [str(each) for each in find_changes(with_added_options(older, run), run)] == [
-        "model.attention_window=unset, now 4"
+        "model.attention.window=unset, now 4"
     ]
 
 

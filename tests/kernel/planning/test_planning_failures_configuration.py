@@ -293,7 +293,7 @@ def test_problems_carry_the_code_of_the_first() -> None:
         ("data.samples", 10**20, "data.samples=100000000000000000000: it must be below 2^63"),
         ("train.global_batch_size", 8 * 10**12, "makes 4000000000000 microbatches a step"),
         ("model.num_layers", 10**12, "model.num_layers=1000000000000 is more than the 100000 layers"),
-        ("model.experts", 10**12, "model.experts=1000000000000: it must be at most 65536"),
+        ("model.experts.count", 10**12, "model.experts.count=1000000000000: it must be at most 65536"),
     ],
 )
 @pytest.mark.parametrize("typed", [True, False])

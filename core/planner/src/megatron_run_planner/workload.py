@@ -127,9 +127,9 @@ class Model:
         even_part(self.heads, tensor, "attention heads (model.num_heads)")
         even_part(self.kv_heads or self.heads, tensor, "key-value heads (model.num_kv_heads)")
         for _, kind in self.kinds:
-            key = "expert_ffn_size" if kind.experts and kind.expert_ffn else "ffn_size"
+            key = "experts.ffn_size" if kind.experts and kind.expert_ffn else "ffn_size"
             even_part(kind.ffn_width, tensor, f"features of the feed-forward layer (model.{key})")
-            even_part(kind.shared_ffn, tensor, "features of the shared expert (model.shared_expert_ffn_size)")
+            even_part(kind.shared_ffn, tensor, "features of the shared expert (model.experts.shared.ffn_size)")
 
     @property
     def head_size(self) -> float:

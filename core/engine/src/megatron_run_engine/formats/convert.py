@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from megatron_run import __version__
+from megatron_run.config.values import nested
 from megatron_run.config.yaml import yaml_text
 from megatron_run.contracts.format import ADAPTERS, ReadTensor, Weights
 from megatron_run.contracts.optimizer import MASTER, StatePiece
@@ -163,14 +164,14 @@ PART = 2 << 30
 _MASTERS = (torch.float32, torch.bfloat16, torch.float16)
 #: Values that are looked through at once.
 _BLOCK = 1 << 20
-_MODEL, _WORD = "model.", "embedding.word.weight"
+_WORD = "embedding.word.weight"
 
 
 def read_step(checkpoints: Checkpoints, step: int) -> Weights:
     """A saved step. Every byte is compared with its SHA-256 first. Raises :class:`CheckpointError`."""
     manifest = checkpoints.verify(step)
     reader, identity = open_step(checkpoints, step, manifest), manifest.about.identity
-    config = {key.removeprefix(_MODEL): value for key, value in identity.items() if key.startswith(_MODEL)}
+    config = nested(identity).get("model", {})
     config["use"] = plain_name(str(config.get("use", "")))
     if config.get("vocab_size") is None and _WORD in reader.shapes():
         config["vocab_size"] = reader.shapes()[_WORD][0]

@@ -122,7 +122,7 @@ class Experts(nn.Module):
 
     def __init__(self, layers: ParallelLayers, spec: TransformerSpec, experts: range, ffn: int) -> None:
         super().__init__()
-        parts = input_parts(spec.activation, ffn, "model.expert_ffn_size")
+        parts = input_parts(spec.activation, ffn, "model.experts.ffn_size")
         self.input = layers.expert_column_linear(experts, spec.hidden, parts, bias=spec.bias, init=spec.init)
         self.activation = activation(spec.activation)
         self.output = layers.expert_row_linear(experts, ffn, spec.hidden, bias=spec.bias, init=spec.residual_init)

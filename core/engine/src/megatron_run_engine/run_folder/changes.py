@@ -124,7 +124,8 @@ class Change(NamedTuple):
     @classmethod
     def of_content(cls, key: str, before: str | None, now: str | None) -> Change:
         """A change of what ``key`` names, whose value is the same, by the hashes of the contents."""
-        return cls(f"{_CONTENTS}{key}", *(None if value is None else value[:_DIGITS] for value in (before, now)))
+        short = [None if value is None else value[:_DIGITS] for value in (before, now)]
+        return cls(f"{_CONTENTS}{key}", short[0], short[1])
 
     @property
     def by_content(self) -> bool:

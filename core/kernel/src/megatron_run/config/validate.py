@@ -170,6 +170,9 @@ def unknown_key(
 
 def _meant(prefix: Key, word: str, models: Iterable[type[BaseModel]]) -> str:
     """The key that ``word`` may stand for, one of a group by its whole name: ``did you mean 'model.rope.theta'?``."""
+    if any(tuple(word.split(".")) == key for model in models for key, _ in walk(model)):  # in a file or a mapping
+        *groups, last = word.split(".")
+        return f"nest it: {' {'.join(f'{each}:' for each in groups)} {{{last}: ...{'}' * len(groups)}"
     known = {"_".join(key): key for model in models for key, _ in walk(model)}
     ends = [name for name in known if f"_{name}".endswith(f"_{word}")]
     key = known.get(ends[0] if len(ends) == 1 else similar_word(word, known), ())
@@ -212,7 +215,7 @@ def _takes(field: FieldInfo, data: Any) -> bool:
     """Whether a field of this type and these bounds takes ``data``."""
     read = read_text(data, field.annotation) if isinstance(data, Text) else data
     try:
-        adapter: TypeAdapter[Any] = TypeAdapter(Annotated[field.annotation, *field.metadata])  # type: ignore[arg-type]  # made from a field
+        adapter: TypeAdapter[Any] = TypeAdapter(Annotated[field.annotation, field])  # type: ignore[arg-type]  # made from a field
         adapter.validate_python(read)
     except (ValidationError, PydanticUserError):
         return False
@@ -277,18 +280,9 @@ def _problem(
         return InputError(f"{name} is not set", why=fix_missing, fix=f"add --set {name}=... or write it into the file")
     if not key or details[0]["type"] == "rule":  # a rule over several keys says which by itself
         return InputError(_must(details[0]))
-    given = details[0]["input"]
-    if details[0]["type"] == AT_KEY:
-        given = _value_at(given, details[0]["ctx"]["key"].split("."))
+    given = details[0]["ctx"]["value"] if details[0]["type"] == AT_KEY else details[0]["input"]
     why = ", or ".join(dict.fromkeys(_must(detail) for detail in details)).replace(", or it must be", " or")
     return InputError(f"{name}={_shown(given)}", why=why, origin=origin)
-
-
-def _value_at(given: Any, key: Iterable[str]) -> Any:
-    """What is given at ``key`` of a model or of what it is made from; None for a default."""
-    for part in key:
-        given = given.get(part) if isinstance(given, dict) else getattr(given, part, None)
-    return given
 
 
 def _must(detail: ErrorDetails) -> str:

@@ -19,12 +19,12 @@ from megatron_run.contracts.model import (
     ChunkOut,
     Decoding,
     Microbatch,
-    MixtureOptions,
+    Mixture,
     Model,
     ModelOptions,
     NewParts,
     Segment,
-    mixture_options,
+    mixture_of,
 )
 from megatron_run.contracts.observer import (
     Bar,
@@ -81,7 +81,7 @@ __all__ = [
     "LayoutSpec",
     "LinearPart",
     "Microbatch",
-    "MixtureOptions",
+    "Mixture",
     "Model",
     "ModelOptions",
     "NewParts",
@@ -112,7 +112,7 @@ __all__ = [
     "TranslatedScript",
     "Weights",
     "entry_point_group",
-    "mixture_options",
+    "mixture_of",
     "scale_notices",
     "scale_text",
 ]

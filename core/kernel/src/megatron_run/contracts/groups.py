@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from operator import attrgetter
+
 from pydantic import BaseModel, ConfigDict
 from pydantic_core import PydanticCustomError
 
@@ -15,9 +17,10 @@ class Group(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
-def fault_at(key: str, why: str) -> PydanticCustomError:
-    """The error of a model's validator, told as one of its ``key`` (``"rope.theta"``), with that value and its origin.
+def fault_at(options: BaseModel, key: str, why: str) -> PydanticCustomError:
+    """The error of a rule over several keys, told as one of ``key`` (``"rope.theta"``), with its value and origin.
 
-    For a rule over several groups: ``raise fault_at("experts.top_k", "a token cannot ...")``.
+    For a validator that sees all of ``options``: ``raise fault_at(self, "experts.top_k", "a token cannot ...")``.
     """
-    return PydanticCustomError(AT_KEY, "{why}", {"key": key, "why": why})
+    value = attrgetter(key)(options)
+    return PydanticCustomError(AT_KEY, "{key}: {why}", {"key": key, "why": why, "value": value})

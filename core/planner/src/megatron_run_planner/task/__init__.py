@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron_run.config.merge import ConfigSource
-from megatron_run.config.origin import section_of
+from megatron_run.config.origin import dotted, section_of
 from megatron_run.config.request import Request
 from megatron_run.config.sources import read_sources
 from megatron_run.config.validate import annotation_at, validate_section
@@ -208,7 +208,7 @@ def check_one_batch(task: Task) -> None:
 
 def _model(word: str, merged: ConfigSource, train: TrainSection) -> tuple[Model, str]:
     """The model, and how it was read."""
-    given = {key[1]: _typed(value.data) for key, value in merged.values.items() if key[0] == "model" and len(key) == 2}
+    given = {dotted(key[1:]): _typed(value.data) for key, value in merged.values.items() if key[0] == "model"}
     told = merged.values.get(("data", "vocab_size"))
     size = _typed(told.data) if told else None  # None as well where the data tell it themselves
     return read_model(word, given, train.sequence_length, None if size is None else int(size))

@@ -52,16 +52,16 @@ class _Options(BaseModel):
     max_positions: int | None = None
     token_types: int = 0
     tie_embeddings: bool = True
-    attention_window: int | None = None
-    experts: int = 0
-    top_k: int = 2
-    expert_ffn_size: int | None = None
-    expert_layer_freq: int = Field(1, ge=1)
-    expert_layer_first: int = 0
-    expert_layer_pattern: tuple[int, ...] = ()
-    expert_capacity_factor: float | None = None
-    shared_expert_ffn_size: int | None = None
-    shared_expert_gate: bool = False
+    attention_window: int | None = Field(None, alias="attention.window")
+    experts: int = Field(0, alias="experts.count")
+    top_k: int = Field(2, alias="experts.top_k")
+    expert_ffn_size: int | None = Field(None, alias="experts.ffn_size")
+    expert_layer_freq: int = Field(1, ge=1, alias="experts.layer_freq")
+    expert_layer_first: int = Field(0, alias="experts.layer_first")
+    expert_layer_pattern: tuple[int, ...] = Field((), alias="experts.layer_pattern")
+    expert_capacity_factor: float | None = Field(None, alias="experts.capacity_factor")
+    shared_expert_ffn_size: int | None = Field(None, alias="experts.shared.ffn_size")
+    shared_expert_gate: bool = Field(False, alias="experts.shared.gate")
     kv_rank: int | None = None
     query_rank: int | None = None
     rope_head_size: int = Field(0, ge=0)
@@ -101,9 +101,10 @@ class _Options(BaseModel):
 
 
 def read_model(word: str, given: Mapping[str, Any], sequence: int, vocabulary: int | None) -> tuple[Model, str]:
-    """The model that ``word`` names, with the options ``given``, and how it was read; an empty text where exactly.
+    """The model that ``word`` names, and how it was read; an empty text where exactly.
 
-    ``vocabulary`` is the data's. Raises :class:`InputError` when sizes are missing or none.
+    ``given`` are its options by dotted name, ``vocabulary`` is the data's. Raises :class:`InputError` when sizes are
+    missing or none.
     """
     try:
         options = _Options.model_validate({**KNOWN.get(word, _FOREIGN), **given})

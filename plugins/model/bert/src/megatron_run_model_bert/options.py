@@ -7,11 +7,21 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
 from megatron_run.contracts import NewParts
+from megatron_run.contracts.groups import Group
 from megatron_run.contracts.meaning import OF_NEW_PART, OF_TRAINING
 from megatron_run_engine.nn import TransformerSpec
 from megatron_run_engine.nn.spec import check_heads
 
 HeadKind = Literal["masked", "pretraining", "classification", "choice", "span"]
+
+
+class NormOptions(Group):
+    """The norms."""
+
+    order: Literal["pre", "post"] = Field(
+        "pre", description="pre: norms before attention and feed-forward; post: after each sum, as in the first BERT"
+    )
+    eps: float = Field(1e-12, gt=0, description="added to the variance")
 
 
 class BertOptions(BaseModel):
@@ -33,10 +43,7 @@ class BertOptions(BaseModel):
         None, ge=1, description="learned positions; unset: the length of a row"
     )
     token_types: int = Field(2, ge=1, description="kinds of tokens, such as those of sentence A and of B")
-    norm_order: Literal["pre", "post"] = Field(
-        "pre", description="pre: norms before attention and feed-forward; post: after each sum, as in the first BERT"
-    )
-    norm_eps: float = Field(1e-12, gt=0, description="added to the variance")
+    norm: NormOptions = Field(NormOptions(), description="norms")
     activation: Literal["gelu", "gelu_tanh"] = Field("gelu", description="of the feed-forward layer and of the head")
     dropout: Annotated[float, OF_TRAINING] = Field(
         0.1, ge=0, lt=1, description="on embedding, attention, residual connections and pooler"
@@ -85,10 +92,10 @@ class BertOptions(BaseModel):
             ffn=self.ffn_size or 4 * self.hidden_size,
             vocab=self.vocab_size,
             sequence_length=self.max_positions or row,
-            norm_eps=self.norm_eps,
+            norm_eps=self.norm.eps,
             activation=self.activation,
             dropout=self.dropout,
             init_std=self.init_std,
             causal=False,
-            norm_placement="sum" if self.norm_order == "post" else "pre",
+            norm_placement="sum" if self.norm.order == "post" else "pre",
         )

@@ -6,8 +6,15 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
+from megatron_run.contracts.groups import Group
 from megatron_run.contracts.meaning import OF_TRAINING
 from megatron_run_engine.nn import TransformerSpec
+
+
+class NormOptions(Group):
+    """The norms."""
+
+    eps: float = Field(1e-6, gt=0, description="added to the mean square")
 
 
 class T5Options(BaseModel):
@@ -29,7 +36,7 @@ class T5Options(BaseModel):
         "geglu_tanh", description="of the feed-forward layer; relu: the first T5's"
     )
     tie_embeddings: bool = Field(True, description="the output layer is the embedding, its logits over sqrt(hidden)")
-    norm_eps: float = Field(1e-6, gt=0, description="added to the mean square")
+    norm: NormOptions = Field(NormOptions(), description="norms")
     dropout: Annotated[float, OF_TRAINING] = Field(
         0.1, ge=0, lt=1, description="on embeddings, attention and residual connections"
     )
@@ -82,7 +89,7 @@ class T5Options(BaseModel):
             sequence_length=length,
             head_features=self.head_size,
             norm="rmsnorm",
-            norm_eps=self.norm_eps,
+            norm_eps=self.norm.eps,
             # Of relu the layers' shapes are gelu's: no gate.
             activation="geglu_tanh" if self.activation == "geglu_tanh" else "gelu",
             bias=False,
