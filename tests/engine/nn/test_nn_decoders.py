@@ -223,7 +223,7 @@ class PlainNorms(StackedLayers):
 def test_a_factory_whose_norms_know_no_one_plus_weight_is_refused() -> None:
     made = GptOptions.model_validate(nested({**SMALL, "norm.kind": "rmsnorm_1p"}))
     context = single_process_context(made)
-    with pytest.raises(InputError, match=r"model\.norm.kind=rmsnorm_1p"):
+    with pytest.raises(InputError, match=r"model\.norm\.kind=rmsnorm_1p"):
         Gpt(context, made).build_chunk(0, (Place(0, 0, range(3)),), PlainNorms(DenseLayers(context)), {})
 
 

@@ -137,7 +137,7 @@ def test_a_step_that_is_timed_runs_action_by_action(monkeypatch: pytest.MonkeyPa
         (
             (),
             PADDED[:3],
-            r"capture segment moe_dispatch of layer 0: the host reads .*since model\.expert_capacity_factor",
+            r"capture segment moe_dispatch of layer 0: the host reads .*since model\.experts\.capacity_factor",
         ),
         (
             (),
