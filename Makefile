@@ -37,7 +37,7 @@ SPREAD   := -n $(if $(filter 1 2,$(CORES)),$(shell expr $(CORES) + 2),4) --dist 
 PRODUCTS := $(addprefix tests/integration/test_integration_,\
   $(addsuffix .py,experts scatter_messages tensor tensor_random tensor_text))
 
-.PHONY: run test lint types unit gpu gpu-day te te-env grid graph-grid compose nightly campaigns mutants setup format docs site wheels
+.PHONY: run test lint types unit gpu gpu-day te te-env grid graph-grid compose nightly campaigns mutants mutants-by-tool setup format docs site wheels
 .PHONY: bundle clean lock
 run: $(RUNTIME)
 	.venv/bin/megatron-run --plugin schedule=interleaved
@@ -90,10 +90,14 @@ nightly: $(DEV)
 # Hundreds of kills, signals, damaged files and malformed inputs, where `test` tries each kind once: minutes.
 campaigns: $(DEV)
 	$(PY) -m tests.campaigns
-# Do the tests notice faults? Hundreds are planted one by one in a copy of the tree: an hour or two. `test` sees that each
-# can still be planted.
-mutants: $(DEV)
+# Do the tests notice faults? Those that no tool plants, one by one in a copy of the tree; then a sample of a tool's, in an
+# environment of its own (.cosmic-ray). `test` sees that each of the former can still be planted.
+mutants: $(DEV) mutants-by-tool
 	$(PY) -m tests.mutants
+mutants-by-tool: $(DEV)
+	[ -x .cosmic-ray/bin/cosmic-ray ] || { $(PYTHON) -m venv .cosmic-ray && \
+	  .cosmic-ray/bin/python -m pip -q --disable-pip-version-check install cosmic-ray==8.7.0; }
+	.cosmic-ray/bin/python -m tests.mutants.by_tool
 
 setup: $(DEV)
 # With LOCKED=1 what is installed first is what requirements.lock names, file by file (Linux, x86-64, Python 3.11); torch,

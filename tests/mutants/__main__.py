@@ -2,17 +2,15 @@
 
     make mutants
 
-``python -m tests.mutants --only ID...`` tries some, ``--package megatron_run_engine.optim`` those of a package and what
-is in it, ``--changed`` those of files that differ from the last commit, or from ``--since REVISION``; ``--new`` those
-without a row in RESULTS.md. Prints a table, brings RESULTS.md up to date, and exits with 1 when fewer than nine in ten
-are killed, or one survives that nobody explained. All of them take an hour or two.
+``python -m tests.mutants --only ID...`` tries some, ``--new`` those without a row in RESULTS.md. Prints a table, brings
+RESULTS.md up to date, and exits with 1 when fewer than nine in ten are killed, or one survives that nobody explained.
+Changes of operators, numbers and branches are a tool's (``by_tool``).
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -30,9 +28,6 @@ def main(words: Sequence[str] | None = None) -> int:
     """Do what ``words`` ask for, those of the command line when None; the exit code."""
     parser = argparse.ArgumentParser(prog="python -m tests.mutants")
     parser.add_argument("--only", nargs="+", metavar="ID", help="these mutants")
-    parser.add_argument("--package", metavar="NAME", help="those of a package, and of all in it")
-    parser.add_argument("--changed", action="store_true", help="those of files that were changed")
-    parser.add_argument("--since", default="HEAD", metavar="REVISION", help="what --changed compares with")
     parser.add_argument("--new", action="store_true", help="those that were not tried yet")
     parser.add_argument("--field", action="store_true", help="those that rebuild bugs of other trainers")
     parser.add_argument("--check", action="store_true", help="only see that every mutant can still be planted")
@@ -56,23 +51,14 @@ def main(words: Sequence[str] | None = None) -> int:
 
 
 def _chosen(mutants: Sequence[Mutant], results: Results, asked: argparse.Namespace) -> Iterator[Mutant]:
-    changed = _changed_files(asked.since) if asked.changed else set()
     if asked.only and (unknown := set(asked.only) - {mutant.id for mutant in mutants}):
         raise SystemExit(f"there is no mutant {', '.join(sorted(unknown))}")
     for mutant in mutants:
-        package = asked.package is None or f"{mutant.module}.".startswith(f"{asked.package}.")
         named = not asked.only or mutant.id in asked.only
-        touched = not asked.changed or mutant.source(ROOT) in changed
         fresh = not asked.new or mutant.id not in results.of
         rebuilt = not asked.field or bool(mutant.bug)
-        if package and named and touched and fresh and rebuilt:
+        if named and fresh and rebuilt:
             yield mutant
-
-
-def _changed_files(revision: str) -> set[Path]:
-    command = ["git", "diff", "--name-only", revision]
-    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=60).stdout
-    return {ROOT / name for name in listed.splitlines()}
 
 
 def _try_all(mutants: Sequence[Mutant], asked: argparse.Namespace) -> Iterator[tuple[Mutant, Result]]:

@@ -1,10 +1,10 @@
-"""The list of mutants: small faults that somebody might write, each with the tests that must notice it.
+"""The list of mutants: faults that somebody might write and no tool plants, each with the tests that must notice it.
 
-They lie in the TOML files beside this one. A table ``[[file]]`` names a ``module`` and the ``tests`` of its mutants; a
-``[[file.mutant]]`` has an ``id``, says what it ``breaks``, and replaces the text ``find``, which occurs once in the
-module, by ``put``. ``tests`` of its own take the place of the file's, and words after a path choose among its tests, as
-pytest's ``-k``; with ``nightly`` among them, among the nightly ones. ``survives`` says why no test can notice it,
-``bug`` which one of another trainer it rebuilds.
+They lie in ``field.toml`` and ``ours.toml`` beside this file, a hundred at most. A table ``[[file]]`` names a
+``module`` and the ``tests`` of its mutants; a ``[[file.mutant]]`` has an ``id``, says what it ``breaks``, and replaces
+the text ``find``, which occurs once in the module, by ``put``. ``tests`` of its own take the place of the file's, and
+words after a path choose among its tests, as pytest's ``-k``; with ``nightly`` among them, among the nightly ones.
+``survives`` says why no test can notice it, ``bug`` which one of another trainer it rebuilds.
 """
 
 from __future__ import annotations
@@ -34,13 +34,10 @@ class Mutant:
 
     def source(self, root: Path) -> Path:
         """The file of its module in the checkout at ``root``. Raises LookupError."""
-        parts = self.module.split(".")
-        names = (Path(*parts).with_suffix(".py"), Path(*parts, "__init__.py"))
-        found = [file for pattern in SOURCES for folder in root.glob(pattern) for name in names
-                 if (file := folder / name).is_file()]  # fmt: skip
-        if len(found) != 1:
-            raise LookupError(f"{self.id}: {len(found)} files are module {self.module}")
-        return found[0]
+        try:
+            return source_of(self.module, root)
+        except LookupError as error:
+            raise LookupError(f"{self.id}: {error}") from None
 
     def planted(self, source: str) -> str:
         """``source`` with the fault. Raises LookupError where its text does not occur exactly once."""
@@ -49,9 +46,20 @@ class Mutant:
         return source.replace(self.find, self.put)
 
 
+def source_of(module: str, root: Path) -> Path:
+    """The file of ``module`` in the checkout at ``root``. Raises LookupError."""
+    parts = module.split(".")
+    names = (Path(*parts).with_suffix(".py"), Path(*parts, "__init__.py"))
+    folders = (folder for pattern in SOURCES for folder in root.glob(pattern))
+    found = [file for folder in folders for name in names if (file := folder / name).is_file()]
+    if len(found) != 1:
+        raise LookupError(f"{len(found)} files are module {module}")
+    return found[0]
+
+
 def read_mutants(folder: Path = LISTS) -> Iterator[Mutant]:
-    """All mutants of the lists in ``folder``, in the order of the files."""
-    for path in sorted(folder.glob("*.toml")):
+    """All mutants of the lists in ``folder``: those of the field first."""
+    for path in (folder / "field.toml", folder / "ours.toml"):
         for file in tomllib.loads(path.read_text(encoding="utf-8"))["file"]:
             for entry in file["mutant"]:
                 tests = tuple(entry.pop("tests", file["tests"]))

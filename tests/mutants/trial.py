@@ -21,7 +21,7 @@ from tests.support.leftovers import end_leftovers
 
 #: ``no answer``: the tests did not come to an end in time, or could not be run, or fail without the mutant too.
 Outcome = Literal["killed", "survived", "no answer"]
-_LEFT_OUT = shutil.ignore_patterns(".git", ".venv", ".te-env", "dist", "runs", "__pycache__", ".*_cache")
+_LEFT_OUT = shutil.ignore_patterns(".git", ".venv", ".te-env", ".cosmic-ray", "dist", "runs", "__pycache__", ".*_cache")
 #: The name of the first test that failed, in pytest's summary.
 _FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+?)(?:\[.*)?(?: - .*)?$", re.MULTILINE)
 _TESTS_FAILED, _NO_TESTS = 1, 5
@@ -105,7 +105,7 @@ class Workshop:
         process = subprocess.Popen(
             [sys.executable, "-m", "pytest", "-q", "-x", "-n", "0", "-p", "no:cacheprovider", *words],
             cwd=self.root,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(self._sources()), "MUTANT": mark},
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(self.sources()), "MUTANT": mark},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -124,7 +124,8 @@ class Workshop:
                     os.killpg(process.pid, signal.SIGKILL)
                 end_leftovers(f"MUTANT={mark}", patience=0.0)  # ranks have sessions of their own
 
-    def _sources(self) -> list[str]:
+    def sources(self) -> list[str]:
+        """The folders of the copy's import packages."""
         return [str(folder) for pattern in SOURCES for folder in sorted(self.root.glob(pattern))]
 
 

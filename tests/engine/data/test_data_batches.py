@@ -59,7 +59,9 @@ def test_a_field_of_one_number_is_a_column() -> None:
     ("second", "forms"),
     [
         (np.ones(1, np.float32), r"float32 \[1\] and float32 \[4\]"),
+        (np.ones(5, np.float32), r"float32 \[4\] and float32 \[5\]"),
         (np.ones(4), r"float32 \[4\] and float64 \[4\]"),
+        (np.ones(4, np.float16), r"float16 \[4\] and float32 \[4\]"),
     ],
 )
 def test_a_field_of_two_forms_in_one_batch_is_named(second: Any, forms: str) -> None:

@@ -53,6 +53,14 @@ def test_lists_and_scalars_replace_and_mappings_merge() -> None:
     assert values[("train", "ramp_up", "increment")] == 1
 
 
+def test_another_plugin_inherits_the_options_of_its_own_section_alone() -> None:
+    chosen = {"optimizer": {"use": "zero1", "bucket_size": 5}, "train": {"lr": 1}}
+    kept, _ = read(chosen, {"optimizer": "zero1"})
+    changed, _ = read(chosen, {"optimizer": "adamw"})
+    assert not any(value.inherited for value in kept.values.values())
+    assert [key for key, value in changed.values.items() if value.inherited] == [("optimizer", "bucket_size")]
+
+
 def test_null_covers_a_whole_mapping_and_back() -> None:
     ramp = {"train": {"ramp_up": {"start": 1}}}
     off = {"train": {"ramp_up": None}}

@@ -28,7 +28,7 @@ from megatron_run_engine.runtime.generation import Window, score
 from megatron_run_format_huggingface import model_folder
 from megatron_run_format_huggingface.families import FAMILIES
 from megatron_run_testing.model import Built
-from tests.plugins.format.huggingface.family_cases import CASES, SMALL, SPLIT, VOCAB, YARN
+from tests.plugins.format.huggingface.family_cases import BETWEEN, CASES, SMALL, SPLIT, VOCAB, YARN
 from tests.plugins.format.huggingface.saving import save
 from tests.support.installed import found_once
 from tests.support.ranks import run_ranks
@@ -275,38 +275,6 @@ def test_weights_that_sixteen_bits_cannot_hold_stay_as_they_are(tmp_path: Path) 
     convert.export_model(tmp_path / "ours", tmp_path / "again", "huggingface")
     before, after = (load_file(tmp_path / name / model_folder.SINGLE) for name in ("hf", "again"))
     assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
-
-
-#: Of families whose code in transformers rotates all features of a head.
-WHOLLY_ROTATED = ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "olmo2", "smollm3", "granite", "starcoder2")
-#: A change of a model of ours, the family that is nearest, and what it is refused for.
-BETWEEN = (
-    ("llama 3", {"attention.softcap": 5.0}, "llama: model.attention.softcap=5.0 (the family has unset)"),
-    *((case, {"rope.fraction": 0.5}, "model.rope.fraction=0.5 (the family has 1.0)") for case in WHOLLY_ROTATED),
-    (
-        "mistral",
-        {"attention.window_pattern": (1, 0, 1)},
-        "mistral: model.attention.window_pattern=(1, 0, 1) (the family has (1, 1, 1))",
-    ),
-    ("qwen3", {"attention.qk_norm": "full"}, "qwen3: model.attention.qk_norm=full (the family has head)"),
-    ("gemma2", {"embedding_scale": 2.0}, "gemma2: model.embedding_scale=2.0 (the family has 4.898979485566356)"),
-    ("gemma3", {"rope.window_theta": None}, "gemma3_text: model.rope.window_theta=unset (the family has 100.0)"),
-    ("phi3", {"rope.scaling": "linear", "rope.factor": 2.0}, "phi3: rope_type='linear' (only 'default' or "),
-    ("olmo2", {"norm.placement": "sandwich"}, "olmo2: model.norm.placement=sandwich (the family has post)"),
-    ("gpt_neox", {"attention.qkv_bias": False}, "gpt_neox: model.attention.qkv_bias=false (the family has true)"),
-    ("smollm3", {"attention.qk_norm": "head"}, "smollm3: model.attention.qk_norm=head (the family has none)"),
-    ("granite", {"rope.pattern": (1, 0, 1)}, "granite: model.rope.pattern=(1, 0, 1) (the family has (1, 1, 1))"),
-    ("stablelm", {"parallel_residual": True}, "stablelm: model.parallel_residual=true (the family has false)"),
-    ("starcoder2", {"residual_scale": 0.5}, "starcoder2: model.residual_scale=0.5 (the family has 1.0)"),
-    ("deepseek v3", {"mtp_layers": 1}, "deepseek_v3: model.mtp_layers=1 (the family has 0)"),
-    (
-        "deepseek v3",
-        {"experts.router.bias_rate": 0.0},
-        "deepseek_v3: model.experts.router.bias_rate=0.0 (the family has 0.001)",
-    ),
-    ("deepseek v3", {"experts.shared.ffn_size": 30}, "model.experts.shared.ffn_size=30 (the family has 20)"),
-    ("deepseek v2", {"experts.layer_pattern": (0, 1, 0)}, "model.experts.layer_pattern=(0, 1, 0) (the family has"),
-)
 
 
 @pytest.mark.parametrize(("case", "changes", "reason"), BETWEEN)

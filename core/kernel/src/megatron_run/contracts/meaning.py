@@ -1,4 +1,4 @@
-"""What an option means to a run that goes on and to saved weights, said by the field itself.
+"""The meaning of an option to a run that goes on and to saved weights, said by the field itself.
 
 ``loss_chunks: Annotated[int, NOT_LEARNED] = Field(1, ge=1)`` in a plugin's options, or in a group inside them, is all
 that resuming, ``run.init_from``, exports and ``config explain`` need to know. A field of a derived model says it again.

@@ -13,7 +13,7 @@ from megatron_run_engine.nn.spec import QkNorm
 
 
 class AttentionOptions(Group):
-    """What a query sees, and how products of query and key become probabilities."""
+    """Windows, scales and norms of attention."""
 
     window: int | None = Field(
         None, ge=1, description="tokens that a query sees, itself the last of them; unset: all before it"
