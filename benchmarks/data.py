@@ -25,9 +25,10 @@ import torch
 
 from benchmarks.support.command import run
 from benchmarks.support.report import table
-from megatron_run_data_indexed import IndexedOptions, megatron_run_create_data
+from megatron_run_data_indexed import megatron_run_create_data
 from megatron_run_data_indexed.blend import blend, places_in
 from megatron_run_data_indexed.megatron_order import build
+from megatron_run_data_indexed.options import IndexedOptions
 from megatron_run_engine.data.indexed_files import Reader, Writer
 
 S, SEED = 1024, 1234

@@ -21,7 +21,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausa
 
 from benchmarks.support.command import run
 from benchmarks.support.report import table
-from megatron_run_engine.inference import LoadedModel, load
+from megatron_run_inference import LoadedModel, load
 
 #: Tokens that are written, and those of the prompts.
 NEW, PROMPTS = 64, (32, 448)

@@ -13,13 +13,13 @@ import torch.distributed as dist
 from megatron_run.config.request import Request
 from megatron_run.planning import resolve
 from megatron_run_engine.checkpoint.collectives import WorldRanks
-from megatron_run_engine.inference.loaded_model import LoadedModel
-from megatron_run_engine.inference.network import plan
-from megatron_run_engine.inference.source import find_source
 from megatron_run_engine.runtime.parameter_init import shapes_of
 from megatron_run_engine.runtime.world import World
 from megatron_run_engine.training.build import build
 from megatron_run_engine.training.state.init_from import start_from
+from megatron_run_inference.loaded_model import LoadedModel
+from megatron_run_inference.network import plan
+from megatron_run_inference.source import find_source
 
 #: A run on mock data that never steps.
 RUN = ("run.device=cpu", "data.use=mock", "data.vocab_size=32000", "train.steps=1", "train.micro_batch_size=1")

@@ -18,7 +18,7 @@ from pathlib import Path
 from tests.support.checkout import module_name
 
 #: Import roots that count as one entry.
-WHOLE = ("megatron_run_planner", "megatron_run_testing", "megatron_run_cli")
+WHOLE = ("megatron_run_inference", "megatron_run_planner", "megatron_run_testing", "megatron_run_cli")
 Graph = Mapping[str, frozenset[str]]
 
 
@@ -70,9 +70,13 @@ class House:
 
 
 def entry_of(module: str) -> str:
-    """``megatron_run.pipeline.plan`` -> ``megatron_run.pipeline``; the suites and the command are one entry each."""
+    """``megatron_run.pipeline.plan`` -> ``megatron_run.pipeline``; the suites and the command are one entry each.
+
+    The commands that a package adds are an entry of their own: they stand above the command.
+    """
     parts = module.split(".")
-    return parts[0] if parts[0] in WHOLE else ".".join(parts[:2])
+    whole = parts[0] in WHOLE and (parts[0] == "megatron_run_cli" or parts[1:2] != ["commands"])
+    return parts[0] if whole else ".".join(parts[:2])
 
 
 def _is_entry(name: str) -> bool:

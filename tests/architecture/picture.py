@@ -15,6 +15,7 @@ TARGET = ROOT / "docs" / "images" / "house.svg"
 COLOURS = {
     "megatron_run": ("kernel: no torch", "#dbeafe"),
     "megatron_run_engine": ("engine", "#dcfce7"),
+    "megatron_run_inference": ("inference", "#cffafe"),
     "megatron_run_planner": ("planner", "#ffedd5"),
     "megatron_run_testing": ("suites", "#fef3c7"),
     "megatron_run_cli": ("command", "#fae8ff"),
@@ -54,7 +55,7 @@ def drawing(house: House) -> str:
         for level in range(1, top + 1)
     ]
     for index, (root, (label, colour)) in enumerate(COLOURS.items()):
-        x = 20 + index * 178
+        x = 20 + index * 148
         lines.append(f'<rect x="{x}" y="8" width="14" height="14" rx="3" fill="{colour}" stroke="#64748b"/>')
         lines.append(f'<text x="{x + 20}" y="20" fill="#334155">{root}{"" if root in WHOLE else f" ({label})"}</text>')
     return "\n".join([*lines, "</svg>"]) + "\n"

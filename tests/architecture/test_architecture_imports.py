@@ -9,9 +9,22 @@ import pytest
 
 import megatron_run
 import megatron_run_engine
+from megatron_run.contracts.plugin import COMMAND, entry_point_group
 from tests.architecture.house import House, circles, entry_of, floors, imported_names
 from tests.architecture.picture import drawing
-from tests.support.checkout import COMMAND_LINE, ENGINE, KERNEL, PLANNER, PLUGINS, ROOT, TESTING, Member, module_name
+from tests.support.checkout import (
+    COMMAND_LINE,
+    ENGINE,
+    INFERENCE,
+    KERNEL,
+    MEMBERS,
+    PLANNER,
+    PLUGINS,
+    ROOT,
+    TESTING,
+    Member,
+    module_name,
+)
 
 HOUSE = House(ROOT)
 EVERYWHERE = House(ROOT, plugins=True)
@@ -27,6 +40,16 @@ CLOSED = {
     "megatron_run_engine.run_folder",
     "megatron_run_engine.training",
 }
+#: The modules of the command line that commands of packages share.
+SHARED = {
+    "megatron_run_cli.completion.words",
+    "megatron_run_cli.editor_schema",
+    "megatron_run_cli.grammar",
+    "megatron_run_cli.groups",
+    "megatron_run_cli.output",
+    "megatron_run_cli.progress",
+    "megatron_run_cli.streams",
+}
 #: Yet open: the built-in model, from which one that differs in a layer derives.
 OPEN = "megatron_run_engine.builtin.model.gpt"
 
@@ -39,11 +62,20 @@ def entries_of(member: Member) -> list[str]:
     return sorted({entry_of(name) for name in HOUSE.files if name.startswith(f"{member.package}.")})
 
 
-def test_the_floors_are_few_and_only_the_command_is_above_them() -> None:
+def is_command(module: str) -> bool:
+    """Whether ``module`` holds commands that a package adds; the command line alone loads it."""
+    parts = module.split(".")
+    return parts[0] != COMMAND_LINE.package and parts[1:2] == ["commands"]
+
+
+def test_the_floors_are_few_and_only_commands_are_above_them() -> None:
+    """The command line, and above it the commands that packages add, on one floor."""
     levels = floors(HOUSE.entries)
+    added = {levels.pop(name) for name in [*levels] if is_command(name)}
     top = levels.pop(COMMAND_LINE.package)
     assert max(levels.values()) <= FLOORS
     assert all(level < top for level in levels.values())
+    assert added == {top + 1}
 
 
 @pytest.mark.parametrize("member", [KERNEL, ENGINE], ids=str)
@@ -51,10 +83,11 @@ def test_a_root_has_few_entries(member: Member) -> None:
     assert len(entries_of(member)) <= ENTRIES
 
 
-@pytest.mark.parametrize("member", [COMMAND_LINE, PLANNER, TESTING], ids=str)
+@pytest.mark.parametrize("member", [COMMAND_LINE, INFERENCE, PLANNER, TESTING], ids=str)
 def test_a_root_that_counts_as_one_entry_has_few_modules(member: Member) -> None:
     """Its ``__init__`` aside, as everywhere."""
-    below = {name.split(".")[1] for name in HOUSE.files if name.startswith(f"{member.package}.")}
+    inside = [name for name in HOUSE.files if name.startswith(f"{member.package}.") and not is_command(name)]
+    below = {name.split(".")[1] for name in inside}
     assert 1 < len(below) <= ENTRIES, sorted(below)
 
 
@@ -79,25 +112,56 @@ def test_a_package_says_what_it_imports(name: str) -> None:
     [
         (KERNEL, set()),
         (ENGINE, {KERNEL.package}),
+        (INFERENCE, {KERNEL.package, ENGINE.package}),
         (PLANNER, {KERNEL.package}),
         (TESTING, {KERNEL.package, ENGINE.package}),
     ],
-    ids=["kernel", "engine", "planner", "testing"],
+    ids=["kernel", "engine", "inference", "planner", "testing"],
 )
 def test_a_distribution_imports_those_below_it(member: Member, below: set[str]) -> None:
-    ours = {each.package for each in (KERNEL, ENGINE, PLANNER, TESTING, COMMAND_LINE, *PLUGINS)}
-    for file in member.modules.values():
+    ours = {each.package for each in (KERNEL, ENGINE, INFERENCE, PLANNER, TESTING, COMMAND_LINE, *PLUGINS)}
+    for module, file in member.modules.items():
         found = {name.partition(".")[0] for name in imported_by(file)} & ours
-        assert found <= {member.package, *below}, file
+        above = {COMMAND_LINE.package, ENGINE.package} if is_command(module) else set()  # a plan may ask the engine
+        assert found <= {member.package, *below, *above}, file
+
+
+@pytest.mark.parametrize("member", [member for member in MEMBERS if member is not COMMAND_LINE], ids=str)
+def test_commands_of_packages_share_a_few_modules_of_the_command_line(member: Member) -> None:
+    """Nothing else of a package imports them or the command line, which loads them by their entry points alone."""
+    points = member.project.get("entry-points", {}).get(entry_point_group(COMMAND), {})
+    assert set(points.values()) <= {f"{member.package}.commands"}
+    for module, file in member.modules.items():
+        imported = imported_by(file)
+        shared = {name for name in imported if name.partition(".")[0] == COMMAND_LINE.package}
+        if is_command(module):
+            assert all(name in SHARED or name.rpartition(".")[0] in SHARED for name in shared), (file, shared)
+        else:
+            assert not shared, file
+            assert not any(map(is_command, imported)), file
+
+
+def test_the_page_about_commands_names_what_they_share() -> None:
+    page = (ROOT / "docs" / "your-own-command.md").read_text(encoding="utf-8")
+    rows = page.partition("| `megatron_run_cli.` | has |\n|---|---|\n")[2].splitlines()
+    assert {f"{COMMAND_LINE.package}.{row.split('`')[1]}" for row in rows if row} == SHARED
+
+
+def test_the_command_line_imports_no_plugin() -> None:
+    """What it asks of a plugin goes through the plugin's contract."""
+    plugins = {plugin.package for plugin in PLUGINS}
+    for file in COMMAND_LINE.modules.values():
+        assert not {name.partition(".")[0] for name in imported_by(file)} & plugins, file
 
 
 @pytest.mark.parametrize("plugin", PLUGINS, ids=str)
 def test_plugins_import_public_names_only(plugin: Member) -> None:
-    others = {COMMAND_LINE.package, *(other.package for other in PLUGINS)} - {plugin.package}
-    for file in plugin.modules.values():
+    others = {COMMAND_LINE.package, INFERENCE.package, *(other.package for other in PLUGINS)} - {plugin.package}
+    for module, file in plugin.modules.items():
+        closed = others - {COMMAND_LINE.package} if is_command(module) else others
         for name in imported_by(file):
             top, *rest = name.split(".")
-            assert top not in others, f"{file} imports {name}"
+            assert top not in closed, f"{file} imports {name}"
             if top in (KERNEL.package, ENGINE.package):
                 assert entry_of(name) not in CLOSED or name.rpartition(".")[0] == OPEN, f"{file} imports {name}"
                 assert not any(word.startswith("_") and word != "__version__" for word in rest), (

@@ -9,6 +9,7 @@ from importlib.metadata import entry_points
 import pytest
 
 from megatron_run.contracts import KINDS, entry_point_group
+from megatron_run.contracts.plugin import COMMAND
 from megatron_run.errors.install_hint import ENGINE_MODULES
 from tests.support.checkout import COMMAND_LINE, KERNEL, PLUGINS
 
@@ -76,6 +77,14 @@ def test_listing_plugins_loads_nothing_heavy_and_no_plugin() -> None:
     assert not loaded & HEAVY
     assert not loaded & values
     assert not loaded & {plugin.package for plugin in PLUGINS}
+
+
+def test_help_loads_nothing_heavy_though_it_asks_every_package_for_its_commands() -> None:
+    loaded = loaded_by(PLUGINS_LIST.replace('"plugins", "list"', '"--help"'))
+    assert not loaded & HEAVY
+    values = {point.value for point in entry_points(group=entry_point_group(COMMAND))}
+    assert values
+    assert values <= loaded
 
 
 @pytest.mark.parametrize("library", sorted(HEAVY - {"tensorboard", "torch"}))  # these two take seconds

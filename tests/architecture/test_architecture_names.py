@@ -5,10 +5,12 @@ from __future__ import annotations
 import pytest
 
 from megatron_run.contracts import KINDS, entry_point_group
+from megatron_run.contracts.plugin import COMMAND
 from megatron_run.registry.known import KNOWN
 from tests.support.checkout import (
     COMMAND_LINE,
     ENGINE,
+    INFERENCE,
     KERNEL,
     MEMBERS,
     PLANNER,
@@ -26,6 +28,7 @@ FORBIDDEN = {"megatron", "core", "cli", "plugins"}
 def test_kernel_engine_suites_and_command_line() -> None:
     assert (KERNEL.name, KERNEL.package) == ("megatron-run-core", "megatron_run")
     assert (ENGINE.name, ENGINE.package) == ("megatron-run-engine", "megatron_run_engine")
+    assert (INFERENCE.name, INFERENCE.package) == ("megatron-run-inference", "megatron_run_inference")
     assert (PLANNER.name, PLANNER.package) == ("megatron-run-planner", "megatron_run_planner")
     assert (TESTING.name, TESTING.package) == ("megatron-run-testing", "megatron_run_testing")
     assert (COMMAND_LINE.name, COMMAND_LINE.package) == ("megatron-run-cli", "megatron_run_cli")
@@ -43,7 +46,8 @@ def test_plugin_names_follow_from_the_folder(plugin: Member) -> None:
     # A second plugin of the kind that is made of the same tables lies in the package, in a module of its name.
     within = [known.name for known in KNOWN if (known.kind, known.within) == (kind, name)]
     modules = {each: f"{plugin.package}.{each}".replace("-", "_") for each in within}
-    assert found == {entry_point_group(kind): {name: plugin.package, **modules}}
+    commands = {key: value for key, value in found.items() if key == entry_point_group(COMMAND)}
+    assert found == {entry_point_group(kind): {name: plugin.package, **modules}, **commands}
 
 
 @pytest.mark.parametrize("plugin", PLUGINS, ids=str)
@@ -90,7 +94,7 @@ def test_members_ask_for_this_kernel(member: Member) -> None:
         return
     version = KERNEL.project["version"]
     major, minor, _ = (int(part) for part in version.split("."))
-    together = member in (ENGINE, PLANNER, TESTING, COMMAND_LINE)
+    together = member in (ENGINE, INFERENCE, PLANNER, TESTING, COMMAND_LINE)
     versions = f"=={version}" if together else f">={major}.{minor},<{major}.{minor + 1}"
     asked = [line for line in member.project["dependencies"] if line.startswith("megatron-run-")]
     assert f"{KERNEL.name}{versions}" in asked

@@ -39,7 +39,7 @@ ALLOWED: dict[str, set[str]] = {
     "cli/src/megatron_run_cli/commands/plugins.py": {"environment"},
     "plugins/data/indexed/src/megatron_run_data_indexed/preparation/workers.py": {"environment", "signal"},
     # A module of one file is found by its name as long as it is used.
-    "core/kernel/src/megatron_run/registry/load.py": {"sys"},
+    "core/kernel/src/megatron_run/registry/importing.py": {"sys"},
     # DeepSpeed reads it when it is imported, which nothing undoes.
     "plugins/optimizer/deepspeed/src/megatron_run_optimizer_deepspeed/library.py": {"environment"},
 }

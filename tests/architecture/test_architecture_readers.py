@@ -42,8 +42,8 @@ _ENGINE, _KERNEL, _INDEXED = (
 #: What other files read, by why it is no user's text.
 ALLOWED = {
     "what this program has written": (
-        "cli/src/megatron_run_cli/commands/evaluate.py",
-        "cli/src/megatron_run_cli/commands/generate.py",
+        "core/inference/src/megatron_run_inference/commands/evaluate.py",
+        "core/inference/src/megatron_run_inference/commands/generate.py",
         f"{_ENGINE}/data/user_cache.py",
         f"{_ENGINE}/launch/api.py",
         f"{_ENGINE}/launch/rank.py",
@@ -61,7 +61,7 @@ ALLOWED = {
         "cli/src/megatron_run_cli/commands/plugins.py",
         f"{_KERNEL}/errors/install_hint.py",
         f"{_KERNEL}/registry/discover.py",
-        f"{_KERNEL}/registry/load.py",
+        f"{_KERNEL}/registry/importing.py",
         "plugins/graph-capture/partial/src/megatron_run_graph_capture_partial/native.py",
     ),
     "the operating system": (

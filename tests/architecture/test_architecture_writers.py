@@ -34,9 +34,10 @@ NAMES = {
 }  # fmt: skip
 #: What only reads, among the flags of ``os.open``.
 READING = {"O_RDONLY", "O_DIRECTORY", "O_NOFOLLOW", "O_NONBLOCK", "O_CLOEXEC", "_FOLDER"}
-_CLI, _ENGINE, _KERNEL, _INDEXED = (
+_CLI, _ENGINE, _INFERENCE, _KERNEL, _INDEXED = (
     "cli/src/megatron_run_cli",
     "core/engine/src/megatron_run_engine",
+    "core/inference/src/megatron_run_inference",
     "core/kernel/src/megatron_run",
     "plugins/data/indexed/src/megatron_run_data_indexed",
 )
@@ -77,10 +78,10 @@ ALLOWED: dict[str, dict[str, str]] = {
     },
     "private temporary folders and files": {
         f"{_CLI}/commands/doctor.py": "NamedTemporaryFile",
-        f"{_CLI}/commands/evaluate.py": "TemporaryDirectory",
-        f"{_CLI}/commands/generate.py": "TemporaryDirectory",
-        f"{_ENGINE}/inference/evaluation.py": "write_text",
-        f"{_ENGINE}/inference/job.py": "write_text",
+        f"{_INFERENCE}/commands/evaluate.py": "TemporaryDirectory",
+        f"{_INFERENCE}/commands/generate.py": "TemporaryDirectory",
+        f"{_INFERENCE}/evaluation.py": "write_text",
+        f"{_INFERENCE}/job.py": "write_text",
         f"{_ENGINE}/launch/api.py": "TemporaryDirectory mkdir",
         f"{_ENGINE}/launch/rank.py": "write_text",
         f"{_ENGINE}/launch/start.py": "TemporaryDirectory os.open rename shutil.rmtree",

@@ -11,7 +11,8 @@ from typing import NamedTuple
 
 import click
 
-from megatron_run_cli.main import main, program
+from megatron_run_cli.main import main
+from tests.support.command_tree import every_command
 from tests.support.forked import TINY
 from tests.support.small_models import GPT2, saved_network
 
@@ -100,13 +101,9 @@ COMMANDS: Mapping[str, Case] = {
 WRITERS = tuple(command for command, case in COMMANDS.items() if case.writes)
 
 
-def leaves(group: click.Command = program, path: tuple[str, ...] = ()) -> Iterator[str]:
+def leaves() -> Iterator[str]:
     """The commands that do something, as they are typed."""
-    if not isinstance(group, click.Group):
-        yield " ".join(path)
-        return
-    for name, command in group.commands.items():
-        yield from leaves(command, (*path, name))
+    yield from (" ".join(words) for words, command in every_command() if not isinstance(command, click.Group))
 
 
 SCRIPT = """

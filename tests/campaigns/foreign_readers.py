@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 
 from megatron_run.errors import DataError
-from megatron_run_cli.commands.generate import _read_prompts
 from megatron_run_engine.data.indexed_files import Reader
 from megatron_run_engine.data.tokenizer import open_tokenizer
 from megatron_run_engine.formats.gpt_tensors import gpt_options
@@ -22,6 +21,7 @@ from megatron_run_engine.training.tasks import _passages
 from megatron_run_format_distributed import Distributed
 from megatron_run_format_huggingface import HuggingFace, model_folder
 from megatron_run_format_megatron import MegatronLM
+from megatron_run_inference.commands.generate import _read_prompts
 from tests.campaigns.fuzzed import DATA, MODEL, TOKENS, reads
 from tests.campaigns.readers import header_of, run_command, with_header
 from tests.campaigns.samples import compressed

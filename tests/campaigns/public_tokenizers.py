@@ -27,7 +27,7 @@ from typing import Any
 from megatron_run.errors import DataError
 from megatron_run_engine.data.tokenizer import open_tokenizer
 from megatron_run_engine.data.tokenizer_base import Tokenizer
-from megatron_run_engine.inference.text_stream import TextStream
+from megatron_run_inference.text_stream import TextStream
 from tests.campaigns.figures import Figures, campaign
 from tests.campaigns.folders import differences
 from tests.campaigns.random_tokenizers import TEXTS

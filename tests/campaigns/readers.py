@@ -20,12 +20,12 @@ from megatron_run_cli.main import main
 from megatron_run_engine.builtin.observer.jsonl import LineFile
 from megatron_run_engine.checkpoint.manifest import MANIFEST, read_manifest
 from megatron_run_engine.checkpoint.reader import TensorFile
-from megatron_run_engine.inference.source import find_source
 from megatron_run_engine.launch.watchdog.connection import Connection, Stranger, join_hub
 from megatron_run_engine.launch.watchdog.hub import Hub
 from megatron_run_engine.launch.watchdog.page import Page
 from megatron_run_engine.run_folder import History, open_run_folder
 from megatron_run_engine.run_folder.folder import RunFolder
+from megatron_run_inference.source import find_source
 from tests.campaigns.fuzzed import CONFIG, PLAN, RUN, SAVED, WIRE, reads
 from tests.campaigns.samples import RUN_VALUES
 from tests.support.forked import tiny

@@ -14,8 +14,8 @@ import pytest
 
 from megatron_run import load
 from megatron_run_cli.main import main
-from megatron_run_engine.inference.conversation import Conversation
-from megatron_run_engine.inference.writing import Writing
+from megatron_run_inference.conversation import Conversation
+from megatron_run_inference.writing import Writing
 from tests.support.small_models import GPT2, saved_network
 
 Output = pytest.CaptureFixture[str]

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from megatron_run.contracts.plugin import KINDS
+from megatron_run.contracts.plugin import COMMAND, KINDS
 from megatron_run.registry.discover import Catalog, scan
 from megatron_run_cli.commands import doctor
 from megatron_run_cli.main import main
@@ -46,7 +46,7 @@ def test_list_shows_every_kind_and_imports_nothing_heavy() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     *table, heavy = done.stdout.splitlines()
     assert heavy == "[]"
-    assert {line.split()[0] for line in table} == set(KINDS)
+    assert {line.split()[0] for line in table} == {*KINDS, COMMAND}
 
 
 def test_list_of_one_kind(capsys: Output) -> None:

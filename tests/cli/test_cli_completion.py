@@ -20,7 +20,7 @@ import pytest
 from megatron_run import __version__
 from megatron_run.config.presets import presets
 from megatron_run.config.request import Request
-from megatron_run.contracts.plugin import KINDS, RUN_KINDS
+from megatron_run.contracts.plugin import COMMAND, KINDS, RUN_KINDS
 from megatron_run.files.latest_run import point_latest_at
 from megatron_run.planning import check_keys
 from megatron_run.registry.discover import scan
@@ -29,6 +29,7 @@ from megatron_run_cli.completion.vocabulary import learn, learned
 from megatron_run_cli.main import main, program
 from megatron_run_engine.checkpoint.step_folder import Checkpoints
 from tests.architecture.test_architecture_lazy import HEAVY, loaded_by
+from tests.support.command_tree import every_command
 
 Output = pytest.CaptureFixture[str]
 Typed = Callable[[str], list[str]]
@@ -147,7 +148,7 @@ def test_words_that_may_follow(line: str, expected: list[str], typed: Typed, fol
 
 def test_kinds_names_and_presets_are_all_there(typed: Typed) -> None:
     assert typed("--plugin ") == [f"{kind}=" for kind in RUN_KINDS]
-    assert typed("plugins list ") == list(KINDS)
+    assert typed("plugins list ") == [*KINDS, COMMAND]
     for kind in RUN_KINDS:
         assert typed(f"--plugin {kind}=") == [f"{kind}={name}" for name in names(kind)]
     assert set(typed("preset:")) == {f"preset:{name}" for name in presets()}
@@ -156,17 +157,14 @@ def test_kinds_names_and_presets_are_all_there(typed: Typed) -> None:
 def test_every_command_and_option_is_completed(typed: Typed) -> None:
     """And nobody sees an error: words of every parameter of every command can be asked for."""
 
-    def walk(command: click.Command, words: str) -> None:
+    for words, command in every_command():
+        assert words[-1] in typed(" ".join(words))
+        line = f"{' '.join(words)} "
         for parameter in command.params:
             if isinstance(parameter, click.Option) and not parameter.is_flag:
-                assert set(parameter.opts) <= set(typed(f"{words}--")), words
-                typed(f"{words}{parameter.opts[0]} ")
-        typed(words)
-        for name, inner in command.commands.items() if isinstance(command, click.Group) else ():
-            assert name in typed(f"{words}{name}")
-            walk(inner, f"{words}{name} ")
-
-    walk(program, "")
+                assert set(parameter.opts) <= set(typed(f"{line}--")), words
+                typed(f"{line}{parameter.opts[0]} ")
+        typed(line)
 
 
 def test_the_steps_are_those_that_the_engine_finds(typed: Typed, folder: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shlex
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -101,16 +100,6 @@ def test_a_mistake_is_one_line(capsys: Output, words: list[str], said: str, code
     assert said in err
     assert err.count("\n") == 1
     assert not out
-
-
-def test_without_the_package_of_data_indexed_its_name_is_told(
-    source: Path, capsys: Output, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in [name for name in sys.modules if name.startswith("megatron_run_data_indexed")]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "megatron_run_data_indexed", None)
-    assert main(["data", "inspect", "set"]) == ExitCode.PLUGIN
-    assert "pip install megatron-run-data-indexed" in capsys.readouterr().err
 
 
 def test_the_cache_is_listed_and_pruned(

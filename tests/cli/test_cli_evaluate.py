@@ -11,8 +11,8 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megatron_run.errors import ExitCode
-from megatron_run_cli.commands import evaluate
 from megatron_run_cli.main import main
+from megatron_run_inference.commands import evaluate
 from tests.support.forked import forked_command
 
 pytestmark = pytest.mark.multiproc

@@ -7,7 +7,6 @@ import json
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
@@ -16,6 +15,7 @@ import pytest
 
 from megatron_run_cli.grammar import Program, is_config
 from megatron_run_cli.main import main, program
+from tests.support.command_tree import every_command
 
 Output = pytest.CaptureFixture[str]
 
@@ -193,15 +193,11 @@ def test_output_that_nobody_reads_is_no_error() -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def commands(group: click.Group, *path: str) -> Iterator[tuple[tuple[str, ...], click.Command]]:
-    for name, command in group.commands.items():
-        if isinstance(command, click.Group):
-            yield from commands(command, *path, name)
-        else:
-            yield (*path, name), command
-
-
-NEEDY = {path: each for path, each in commands(program) if any(parameter.required for parameter in each.params)}
+NEEDY = {
+    words: command
+    for words, command in every_command()
+    if not isinstance(command, click.Group) and any(parameter.required for parameter in command.params)
+}
 
 
 @pytest.mark.parametrize("path", NEEDY, ids=" ".join)

@@ -87,9 +87,7 @@ def test_what_the_user_has_set_stays(tmp_path: Path) -> None:
 
 
 def test_a_program_that_imports_the_engine_keeps_its_environment(tmp_path: Path) -> None:
-    code = (
-        "import os; before = dict(os.environ); import megatron_run_engine.inference; assert before == dict(os.environ)"
-    )
+    code = "import os; before = dict(os.environ); import megatron_run_inference; assert before == dict(os.environ)"
     clean = {name: text for name, text in os.environ.items() if name not in SET}
     done = subprocess.run([sys.executable, "-c", code], env=clean, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

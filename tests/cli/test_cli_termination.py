@@ -17,8 +17,9 @@ import click
 import pytest
 
 from megatron_run.errors import ExitCode
-from megatron_run_cli.main import main, program
+from megatron_run_cli.main import main
 from megatron_run_cli.termination import Terminated, ending_in_order
+from tests.support.command_tree import every_command
 from tests.support.commands import COMMAND, free_port, world_of_two
 from tests.support.commands import started as running
 from tests.support.processes import alive, on_signals, wait_until
@@ -89,7 +90,7 @@ def test_a_command_ends_with_its_processes(name: str, number: signal.Signals, te
     ids=["Ctrl-C", "abort", "SIGTERM"],
 )
 @pytest.mark.parametrize(
-    "group", [None, *(name for name, each in program.commands.items() if hasattr(each, "commands"))]
+    "group", [None, *(words[0] for words, each in every_command() if len(words) == 1 and hasattr(each, "commands"))]
 )
 def test_every_command_says_in_one_line_that_it_was_ended(
     error: BaseException,
@@ -103,7 +104,7 @@ def test_every_command_says_in_one_line_that_it_was_ended(
 
     monkeypatch.setattr(click.Command, "invoke", ended)
     words = [name for name in (group,) if name] or ["doctor"]
-    monkeypatch.setattr(type(program.commands[words[0]]), "invoke", ended)
+    monkeypatch.setattr(type(dict(every_command())[(words[0],)]), "invoke", ended)
     assert main(words) == code
     assert len(capsys.readouterr().err.strip().split("\n")) == 1
 

@@ -7,20 +7,21 @@ import shlex
 
 import pytest
 
-from megatron_run_cli.main import program
 from tests.docs.consoles import Shown, console_pages, printed, run, shown
 from tests.support.checkout import ROOT
+from tests.support.command_tree import every_command
 
 PAGES = {str(page.relative_to(ROOT)): page.read_text(encoding="utf-8") for page in console_pages()}
 SHOWN = {f"{name}: {each.command}": each for name, page in PAGES.items() for each in shown(page)}
 FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 BLOCKS = [block for page in PAGES.values() for kind, block in FENCED.findall(page) if not kind]
+COMMANDS = {words[0] for words, _ in every_command()} - {"train"}
 TYPED = sorted({line for block in BLOCKS for line in re.findall(r"^megatron-run(?: .*)?$", block, re.MULTILINE)})
 
 
 def trains(line: str) -> bool:
     first = shlex.split(line, comments=True)[1:2]
-    return first != ["--help"] and not set(first) & (program.commands.keys() - {"train"})
+    return first != ["--help"] and not set(first) & COMMANDS
 
 
 @pytest.mark.parametrize("where", SHOWN)

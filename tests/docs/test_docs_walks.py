@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import tomllib
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -18,6 +19,7 @@ from tests.docs.key_tables import tables
 from tests.docs.quoted import pages
 from tests.docs.walk import File, Walker, steps
 from tests.support.checkout import ROOT
+from tests.support.fake_plugins import FakeSite
 
 PAGES = {page.name: page.read_text(encoding="utf-8") for page in pages()}
 WALKS = [name for name, page in PAGES.items() if "```shellsession\n" in page]
@@ -31,7 +33,8 @@ TYPED = [
 
 
 @pytest.mark.parametrize(("name", "command"), TYPED)
-def test_a_command_exists_and_so_do_its_options_and_keys(name: str, command: str) -> None:
+def test_a_command_exists_and_so_do_its_options_and_keys(name: str, command: str, site: FakeSite) -> None:
+    install(name, site)
     words = shlex.split(command)[1 : -2 if " > " in command else None]
     with mock.patch.object(click.Command, "invoke", return_value=None) as ran:
         assert main(words) == ExitCode.DONE, f"{name}: {command}"
@@ -40,11 +43,21 @@ def test_a_command_exists_and_so_do_its_options_and_keys(name: str, command: str
     assert keys <= {key.name for keys in tables().values() for key in keys}
 
 
-def test_an_option_that_is_gone_is_found() -> None:
+def install(name: str, site: FakeSite) -> None:
+    """Install the package that the page makes, if it makes one."""
+    files = {step.name: step.text for step in steps(PAGES.get(name, "")) if isinstance(step, File)}
+    if "pyproject.toml" in files:
+        project = tomllib.loads(files.pop("pyproject.toml"))["project"]
+        site.distribution(project["name"], project["entry-points"], requires=project["dependencies"])
+        for file, text in files.items():
+            (site.folder / file).write_text(text, encoding="utf-8")
+
+
+def test_an_option_that_is_gone_is_found(site: FakeSite) -> None:
     with pytest.raises(AssertionError):
-        test_a_command_exists_and_so_do_its_options_and_keys("page", "megatron-run zen.yaml --extent")
+        test_a_command_exists_and_so_do_its_options_and_keys("page", "megatron-run zen.yaml --extent", site)
     with pytest.raises(AssertionError):
-        test_a_command_exists_and_so_do_its_options_and_keys("page", "megatron-run zen.yaml --set train.rate=1")
+        test_a_command_exists_and_so_do_its_options_and_keys("page", "megatron-run zen.yaml --set train.rate=1", site)
 
 
 @pytest.mark.nightly

@@ -8,10 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from megatron_run_cli.main import EXAMPLES
 from tests.campaigns.commands import SCRIPT, TABLE
 from tests.support.checkout import ROOT
+from tests.support.command_tree import examples
 from tests.support.forked import TINY, forked_command
+
+EXAMPLES = examples()
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(300)]
 #: What an example needs that is not installed everywhere, by command.

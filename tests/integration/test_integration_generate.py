@@ -81,10 +81,10 @@ MORE = (
 def written(rank: int, world: int, folder: str, splits: Sequence[Split], cache: bool = True) -> list[Any]:
     """By split and model, the tokens of every text of both writings, as this rank has them."""
     from megatron_run.config.request import Request
-    from megatron_run_engine.inference import LoadedModel, Writing
-    from megatron_run_engine.inference.network import plan
-    from megatron_run_engine.inference.source import find_source
     from megatron_run_engine.runtime.world import World
+    from megatron_run_inference import LoadedModel, Writing
+    from megatron_run_inference.network import plan
+    from megatron_run_inference.source import find_source
 
     found = []
     with found_once():

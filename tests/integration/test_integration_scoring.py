@@ -90,11 +90,11 @@ def by_training(folder: Path, run: str) -> tuple[float, int]:
 def ways(rank: int, world: int, folder: str, names: Sequence[str], sets: Any, plugins: Any) -> list[Any]:
     """By run: its task on the validation split, and its documents each alone, as the harness scores continuations."""
     from megatron_run.config.request import Request
-    from megatron_run_engine.inference import LoadedModel
-    from megatron_run_engine.inference.network import plan
-    from megatron_run_engine.inference.source import find_source
     from megatron_run_engine.runtime.generation import score
     from megatron_run_engine.runtime.world import World
+    from megatron_run_inference import LoadedModel
+    from megatron_run_inference.network import plan
+    from megatron_run_inference.source import find_source
 
     found = []
     with found_once():

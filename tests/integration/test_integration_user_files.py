@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 import zstandard
 
-from megatron_run_cli.commands.generate import _read_prompts
 from megatron_run_data_indexed.preparation.inputs import blocks, find_inputs
 from megatron_run_data_indexed.preparation.records import Reading, read_records, texts
 from megatron_run_data_instruct.conversations import conversation, lines_of
 from megatron_run_data_nlu.questions import read_choices
 from megatron_run_engine.data.documents import find_documents
 from megatron_run_engine.training.tasks import _passages
+from megatron_run_inference.commands.generate import _read_prompts
 
 #: Texts with all that Python's splitlines takes for the end of a line, but not as such.
 TEXTS = ["one two", "a\x0bb\x0cc\x1cd\x1de\x1ef\x85g\u2028h\u2029i \rj", "日本 語", "last words"]

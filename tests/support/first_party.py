@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import cache
 
-from megatron_run.contracts.plugin import KINDS
+from megatron_run.contracts.plugin import COMMAND, KINDS, entry_point_group
 from megatron_run.registry.discover import scan
 from megatron_run.registry.load import load
 from megatron_run.registry.loaded_plugin import Plugin
@@ -60,6 +60,16 @@ def known() -> Iterator[str]:
         more = f", frozenset({{{provides}}})" * bool(provides) + ", builtin=True" * _built_in(each)
         more += f', within="{_holder(each)}"' * bool(_holder(each))
         yield f'    Known("{each.kind}", "{each.name}"{more}),'
+
+
+def known_commands() -> Iterator[str]:
+    """For the kernel: each command that may be missing beside it, with its distribution, as the projects say."""
+    found = {
+        name: member.name
+        for member in MEMBERS
+        for name in member.project.get("entry-points", {}).get(entry_point_group(COMMAND), {})
+    }
+    yield from (f'        "{name}": "{found[name]}",' for name in sorted(found))
 
 
 def table() -> Iterator[str]:

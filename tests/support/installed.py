@@ -14,8 +14,8 @@ from megatron_run.registry import discover
 from megatron_run.registry.load import load
 from tests.support.checkout import ROOT
 
-#: By folder of metadata what it offers, and what is wrong with it; by package the digest of its sources.
-_OFFERS: dict[str, tuple[list[discover._Offer], list[str]]] = {}
+#: By folder of metadata and group what it offers, and what is wrong with it; by package the digest of its sources.
+_OFFERS: dict[tuple[str, str], tuple[list[discover._Offer], list[str]]] = {}
 _DIGESTS: dict[ModuleType, str] = {}
 
 
@@ -25,17 +25,17 @@ def read_once() -> Iterator[None]:
     readable, digest = discover._readable, discover._digest
     environment, checkout = sysconfig.get_path("purelib"), str(ROOT)
 
-    def offers(found: Iterable[Distribution], notices: list[str]) -> Iterator[discover._Offer]:
+    def offers(found: Iterable[Distribution], group: str, notices: list[str]) -> Iterator[discover._Offer]:
         for distribution in found:
             folder = str(getattr(distribution, "_path", ""))
             if not folder.startswith(environment):
-                yield from readable([distribution], notices)
+                yield from readable([distribution], group, notices)
                 continue
-            if folder not in _OFFERS:
+            if (folder, group) not in _OFFERS:
                 said: list[str] = []
-                _OFFERS[folder] = (list(readable([distribution], said)), said)
-            notices += _OFFERS[folder][1]
-            yield from _OFFERS[folder][0]
+                _OFFERS[folder, group] = (list(readable([distribution], group, said)), said)
+            notices += _OFFERS[folder, group][1]
+            yield from _OFFERS[folder, group][0]
 
     def digest_once(package: ModuleType) -> str:
         if package not in _DIGESTS and str(getattr(package, "__file__", "")).startswith(checkout):

@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import click
-from click.shell_completion import CompletionItem
 
 from megatron_run.errors import InputError, PluginError, RunError
 from megatron_run.errors.wording import did_you_mean, near_path
 from megatron_run_cli import RANK_VARIABLES
 from megatron_run_cli.completion import words
+from megatron_run_cli.groups import DefaultGroup
 from megatron_run_cli.termination import ending_in_order
 
 _CONFIG_ENDINGS = (".yaml", ".yml", ".json")
@@ -33,22 +33,6 @@ def is_config(word: str) -> bool:
     return word == "-" or "/" in word or word.endswith(_CONFIG_ENDINGS) or word.startswith("preset:")
 
 
-class Commands(click.Group):
-    """A group that tells which commands it has to whoever names another one."""
-
-    def resolve_command(
-        self, ctx: click.Context, args: list[str]
-    ) -> tuple[str | None, click.Command | None, list[str]]:
-        """The command that ``args`` name. Raises :class:`InputError` where they name none."""
-        word = args[0]
-        if word not in self.commands and not word.startswith("-"):
-            listed = f"its commands are {', '.join(sorted(self.commands))}"
-            raise InputError(
-                f"{ctx.command_path} has no command {word!r}", fix=did_you_mean(word, self.commands) or listed
-            )
-        return super().resolve_command(ctx, args)
-
-
 @contextmanager
 def naming(typed: Mapping[str, str]) -> Iterator[None]:
     """Within: an error that comes from a key of a training is told as from the word ``typed`` for it here."""
@@ -59,36 +43,14 @@ def naming(typed: Mapping[str, str]) -> Iterator[None]:
         raise
 
 
-class DefaultGroup(click.Group):
-    """A group whose command ``default`` may be left out."""
-
-    default: str
-
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Put the command in front unless the first word is a command or an option of the group.
-
-        A first word that a shell completes, which is not among ``args``, may still become either.
-        """
-        if ctx.resilient_parsing and not args:
-            return super().parse_args(ctx, args)
-        first = args[0] if args else ""
-        if first not in self.commands and first not in ("-h", "--help", "--version"):
-            args = [self.default, *args]
-        return super().parse_args(ctx, args)
-
-    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem[str]]:
-        """The commands, and what may be the first word of the one that may be left out."""
-        command = self.commands[self.default]
-        with command.make_context(self.default, [], parent=ctx, resilient_parsing=True) as inner:
-            first = next(each for each in command.params if isinstance(each, click.Argument))
-            place = command if incomplete.startswith("-") else first
-            return [*super().shell_complete(ctx, incomplete), *place.shell_complete(inner, incomplete)]
-
-
 class Program(DefaultGroup):
     """``megatron-run tiny.yaml`` is ``megatron-run train tiny.yaml``."""
 
     default = "train"
+
+    def has(self, ctx: click.Context, word: str) -> bool:
+        """Whether ``word`` is a command. What is a configuration or an option needs no scan of what is installed."""
+        return bool(word) and not (word.startswith("-") or is_config(word)) and super().has(ctx, word)
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
@@ -108,7 +70,7 @@ class Program(DefaultGroup):
         try:
             return super().invoke(ctx)
         except SystemExit as error:
-            from megatron_run.registry.loaded_plugin import in_one_line
+            from megatron_run.registry.hooks import in_one_line
 
             raise PluginError(
                 "a plugin ended the command",
@@ -126,8 +88,8 @@ class ConfigWord(click.ParamType[str]):
         """The word itself. Raises :class:`InputError` for one that names no configuration."""
         if is_config(value):
             return value
-        program = ctx.find_root().command if ctx else None
-        commands = sorted(program.commands) if isinstance(program, click.Group) else []
+        root = ctx.find_root() if ctx else None
+        commands = root.command.list_commands(root) if root and isinstance(root.command, click.Group) else []
         if value in commands:
             raise InputError(f"the command {value!r} comes first", fix=f"type: megatron-run {value} ...")
         raise InputError(
@@ -177,6 +139,24 @@ overwrite_option = click.option("--overwrite", is_flag=True, help="Replace what 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON on standard output.")
 #: ``main`` looks for it among the words, since it must hold for every error, those of parsing included.
 debug_option = click.option("--debug", is_flag=True, expose_value=False, help="Show tracebacks of errors.")
+
+
+def _cores(context: click.Context, _parameter: click.Parameter, workers: int | None) -> int:
+    """The number that was typed, else that of the cores of this process; a shell that asks needs neither."""
+    if workers or context.resilient_parsing:
+        return workers or 1
+    from megatron_run_engine.training.rank_environment import available_cores
+
+    return available_cores()
+
+
+workers_option = click.option(
+    "--workers",
+    type=click.IntRange(min=1),
+    metavar="N",
+    callback=_cores,
+    help="Processes [default: one a core].",
+)
 
 
 class RankCount(click.ParamType[int]):

@@ -13,22 +13,19 @@ from collections.abc import Sequence
 import click
 
 from megatron_run import __version__
-from megatron_run.errors import EngineMissingError, ExitCode, RunError
-from megatron_run.errors.install_hint import check_engine
+from megatron_run.errors import ExitCode, PluginError, RunError
+from megatron_run.errors.install_hint import check_installed
 from megatron_run.errors.machine_limits import system_limit
-from megatron_run_cli.commands.checkpoint import checkpoint, export, import_
+from megatron_run_cli.commands.checkpoint import checkpoint
 from megatron_run_cli.commands.completion import completion
 from megatron_run_cli.commands.config import config
-from megatron_run_cli.commands.data import data
 from megatron_run_cli.commands.doctor import doctor
-from megatron_run_cli.commands.evaluate import evaluate
-from megatron_run_cli.commands.generate import generate
-from megatron_run_cli.commands.plan import plan
 from megatron_run_cli.commands.plugins import plugins
 from megatron_run_cli.commands.schedule import schedule
 from megatron_run_cli.commands.train import finetune, train
 from megatron_run_cli.completion.shells import VARIABLE, answer
 from megatron_run_cli.grammar import Program, option_meant
+from megatron_run_cli.groups import example_of
 from megatron_run_cli.output import print_refusal, start_answer, tell_error
 from megatron_run_cli.streams import check_folder, full_disk
 from megatron_run_cli.termination import Terminated
@@ -52,13 +49,7 @@ for _command in (
     config,
     plugins,
     schedule,
-    plan,
     checkpoint,
-    import_,
-    export,
-    data,
-    generate,
-    evaluate,
     doctor,
     completion,
 ):
@@ -94,7 +85,7 @@ def _obey(words: list[str]) -> int:
     except RunError as error:
         return _refused(str(error), error.exit_code, words, error)
     except ModuleNotFoundError as error:
-        return _without_engine(error, words)
+        return _without_package(error, words)
     except (click.Abort, KeyboardInterrupt, Terminated) as error:  # before RuntimeError: an Abort is one
         code = ExitCode.SIGTERM if isinstance(error, Terminated) else ExitCode.SIGINT
         return _refused(_ended(error), code, words, error)
@@ -108,40 +99,13 @@ def _obey(words: list[str]) -> int:
     return int(code or 0)
 
 
-#: A whole command for each that wants an argument or option.
-EXAMPLES = {
-    "completion": "bash",
-    "finetune": "gpt2 --data 'texts/*.txt'",
-    "config explain": "train.lr",
-    "config from-megatron": "pretrain.sh",
-    "plugins info": "schedule=1f1b",
-    "plugins why": "schedule",
-    "plugins new": "schedule mine",
-    "plugins check": "./mine.py",
-    "plan check": "measured.csv --device a100",
-    "import": "gpt2 imported",
-    "export": "runs/latest out --to huggingface",
-    "data prepare": "'texts/*.txt' --out texts --tokenizer tokenizer.json",
-    "data clean": "'texts/*.txt' --out clean.jsonl --tokenizer tokenizer.json",
-    "data train-tokenizer": "'texts/*.txt' --vocab-size 32000 --out tokenizer.json",
-    "data inspect": "texts",
-    "data convert": "texts texts.jsonl",
-    "generate": "runs/latest 'Once upon a time'",
-    "eval model": "runs/latest --task perplexity=validation",
-    "eval overlap": "test.txt 'texts/*.txt'",
-    "eval harness": "runs/latest --tasks arc_easy",
-}
-
-
 def _refusal(error: click.ClickException) -> str:
     """The words for what click refuses, in one line; where something is missing, with a command that has it."""
     message = " ".join(_VALID.sub(lambda found: _NUMBERS[found[1]], error.format_message()).split())
     if not isinstance(error, click.MissingParameter) or error.ctx is None:
         return message
-    name, _, command = error.ctx.command_path.partition(" ")
-    if command not in EXAMPLES:
-        return message
-    return f"{message.rstrip('.')}. Type, as an example: {name} {command} {EXAMPLES[command]}"
+    typed = example_of(error.ctx.command)
+    return f"{message.rstrip('.')}. Type, as an example: {typed}" if typed else message
 
 
 def _ended(error: BaseException) -> str:
@@ -158,10 +122,10 @@ def _refused(message: str, code: ExitCode, words: Sequence[str], cause: BaseExce
     return int(code)
 
 
-def _without_engine(missing: ModuleNotFoundError, words: Sequence[str]) -> int:
-    """Say that the command needs the engine; any other module that is missing is a bug."""
+def _without_package(missing: ModuleNotFoundError, words: Sequence[str]) -> int:
+    """Say that the command needs the engine, or another package of ours; any other module that is missing is a bug."""
     try:
-        check_engine(missing, "this command cannot run")
-    except EngineMissingError as error:
+        check_installed(missing, "this command cannot run")
+    except PluginError as error:
         return _refused(str(error), error.exit_code, words, missing)
     raise missing

@@ -1,13 +1,15 @@
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from megatron_run.config.values import flat
-from megatron_run.errors import CheckpointError, DataError, InputError, Problems
+from megatron_run.errors import CheckpointError, DataError, ExitCode, InputError, Problems
 from megatron_run.planning import resolve
+from megatron_run_cli.main import main
 from megatron_run_cli.reports.dry_run import dry_run_json, dry_run_text, slots_text
 from megatron_run_engine.capture import Pass, shared_slots
 from megatron_run_engine.data.indexed_files import Writer
@@ -26,6 +28,22 @@ def test_the_picture_shows_who_holds_a_slot_and_until_when() -> None:
 def report(folder: Path, **values: object) -> str:
     asked = tiny(folder, {key.replace("__", "."): value for key, value in values.items()})
     return dry_run_text(resolve(asked, plan_only=True))
+
+
+def test_without_the_planner_a_dry_run_lacks_nothing_but_the_fit_to_a_device(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole = report(tmp_path / "new")
+    for name in [name for name in sys.modules if name.startswith("megatron_run_planner")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "megatron_run_planner", None)
+    assert report(tmp_path / "new") == whole
+    assert main(["preset:tiny", "--dry-run", "--device", "a100"]) == ExitCode.PLUGIN
+    said = capsys.readouterr().err
+    assert said.startswith(
+        "megatron-run: this command cannot run: there is no module 'megatron_run_planner'; type: pip "
+    )
+    assert said.count("\n") == 1
 
 
 def test_a_dry_run_refuses_a_folder_that_a_start_would_and_changes_nothing(tmp_path: Path) -> None:

@@ -29,8 +29,8 @@ from megatron_run_engine.checkpoint.manifest import About
 from megatron_run_engine.checkpoint.step_folder import Checkpoints
 from megatron_run_engine.data.tokenizer_folder.record import BESIDE, MODEL_CONFIG, TEMPLATES, TOKENIZER_CONFIG
 from megatron_run_engine.formats.convert import read_step
-from megatron_run_engine.inference.source import find_source
 from megatron_run_engine.run_folder.opening import check_run_folder
+from megatron_run_inference.source import find_source
 
 WORDS = ("the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog", "[UNK]")
 #: Where the tokenizer lies that runs are given, in a folder of its own.

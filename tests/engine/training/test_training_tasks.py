@@ -14,10 +14,10 @@ import torch
 
 from megatron_run.errors import RunError
 from megatron_run.planning import load_config
-from megatron_run_engine.inference import LoadedModel, load
 from megatron_run_engine.runtime.generation import Window, score
 from megatron_run_engine.runtime.generation.scoring import IGNORED
 from megatron_run_engine.training.tasks import Reader, _cloze, detokenize
+from megatron_run_inference import LoadedModel, load
 from tests.support.training_bench import Bench
 
 #: The longest sequence of the model.

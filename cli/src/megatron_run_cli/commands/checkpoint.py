@@ -1,20 +1,15 @@
-"""``megatron-run checkpoint``, ``import`` and ``export``: saved steps, and models of other programs.
-
-``checkpoint`` tells which steps were saved, whether they are intact, and what is in them. Formats are plugins.
-"""
+"""``megatron-run checkpoint``: which steps were saved, whether they are intact, and what is in them."""
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from pathlib import Path
-from shlex import quote
 
 import click
 
-from megatron_run.errors import ExitCode, InputError
-from megatron_run_cli.completion import words as places
-from megatron_run_cli.grammar import Commands, debug_option, json_option, step_option
-from megatron_run_cli.output import print_json, print_table, tell
+from megatron_run.errors import ExitCode
+from megatron_run_cli.grammar import debug_option, json_option, step_option
+from megatron_run_cli.groups import Commands
+from megatron_run_cli.output import print_json, print_table
 
 _FOLDER = click.argument("folder", required=False, type=click.Path(path_type=Path), metavar="[FOLDER]")
 
@@ -83,85 +78,3 @@ def inspect(folder: Path | None, *, step: int | None, as_json: bool) -> None:
         print_json(manifest.model_dump(mode="json"))
     else:
         click.echo(saved_steps.inspect_text(manifest))
-
-
-_PATH = click.Path(path_type=Path)
-
-
-@click.command("import")
-@click.argument("source", type=_PATH)
-@click.argument("folder", type=_PATH)
-@click.option(
-    "--from",
-    "name",
-    metavar="FORMAT",
-    help="Format of SOURCE [default: detected from its files].",
-    shell_complete=places.formats,
-)
-@click.option("--trust-pickle", is_flag=True, help="Execute SOURCE's pickles; only if you trust their writer.")
-@click.option(
-    "--base",
-    type=_PATH,
-    metavar="MODEL",
-    help="Imported folder or run whose weights the adapters at SOURCE adapt [default: the folder that they name].",
-)
-@json_option
-@debug_option
-def import_(
-    source: Path, folder: Path, *, name: str | None, trust_pickle: bool, base: Path | None, as_json: bool
-) -> None:
-    """Write the model at SOURCE as the new FOLDER: config.yaml and a saved step from which a run can start.
-
-    SOURCE may hold adapters (LoRA) of a model that has been imported, --base. FORMAT is an installed plugin of kind
-    format, as huggingface, megatron or distributed: `megatron-run plugins list format` shows them. It is NAME,
-    DIST:NAME or a file ./mine.py.
-    """
-    from megatron_run_engine.formats.convert import import_model
-
-    done = import_model(source, folder, name, trust_pickle=trust_pickle, base=base)
-    for note in done.notes:
-        tell(note)
-    if as_json:
-        print_json(asdict(done))
-        return
-    click.echo(f"{done.format}: {done.parameters:,} parameters, step {done.step}: {done.folder}")
-    if done.moments:
-        kept = f"the optimizer's state ({', '.join(done.moments)}) is kept for an export"
-        click.echo(f"{kept}; training starts from the weights alone, at step 1")
-        sections = "with the sections data and train in YOURS.yaml"
-        click.echo(f"to train it, {sections}: megatron-run {quote(f'{done.folder}/config.yaml')} YOURS.yaml")
-    else:
-        click.echo(f"to fine-tune it: megatron-run finetune {quote(str(done.folder))} --data YOURS.txt")
-
-
-@click.command("export")
-@click.argument("words", nargs=-1, type=_PATH, metavar="[SOURCE] FOLDER")
-@click.option(
-    "--to",
-    "name",
-    required=True,
-    metavar="FORMAT",
-    help="Format to write, as huggingface.",
-    shell_complete=places.formats,
-)
-@step_option("SOURCE")
-@json_option
-@debug_option
-def export(words: tuple[Path, ...], *, name: str, step: int | None, as_json: bool) -> None:
-    """Write a saved step as the new FOLDER, in another format.
-
-    SOURCE is a run folder, its checkpoints, or one saved step [runs/latest]. FORMAT is an installed plugin of kind
-    format, as huggingface, peft or distributed: `megatron-run plugins list format` shows them.
-    """
-    if not 1 <= len(words) <= 2:
-        raise click.UsageError(f"expected [SOURCE] FOLDER, got {len(words)} words")
-    if len(words) == 1 and (words[0] / "run.json").exists():
-        fix = f"add a new folder: megatron-run export {quote(str(words[0]))} FOLDER --to {name}"
-        raise InputError(f"{words[0]} is a run, and FOLDER is where its model goes", fix=fix)
-    from megatron_run_engine.formats.convert import export_model
-
-    done = export_model(words[0] if len(words) == 2 else None, words[-1], name, step)
-    if as_json:
-        print_json(asdict(done))
-    else:
-        click.echo(f"{done.format}: step {done.step} of {done.source}: {done.folder}")

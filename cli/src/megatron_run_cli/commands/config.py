@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING
 import click
 
 from megatron_run_cli.completion import words
-from megatron_run_cli.grammar import Commands, debug_option, json_option, run_options
+from megatron_run_cli.editor_schema import SCHEMA, schema_line
+from megatron_run_cli.grammar import debug_option, json_option, run_options
+from megatron_run_cli.groups import Commands, example
 from megatron_run_cli.output import print_json, tell, write_file
-from megatron_run_cli.reports.editor_schema import SCHEMA, schema_line
 
 if TYPE_CHECKING:
     from megatron_run.config.request import Request
@@ -33,7 +34,7 @@ def show(
 ) -> None:
     """Print the resolved configuration with origins."""
     from megatron_run.planning import resolve
-    from megatron_run.registry.load import no_files_run
+    from megatron_run.registry.importing import no_files_run
     from megatron_run_cli.reports import config_report
 
     with no_files_run():
@@ -47,7 +48,7 @@ def show(
         click.echo(config_report.show(run), nl=False)
 
 
-@config.command()
+@config.command(epilog=example("config explain train.lr"))
 @click.argument("key", shell_complete=words.key)
 @run_options
 @debug_option
@@ -60,7 +61,7 @@ def explain(
     With a CONFIG or options it also shows the value there.
     """
     from megatron_run.planning import resolve
-    from megatron_run.registry.load import no_files_run
+    from megatron_run.registry.importing import no_files_run
     from megatron_run_cli.reports import keys
 
     with no_files_run():
@@ -92,7 +93,7 @@ def schema(*, write: bool) -> None:
     click.echo(schema_line(Path()), nl=False)
 
 
-@config.command("from-megatron")
+@config.command("from-megatron", epilog=example("config from-megatron pretrain.sh"))
 @click.argument("script", type=click.Path(path_type=Path), metavar="SCRIPT")
 @debug_option
 def from_megatron(script: Path) -> None:

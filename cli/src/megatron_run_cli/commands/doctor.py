@@ -17,15 +17,17 @@ import click
 from megatron_run.errors import EngineMissingError, ExitCode
 from megatron_run.errors.install_hint import ENGINE, how_to_install
 from megatron_run_cli.grammar import debug_option, json_option
+from megatron_run_cli.groups import is_own
 from megatron_run_cli.output import print_json, print_table
 
 
 @click.command()
 @json_option
 @debug_option
-def doctor(*, as_json: bool) -> int:
+@click.pass_context
+def doctor(context: click.Context, *, as_json: bool) -> int:
     """Check this machine, its environment and all plugins."""
-    findings = examine()
+    findings = examine(program=context.find_root().command)
     if as_json:
         print_json(findings)
     else:
@@ -54,8 +56,8 @@ class Finding:
         return {"FAILED": ExitCode.INPUT, "BROKEN": ExitCode.PLUGIN}.get(self.state, ExitCode.DONE)
 
 
-def examine(runs: Path = Path("runs")) -> tuple[Finding, ...]:
-    """Examine Python, the engine and its torch, the folder of runs and every installed plugin.
+def examine(runs: Path = Path("runs"), program: click.Command | None = None) -> tuple[Finding, ...]:
+    """Examine Python, the engine and its torch, the folder of runs, and every installed plugin and command.
 
     The other topics are examined also when one fails.
     """
@@ -65,7 +67,7 @@ def examine(runs: Path = Path("runs")) -> tuple[Finding, ...]:
         **_engine(),
         "runs folder": lambda: _writable(runs),
     }
-    return (*(_look(topic, look) for topic, look in topics.items()), *_cuda_libraries(), *_plugins())
+    return (*(_look(topic, look) for topic, look in topics.items()), *_cuda_libraries(), *_plugins(program))
 
 
 def _engine() -> dict[str, Callable[[], str]]:
@@ -157,10 +159,10 @@ def _writable(runs: Path) -> str:
     return f"{folder} can be written"
 
 
-def _plugins() -> Iterator[Finding]:
+def _plugins(program: click.Command | None) -> Iterator[Finding]:
     from megatron_run_cli.reports.listing import list_plugins
 
-    listing = list_plugins(check=True)
+    listing = list_plugins(check=True, is_own=lambda place: program is not None and is_own(program, place))
     for each in listing.plugins:
         why = each.problem or each.refusal
         source = f"{each.distribution} {each.version}"

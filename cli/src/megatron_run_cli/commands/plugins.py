@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import re
 from dataclasses import dataclass
+from functools import partial
 from importlib.resources import files
 from pathlib import Path
 from shlex import quote
@@ -17,17 +18,23 @@ from typing import TYPE_CHECKING
 import click
 
 from megatron_run import __version__
-from megatron_run.contracts.plugin import RUN_KINDS, check_kind, entry_point_group
+from megatron_run.contracts.plugin import COMMAND, KINDS, RUN_KINDS, check_kind, entry_point_group
 from megatron_run.errors import ExitCode, InputError, taken
 from megatron_run.files.publishing import publishing_folder
 from megatron_run.registry.discover import KERNEL, Catalog, scan
 from megatron_run_cli.completion import words as places
-from megatron_run_cli.grammar import Commands, debug_option, json_option, run_options
+from megatron_run_cli.grammar import debug_option, json_option, run_options
+from megatron_run_cli.groups import Commands, example, is_own
 from megatron_run_cli.output import print_json, print_table, tell
 
 if TYPE_CHECKING:
     from megatron_run.config.request import Request
+    from megatron_run_cli.reports.command_report import CommandDescription
     from megatron_run_cli.reports.keys import Description
+
+
+#: What packages offer.
+_OFFERED = (*KINDS, COMMAND)
 
 
 @click.group(cls=Commands)
@@ -36,17 +43,17 @@ def plugins() -> None:
 
 
 @plugins.command("list")
-@click.argument("kind", required=False, shell_complete=places.kinds)
+@click.argument("kind", required=False, shell_complete=places.offered_kinds)
 @click.option("--check", is_flag=True, help="Also import each plugin, in its own process.")
 @json_option
 @debug_option
-def list_(kind: str | None, *, check: bool, as_json: bool) -> None:
-    """List installed plugins of KIND, or all, without importing them."""
-    from megatron_run.registry.choose import check_kind
+@click.pass_context
+def list_(context: click.Context, kind: str | None, *, check: bool, as_json: bool) -> None:
+    """List installed plugins of KIND, or all, and commands (KIND: command), without importing them."""
     from megatron_run_cli.reports.listing import list_plugins
 
-    wanted = check_kind(kind, "plugins list") if kind else None
-    listing = list_plugins(check=check)
+    wanted = check_kind(kind, "plugins list", _OFFERED) if kind else None
+    listing = list_plugins(check=check, is_own=partial(is_own, context.find_root().command))
     found = [each for each in listing.plugins if wanted in (None, each.kind)]
     if as_json:
         print_json({"plugins": [{**vars(each), "state": each.state} for each in found], "notices": listing.notices})
@@ -63,15 +70,25 @@ def list_(kind: str | None, *, check: bool, as_json: bool) -> None:
         tell(notice)
 
 
-@plugins.command()
+@plugins.command(epilog=example("plugins info schedule=1f1b"))
 @click.argument("plugin", metavar="KIND=NAME", shell_complete=places.plugin_name)
 @json_option
 @debug_option
-def info(plugin: str, *, as_json: bool) -> None:
-    """Show what a plugin provides and needs, and its options."""
+@click.pass_context
+def info(context: click.Context, plugin: str, *, as_json: bool) -> None:
+    """Show what a plugin provides and needs, and its options; of command=NAME, what it does and who brings it."""
     from megatron_run_cli.reports.listing import plugin_info
 
     kind, equals, name = plugin.partition("=")
+    if kind == COMMAND and equals:
+        from megatron_run_cli.reports.command_report import describe_command
+
+        about = describe_command(name, context.find_root())
+        if as_json:
+            print_json(about)
+        else:
+            _print_command(about)
+        return
     if not equals:
         raise InputError(f"{plugin!r} names no plugin", fix="write KIND=NAME, as in: plugins info schedule=interleaved")
     description = plugin_info(kind, name)
@@ -81,27 +98,33 @@ def info(plugin: str, *, as_json: bool) -> None:
         _print_description(description)
 
 
-@plugins.command()
+@plugins.command(epilog=example("plugins why schedule"))
 @click.argument("kind", shell_complete=places.run_kinds)
 @run_options
 @json_option
 @debug_option
+@click.pass_context
 def why(
+    context: click.Context,
     kind: str,
     request: Request,
     *,
     as_json: bool,
 ) -> None:
-    """Show which plugin of KIND a run would choose, and why."""
+    """Show which plugin of KIND a run would choose, and why; of KIND command, which commands are found."""
     from megatron_run.contracts.plugin import check_run_kind
     from megatron_run.planning import resolve
-    from megatron_run.registry.load import no_files_run
+    from megatron_run.registry.importing import no_files_run
+    from megatron_run_cli.reports.listing import command_candidates
     from megatron_run_cli.reports.listing import why as explain
 
-    kind = check_run_kind(kind, "plugins why")
-    with no_files_run():
-        run = resolve(request, plan_only=True)
-    candidates = explain(kind, run.plugins[kind])
+    if kind == COMMAND:
+        candidates = command_candidates(scan(), partial(is_own, context.find_root().command))
+    else:
+        kind = check_run_kind(kind, "plugins why")
+        with no_files_run():
+            run = resolve(request, plan_only=True)
+        candidates = explain(kind, run.plugins[kind])
     if as_json:
         print_json(candidates)
         return
@@ -113,14 +136,17 @@ def why(
     )
 
 
-@plugins.command()
-@click.argument("kind", shell_complete=places.kinds)
+@plugins.command(epilog=example("plugins new schedule mine"))
+@click.argument("kind", shell_complete=places.offered_kinds)
 @click.argument("name")
 @click.option("--folder", type=click.Path(path_type=Path), help="New folder [default: named like the distribution].")
 @json_option
 @debug_option
-def new(kind: str, name: str, folder: Path | None, *, as_json: bool) -> None:
-    """Write a package with a working plugin and its test."""
+@click.pass_context
+def new(context: click.Context, kind: str, name: str, folder: Path | None, *, as_json: bool) -> None:
+    """Write a package with a working plugin, or with a command (KIND: command), and its test."""
+    if kind == COMMAND and is_own(context.find_root().command, [name]):
+        raise InputError(f"command={name} is taken by megatron-run itself", fix="choose another name")
     package = write_package(kind, name, folder)
     if as_json:
         print_json(package)
@@ -130,10 +156,10 @@ def new(kind: str, name: str, folder: Path | None, *, as_json: bool) -> None:
     click.echo(f"try it:      megatron-run plugins check {quote(str(package.folder))}")
     click.echo(f"install it:  pip install -e {quote(f'{package.folder}[test]')}")
     click.echo(f"test it:     pytest {quote(str(package.folder))}")
-    click.echo(f"choose it:   {package.command}")
+    click.echo(f"{'type it:  ' if kind == COMMAND else 'choose it:'}   {package.command}")
 
 
-@plugins.command()
+@plugins.command(epilog=example("plugins check ./mine.py"))
 @click.argument("target", metavar="KIND=NAME|FOLDER|FILE|PACKAGE", shell_complete=places.plugin_or_path)
 @click.option("--set", "sets", multiple=True, metavar="KEY=VALUE", help="Set an option of the plugin; repeatable.")
 @click.option("--compose", is_flag=True, help="Instead train random configurations with the plugin, on 1 to 4 ranks.")
@@ -201,6 +227,21 @@ def _print_description(description: Description) -> None:
         print_table([(f"  {each.name}", each.type, each.default_text, each.bounds, each.description) for each in rows])
 
 
+def _print_command(about: CommandDescription) -> None:
+    click.echo(f"command={about.name}")
+    facts = {
+        "from": f"{about.distribution} {about.version}",
+        "at": about.location,
+        "type": about.typed,
+        "does": about.about,
+        "example": about.example,
+    }
+    print_table([(f"  {name}", text) for name, text in facts.items() if text])
+    if about.commands:
+        click.echo("commands")
+        print_table([(f"  {name}", text) for name, text in about.commands.items()])
+
+
 _NAME = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")
 
 
@@ -223,12 +264,13 @@ def write_package(kind: str, name: str, folder: Path | None = None, catalog: Cat
 
     Raises :class:`InputError` when the name cannot be a package's or is taken, or the folder exists.
     """
-    kind = check_kind(kind, "")
+    kind = check_kind(kind, "", _OFFERED)
     _check_name(kind, name, scan() if catalog is None else catalog)
     distribution = f"megatron-run-{kind}-{name}"
     folder = Path(distribution) if folder is None else folder
     choice = f"{kind}={'dense+' if kind == 'parallel-layer' else ''}{name}"  # that template stands on another's layers
     use = f"--plugin {choice}" if kind in RUN_KINDS else f"import SOURCE FOLDER --from {name}"
+    use = name if kind == COMMAND else use
     words = {
         "kind": kind,
         "name": name,
@@ -245,6 +287,8 @@ def write_package(kind: str, name: str, folder: Path | None = None, catalog: Cat
 
 def _requirements(kind: str) -> tuple[str, ...]:
     """The distributions that the template of ``kind`` imports: those of pure data need no engine, and so no torch."""
+    if kind == COMMAND:
+        return (KERNEL, "megatron-run-cli")
     return (KERNEL,) if kind in ("schedule", "observer") else (KERNEL, "megatron-run-engine")
 
 

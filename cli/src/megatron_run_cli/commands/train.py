@@ -18,6 +18,7 @@ import click
 from megatron_run.errors import CheckpointError, DataError, InputError, refuse_input
 from megatron_run_cli.completion import words as places
 from megatron_run_cli.grammar import SavedStep, json_option, naming, run_options
+from megatron_run_cli.groups import example
 from megatron_run_cli.output import print_json, tell, tell_error
 
 if TYPE_CHECKING:
@@ -290,6 +291,7 @@ def _ours(folder: Path) -> Path:
 finetune = click.Command(
     "finetune",
     callback=_finetune,
+    epilog=example("finetune gpt2 --data 'texts/*.txt'"),
     params=[
         click.Argument(["folder"], type=click.Path(path_type=Path)),
         click.Option(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping
 from importlib.resources import files
+from importlib.util import find_spec
 from pathlib import Path
 
 import click
@@ -16,7 +17,7 @@ from click.shell_completion import CompletionItem
 
 from megatron_run.config.presets import presets
 from megatron_run.config.run_home import run_and_step
-from megatron_run.contracts.plugin import KINDS, RUN_KINDS, SEPARATORS
+from megatron_run.contracts.plugin import COMMAND, KINDS, RUN_KINDS, SEPARATORS
 from megatron_run.files.latest_run import DEFAULT_RUN, follow_latest
 from megatron_run.registry.discover import Catalog, scan
 from megatron_run_cli.completion.vocabulary import KeyHelp, Vocabulary, learned
@@ -43,7 +44,8 @@ def one_of(*words: str) -> Completer:
     return lambda _context, _parameter, typed: _items(words, typed)
 
 
-kinds, run_kinds = one_of(*KINDS), one_of(*RUN_KINDS)
+#: What a package may offer; and the kinds of which a run chooses.
+offered_kinds, run_kinds = one_of(*KINDS, COMMAND), one_of(*RUN_KINDS)
 
 
 def any_path(_context: click.Context, _parameter: click.Parameter, typed: str) -> Items:
@@ -64,7 +66,11 @@ def config(_context: click.Context, _parameter: click.Parameter, typed: str) -> 
 
 def device(_context: click.Context, _parameter: click.Parameter, typed: str) -> Items:
     """A device that comes with the planner, or a file that describes one."""
-    shipped = (each.name for each in (files("megatron_run_planner") / "devices").iterdir())
+    shipped = (
+        [each.name for each in (files("megatron_run_planner") / "devices").iterdir()]
+        if find_spec("megatron_run_planner")
+        else []
+    )
     names = sorted(name.removesuffix(".yaml") for name in shipped if name.endswith(".yaml"))
     return [*_items(names, typed), *_paths(typed, endings=(".yaml", ".yml"))]
 
@@ -78,7 +84,7 @@ def plugin_name(_context: click.Context, _parameter: click.Parameter, typed: str
     """``KIND=NAME`` of an installed plugin."""
     kind, equals, name = typed.partition("=")
     if not equals:
-        return _items((f"{each}=" for each in KINDS), typed)
+        return _items((f"{each}=" for each in (*KINDS, COMMAND)), typed)
     return _names(scan(), kind, name, f"{kind}=")
 
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from megatron_run.contracts.plugin import KINDS
+from megatron_run.contracts.plugin import COMMAND, KINDS
 from megatron_run.errors import PluginError
 from megatron_run.registry.choose import choose, kernel_problem
 from megatron_run.registry.discover import BUILT_IN, Catalog, Entry, scan
@@ -17,11 +17,21 @@ if TYPE_CHECKING:
     from megatron_run_cli.reports.keys import Description
 
 
+#: Whether the command line itself has a command at a place, the words after ``megatron-run``.
+IsOwn = Callable[[Sequence[str]], bool]
+
+
+def nowhere(_place: Sequence[str]) -> bool:
+    """The command line has no command."""
+    return False
+
+
 @dataclass(frozen=True)
 class ListedPlugin:
-    """One installed plugin. ``problem`` says why choosing it would fail, as far as is known; empty: nothing is known.
+    """One installed plugin, or a command of a package.
 
-    ``ambiguous``: the only problem is that its name alone does not choose it. ``checked``: it was imported to find out.
+    ``problem`` says why choosing it would fail, as far as is known; empty: nothing is known. ``ambiguous``: the only
+    problem is that its name alone does not choose it. ``checked``: it was imported to find out.
     ``refusal``: then also why no device of this machine can run it, as without a library that it needs.
     """
 
@@ -52,11 +62,20 @@ class Listing:
     notices: tuple[str, ...]
 
 
-def list_plugins(catalog: Catalog | None = None, *, check: bool = False) -> Listing:
-    """The installed plugins, from metadata alone. With ``check`` each that fits this kernel is imported, in a child."""
+def list_plugins(
+    catalog: Catalog | None = None,
+    *,
+    check: bool = False,
+    is_own: IsOwn = nowhere,
+) -> Listing:
+    """The installed plugins and commands, from metadata alone.
+
+    With ``check`` each that fits this kernel is imported, in a child. ``is_own`` says at which places the command line
+    has commands itself.
+    """
     catalog = scan() if catalog is None else catalog
-    entries = [entry for kind in KINDS for entry in catalog.of_kind(kind)]
-    listed = [_listed(entry, catalog) for entry in entries]
+    entries = [entry for kind in (*KINDS, COMMAND) for entry in catalog.of_kind(kind)]
+    listed = [_listed(entry, catalog, is_own) for entry in entries]
     if check:
         healthy = [entry for entry, each in zip(entries, listed, strict=True) if each.state != "BROKEN"]
         found = {each.entry: each for each in probe(healthy)}
@@ -113,10 +132,19 @@ def _checked(plugin: ListedPlugin, found: Probe | None) -> ListedPlugin:
     return replace(plugin, checked=True, problem=problem, ambiguous=ambiguous, refusal=found.refusal)
 
 
-def _listed(entry: Entry, catalog: Catalog) -> ListedPlugin:
+def command_candidates(catalog: Catalog, is_own: IsOwn) -> tuple[Candidate, ...]:
+    """The commands of packages, each with why somebody who types it gets it, or does not."""
+    listed = [_listed(entry, catalog, is_own) for entry in catalog.of_kind(COMMAND)]
+    return tuple(Candidate(each, not each.problem, each.problem or "no other package offers it") for each in listed)
+
+
+def _listed(entry: Entry, catalog: Catalog, is_own: IsOwn = nowhere) -> ListedPlugin:
     others = [other.source for other in catalog.offering(entry.kind, entry.name) if other != entry]
-    shared = f"{' and '.join(others)} offers {entry} too: choose {entry.distribution}:{entry.name}" if others else ""
+    instead = "uninstall one" if entry.kind == COMMAND else f"choose {entry.distribution}:{entry.name}"
+    shared = f"{' and '.join(others)} offers {entry} too: {instead}" if others else ""
     unfit = kernel_problem(entry)
+    if entry.kind == COMMAND and is_own(entry.name.split(".")):
+        unfit = unfit or "megatron-run has this command itself"
     return ListedPlugin(
         entry.kind,
         entry.name,

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from html import escape
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from megatron_run.planning import ResolvedRun
     from megatron_run_engine.training.memory_estimate import ModelSize
     from megatron_run_planner.devices import Device
+    from megatron_run_planner.memory import RankMemory
     from megatron_run_planner.remedies import Remedies, Remedy
     from megatron_run_planner.task import Task
 
@@ -74,11 +76,11 @@ class StageMemory:
     @cached_property
     def remedies(self) -> Remedies | None:
         """The remedies; None where it fits, or the planner does not know the model."""
+        if self.fits or self.task is None or self.device is None:
+            return None
         from megatron_run_planner.remedies import remedies
         from megatron_run_planner.schedules import Schedules
 
-        if self.fits or self.task is None or self.device is None:
-            return None
         return remedies(self.task, self.device, Schedules(), max(self.needed))
 
 
@@ -92,12 +94,10 @@ def stage_memories(
 
     With ``device``, what allocator, context and libraries take is part of it (``reserve``).
     """
-    from megatron_run_planner.memory import stage_memory, with_reserve
-
     task = _task(run)
     if task and size and not task.known:
         task = task.with_parameters(size.parameters)
-    planned = stage_memory(task.model, task.split, run.plans[max(run.plans)]) if task else None
+    planned = _planned(task, run) if task else None
     found = []
     for stage in range(run.sizes.pipeline):
         if size is None:
@@ -110,14 +110,24 @@ def stage_memories(
                 told = planned[stage]
                 held |= {role: getattr(told, role) for role in _OF_A_STEP}
         if device:
+            from megatron_run_planner.memory import with_reserve
+
             total = sum(held.values())
             held[_RESERVE] = with_reserve(total) - total
         found.append({role: held[role] for role in ROLES if held.get(role)})
     return StageMemory(tuple(found), device, task, counted is not None)
 
 
+def _planned(task: Task, run: ResolvedRun) -> list[RankMemory]:
+    from megatron_run_planner.memory import stage_memory
+
+    return stage_memory(task.model, task.split, run.plans[max(run.plans)])
+
+
 def _task(run: ResolvedRun) -> Task | None:
-    """The run as the planner sees it; None for a model without the names that it knows."""
+    """The run as the planner sees it; None without the planner, and for a model without the names that it knows."""
+    if find_spec("megatron_run_planner") is None:
+        return None
     from megatron_run.config.request import Request
     from megatron_run_planner.task import read_task
 

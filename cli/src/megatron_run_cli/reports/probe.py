@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron_run.contracts.plugin import COMMAND
 from megatron_run.errors import EngineMissingError, RunError
 from megatron_run.registry.discover import Entry, SourceDigests
 
@@ -75,9 +76,13 @@ def _ask_child(entries: Sequence[Entry], timeout: float) -> tuple[list[dict[str,
 
 def _answer(entry: Entry, digests: SourceDigests) -> dict[str, Any]:
     from megatron_run.registry.load import load
+    from megatron_run.registry.loaded_command import load_command
     from megatron_run_cli.reports.keys import describe
 
     try:
+        if entry.kind == COMMAND:
+            load_command(entry)
+            return {}
         plugin = load(entry, "probe", digests)
         return {"description": asdict(describe(plugin)), "refusal": _refusal(plugin)}
     except EngineMissingError as error:

@@ -18,7 +18,7 @@ _PUBLIC = {
     "PluginInfo": "megatron_run.contracts",
     "RunError": "megatron_run.errors",
     "hookimpl": "megatron_run.hookspecs",
-    "load": "megatron_run_engine.inference",
+    "load": "megatron_run_inference",
     "load_config": "megatron_run.planning",
 }
 

@@ -4,6 +4,8 @@ A plugin is a module. It describes itself (`megatron_run_plugin_info`) and creat
 (`megatron_run_create_<kind>`). Hooks are factories: they are called at start-up, on every rank, and perhaps earlier,
 while the run is planned. The training loop calls the methods of the created object, whose contract is in
 `megatron_run.contracts`. An implementation may omit arguments that it does not need.
+
+A module with commands has one hook, `megatron_run_commands`.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import pluggy
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from typing import TypeAlias
 
     from pydantic import BaseModel
@@ -32,6 +35,8 @@ if TYPE_CHECKING:
 
     #: `megatron_run_engine.BuildContext`. Its fields need torch, so the kernel cannot import it.
     BuildContext: TypeAlias = Any
+    #: `click.Command`. The kernel needs no click.
+    Command: TypeAlias = Any
 
 hookspec = pluggy.HookspecMarker("megatron_run")
 hookimpl = pluggy.HookimplMarker("megatron_run")
@@ -87,3 +92,12 @@ def megatron_run_create_observer(options: BaseModel) -> Observer:  # type: ignor
 @hookspec(firstresult=True)
 def megatron_run_create_format() -> Format:  # type: ignore[empty-body]
     """Create the reader and writer of another program's models. It serves one conversion and has no options."""
+
+
+@hookspec(firstresult=True)
+def megatron_run_commands() -> Mapping[str, Command]:  # type: ignore[empty-body]
+    """Make commands of `megatron-run` by the names of their entry points, as `{"data.cache": cache}`.
+
+    A command is a `click.Command`; a group of commands is one too. The module is imported when somebody types one of
+    its commands or asks which there are, so it must be light: what a command needs is imported in its body.
+    """

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from importlib import import_module
 from typing import Any
 
-from megatron_run.errors.install_hint import check_engine
+from megatron_run.errors.install_hint import check_installed
 
 
 def lazy_names(package: str, modules: Mapping[str, str]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
@@ -21,7 +21,7 @@ def lazy_names(package: str, modules: Mapping[str, str]) -> tuple[Callable[[str]
         try:
             return getattr(import_module(modules[name]), name)
         except ModuleNotFoundError as missing:
-            check_engine(missing, f"{package}.{name} cannot be used")
+            check_installed(missing, f"{package}.{name} cannot be used")
             raise
 
     def names() -> list[str]:

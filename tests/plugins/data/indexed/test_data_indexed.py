@@ -17,7 +17,8 @@ from tokenizers.models import WordLevel
 from megatron_run import load_config
 from megatron_run.contracts import DataSource, Split
 from megatron_run.errors import DataError, InputError, Problems
-from megatron_run_data_indexed import IndexedOptions, megatron_run_create_data
+from megatron_run_data_indexed import megatron_run_create_data
+from megatron_run_data_indexed.options import IndexedOptions
 from megatron_run_data_indexed.samples import Permutation
 from megatron_run_engine.data.indexed_files import MAGIC, Reader, Writer
 from megatron_run_engine.data.tokenizer import open_tokenizer

@@ -11,8 +11,9 @@ import pytest
 from numpy.typing import NDArray
 
 from megatron_run.errors import DataError
-from megatron_run_data_indexed import IndexedOptions, megatron_run_create_data
+from megatron_run_data_indexed import megatron_run_create_data
 from megatron_run_data_indexed.megatron_order import build, fits, split_bounds
+from megatron_run_data_indexed.options import IndexedOptions
 from megatron_run_data_indexed.samples import GPTSamples
 from megatron_run_engine.data.indexed_files import Reader
 from tests.plugins.data.indexed.corpora import END, built, corpus, gpt_config, megatron

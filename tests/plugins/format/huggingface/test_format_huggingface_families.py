@@ -23,10 +23,10 @@ from megatron_run_engine.data.standalone_tokenizer import byte_tokenizer_json
 from megatron_run_engine.formats import convert
 from megatron_run_engine.formats.convert import read_step
 from megatron_run_engine.formats.gpt_tensors import gpt_options, logical_shapes
-from megatron_run_engine.inference import load
 from megatron_run_engine.runtime.generation import Window, score
 from megatron_run_format_huggingface import model_folder
 from megatron_run_format_huggingface.families import FAMILIES
+from megatron_run_inference import load
 from megatron_run_testing.model import Built
 from tests.plugins.format.huggingface.family_cases import BETWEEN, CASES, SMALL, SPLIT, VOCAB, YARN
 from tests.plugins.format.huggingface.saving import save
@@ -193,11 +193,11 @@ def logits_on_ranks(rank: int, world: int, folders: Sequence[str]) -> list[Tenso
     The models of one split share its process groups, as one model after another in a process may.
     """
     from megatron_run.config.request import Request
-    from megatron_run_engine.inference import LoadedModel
-    from megatron_run_engine.inference import network as networks
-    from megatron_run_engine.inference.source import find_source
     from megatron_run_engine.runtime import comm
     from megatron_run_engine.runtime.world import World
+    from megatron_run_inference import LoadedModel
+    from megatron_run_inference import network as networks
+    from megatron_run_inference.source import find_source
 
     splits = {
         "tensor": (("parallel.tensor=2",), ("parallel-layer=tensor",)),

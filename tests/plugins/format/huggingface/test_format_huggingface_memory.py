@@ -13,8 +13,8 @@ import torch
 from benchmarks.importing.llama import write_llama
 from megatron_run_engine.checkpoint import shard_file
 from megatron_run_engine.formats.convert import import_model
-from megatron_run_engine.inference import load
-from megatron_run_engine.inference.source import find_source
+from megatron_run_inference import load
+from megatron_run_inference.source import find_source
 from tests.support.live_bytes import peak_of
 
 #: 11 million parameters, of which a tensor is at most a tenth.

@@ -40,7 +40,7 @@ from typing import TYPE_CHECKING
 
 from megatron_run.errors import ExitCode, OutOfMemoryError, PluginError, RankLostError, RunError
 from megatron_run.errors.machine_limits import system_limit
-from megatron_run.registry.loaded_plugin import in_one_line
+from megatron_run.registry.hooks import in_one_line
 from megatron_run_engine.checkpoint.step_folder import CHECKPOINTS, Checkpoints
 from megatron_run_engine.launch.rank_output import last_log_line
 from megatron_run_engine.launch.results import RankResult, RunResult

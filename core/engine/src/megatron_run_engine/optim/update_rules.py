@@ -20,8 +20,8 @@ from megatron_run.contracts.meaning import FIXED, NOT_LEARNED
 from megatron_run.errors import InputError, let_end
 from megatron_run.errors.wording import advice, did_you_mean
 from megatron_run.registry.choose import is_file
-from megatron_run.registry.load import FileNotRunError, import_file
-from megatron_run.registry.loaded_plugin import in_one_line
+from megatron_run.registry.hooks import in_one_line
+from megatron_run.registry.importing import FileNotRunError, import_file
 from megatron_run_engine.runtime.gradients import DEFAULT_CAPACITY
 
 if TYPE_CHECKING:

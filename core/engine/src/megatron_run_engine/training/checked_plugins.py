@@ -20,7 +20,7 @@ from torch import nn
 from megatron_run.contracts import ParallelLayers, Scaler, StackedLayers
 from megatron_run.contracts.data import DOCUMENTS, LABELS, LOSS_MASK, POSITIONS, TOKENS
 from megatron_run.errors import DataError, PluginError, RunError
-from megatron_run.registry.loaded_plugin import in_one_line, said_type
+from megatron_run.registry.hooks import in_one_line, said_type
 from megatron_run_engine.runtime.parameter_init import unspecified
 
 if TYPE_CHECKING:

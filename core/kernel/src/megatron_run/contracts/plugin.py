@@ -31,6 +31,8 @@ KINDS: Mapping[str, int] = MappingProxyType(
 )
 #: The kinds of which a run chooses plugins: each is a section of a configuration. A format serves one conversion.
 RUN_KINDS = tuple(kind for kind in KINDS if kind != "format")
+#: What a package may offer besides plugins: commands of ``megatron-run``. A command has no PluginInfo, and no options.
+COMMAND = "command"
 #: Kinds of which a run may choose several plugins, and what separates their names.
 SEPARATORS: Mapping[str, str] = MappingProxyType({"parallel-layer": "+", "observer": ","})
 
@@ -38,10 +40,10 @@ SEPARATORS: Mapping[str, str] = MappingProxyType({"parallel-layer": "+", "observ
 def check_kind(word: str, origin: str, kinds: Iterable[str] = tuple(KINDS)) -> str:
     """The kind that ``word`` names; ``parallel_layer`` is read as ``parallel-layer``. Raises :class:`InputError`.
 
-    The error for an unknown one lists ``kinds``.
+    The error for an unknown one lists ``kinds``, which may hold ``command`` too.
     """
     kind = word.replace("_", "-")
-    if kind not in KINDS:
+    if kind not in (*KINDS, *kinds):
         listed = f"the kinds are {', '.join(kinds)}"
         raise InputError(f"unknown kind {word!r}", origin=origin, fix=advice(did_you_mean(kind, kinds), listed))
     return kind
@@ -61,7 +63,7 @@ def check_run_kind(word: str, origin: str) -> str:
 
 
 def entry_point_group(kind: str) -> str:
-    """The entry-point group of ``kind``: ``parallel-layer`` -> ``megatron_run.parallel_layer``."""
+    """The entry-point group of ``kind``, or of commands: ``parallel-layer`` -> ``megatron_run.parallel_layer``."""
     return f"megatron_run.{kind.replace('-', '_')}"
 
 

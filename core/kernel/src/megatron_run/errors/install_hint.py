@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from shlex import quote
 
-from megatron_run.errors import EngineMissingError
+from megatron_run.errors import EngineMissingError, PluginError
 
 #: The distribution that brings torch, and the modules that come with it.
 ENGINE = "megatron-run-engine"
@@ -20,6 +20,18 @@ def check_engine(cause: BaseException, what: str, origin: str = "") -> None:
     if missing and missing.partition(".")[0] in ENGINE_MODULES:
         why = f"it needs the engine, and there is no module {missing!r}"
         raise EngineMissingError(what, why=why, origin=origin, fix=f"type: {how_to_install(ENGINE)}") from cause
+
+
+def check_installed(cause: BaseException, what: str) -> None:
+    """Raise as :func:`check_engine`, and :class:`PluginError` for a package of any other distribution of this project.
+
+    The import package ``megatron_run_planner`` comes with the distribution ``megatron-run-planner``, and so each.
+    """
+    check_engine(cause, what)
+    package = (cause.name or "").partition(".")[0] if isinstance(cause, ModuleNotFoundError) else ""
+    if package.startswith("megatron_run_"):
+        fix = f"type: {how_to_install(package.replace('_', '-'))}"
+        raise PluginError(what, why=f"there is no module {package!r}", fix=fix) from cause
 
 
 def how_to_install(distribution: str, kernel: Path = Path(__file__)) -> str:

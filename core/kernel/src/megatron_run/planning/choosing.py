@@ -23,8 +23,9 @@ from megatron_run.errors.wording import advice
 from megatron_run.files.safe_folder import SafeFolder, parse_json
 from megatron_run.registry.choose import choose, is_file
 from megatron_run.registry.discover import Catalog, Entry, SourceDigests
+from megatron_run.registry.importing import FileNotRunError
 from megatron_run.registry.known import known_plugin
-from megatron_run.registry.load import FileNotRunError, from_object, load
+from megatron_run.registry.load import from_object, load
 from megatron_run.registry.loaded_plugin import Plugin, UncheckedOptions, unloaded
 
 #: Kinds to which a plugin handed in from Python is added instead of replacing what was chosen.

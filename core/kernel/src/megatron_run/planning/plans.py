@@ -16,7 +16,8 @@ from megatron_run.pipeline.verify import check_layout, check_same_places, verify
 from megatron_run.planning.batch_size import BatchSizes, total_samples, total_steps
 from megatron_run.planning.layer_split import is_uneven, layer_counts
 from megatron_run.planning.learning_rate import LearningRate, WeightDecay
-from megatron_run.registry.loaded_plugin import Plugin, in_one_line
+from megatron_run.registry.hooks import in_one_line
+from megatron_run.registry.loaded_plugin import Plugin
 
 Answer = TypeVar("Answer")
 

@@ -2,7 +2,7 @@
 
 ``discover`` reads installed metadata and imports nothing; ``choose`` picks one entry; ``load`` imports it, registers
 its hooks and returns a :class:`~megatron_run.registry.loaded_plugin.Plugin`, whose ``create`` makes the object that a
-run uses.
+run uses. ``commands`` and ``loaded_command`` do so for what packages add to ``megatron-run``.
 
 Imports: contracts, errors, hookspecs.
 """

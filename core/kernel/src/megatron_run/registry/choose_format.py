@@ -23,9 +23,10 @@ from megatron_run.errors import CheckpointError, InputError, PluginError, RunErr
 from megatron_run.errors.wording import advice, did_you_mean, from_hub, near_path
 from megatron_run.registry.choose import choose, is_file
 from megatron_run.registry.discover import Catalog, Entry, scan
+from megatron_run.registry.hooks import in_one_line
 from megatron_run.registry.known import KNOWN, known_plugin
 from megatron_run.registry.load import load
-from megatron_run.registry.loaded_plugin import Plugin, in_one_line
+from megatron_run.registry.loaded_plugin import Plugin
 
 _KIND = "format"
 #: What reads a source.

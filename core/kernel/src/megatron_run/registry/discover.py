@@ -6,6 +6,7 @@ The digest of a plugin's source code, by which ranks detect that they run differ
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from types import ModuleType
 from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import canonicalize_name
 
-from megatron_run.contracts.plugin import KINDS, entry_point_group
+from megatron_run.contracts.plugin import COMMAND, KINDS, entry_point_group
 from megatron_run.errors.install_hint import ENGINE
 from megatron_run.errors.wording import did_you_mean
 
@@ -27,12 +28,15 @@ KERNEL = "megatron-run-core"
 BUILT_IN = (KERNEL, ENGINE)
 
 _PREFIX = "megatron_run."
-_KIND_OF_GROUP = {entry_point_group(kind): kind for kind in KINDS}
+_KIND_OF_GROUP = {entry_point_group(kind): kind for kind in (*KINDS, COMMAND)}
+_WORD = "[a-z0-9]+(-[a-z0-9]+)*"
+#: The name of a command's entry point: the words after ``megatron-run``, joined by full stops.
+_COMMAND_NAME = re.compile(rf"{_WORD}(\.{_WORD})*")
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One plugin as metadata describes it, before any import.
+    """One plugin, or one command, as metadata describes it, before any import.
 
     ``value`` is the entry point's object reference (``package`` or ``package:attribute``), or the path of a
     single-file plugin. ``requires_kernel`` is the version specifier of its requirement on the kernel, empty when it
@@ -75,14 +79,15 @@ def plain_name(word: str) -> str:
 
 @dataclass(frozen=True)
 class Catalog:
-    """Every plugin found, in the order of the search path, and ``notices`` about what was odd."""
+    """Every plugin and command found, in the order of the search path, and ``notices`` about what was odd."""
 
     entries: tuple[Entry, ...]
     notices: tuple[str, ...] = ()
+    commands: tuple[Entry, ...] = ()
 
     def of_kind(self, kind: str) -> tuple[Entry, ...]:
-        """The entries of ``kind``, built-ins first, then by name."""
-        mine = (entry for entry in self.entries if entry.kind == kind)
+        """The entries of ``kind``, which may be ``command``: built-ins first, then by name."""
+        mine = (entry for entry in (*self.entries, *self.commands) if entry.kind == kind)
         return tuple(sorted(mine, key=lambda entry: (not entry.builtin, entry.name, entry.distribution)))
 
     def offering(self, kind: str, name: str) -> tuple[Entry, ...]:
@@ -109,20 +114,25 @@ class _Offer:
         return canonicalize_name(self.name)
 
 
-def scan(paths: Sequence[str] | None = None) -> Catalog:
-    """Read the entry points of every distribution on ``paths`` (default: ``sys.path``)."""
+def scan(paths: Sequence[str] | None = None, kind: str = "") -> Catalog:
+    """Read the entry points of every distribution on ``paths`` (default: ``sys.path``).
+
+    With a ``kind`` only distributions that offer it are looked at, with all that they offer: a third of the time.
+    """
+    group = entry_point_group(kind) if kind else _PREFIX
     found = Distribution.discover() if paths is None else Distribution.discover(path=list(paths))
     entries: list[Entry] = []
     notices: list[str] = []
-    for offer in _first_of_each(_readable(found, notices), notices):
+    for offer in _first_of_each(_readable(found, group, notices), notices):
         entries += _entries(offer, notices)
-    return Catalog(tuple(entries), tuple(notices))
+    plugins = tuple(entry for entry in entries if entry.kind != COMMAND)
+    return Catalog(plugins, tuple(notices), tuple(entry for entry in entries if entry.kind == COMMAND))
 
 
-def _readable(found: Iterable[Distribution], notices: list[str]) -> Iterator[_Offer]:
-    """The plugins that distributions offer; one with broken metadata gets a notice and is skipped."""
+def _readable(found: Iterable[Distribution], group: str, notices: list[str]) -> Iterator[_Offer]:
+    """The offers of distributions that name ``group``; one with broken metadata gets a notice and is skipped."""
     for distribution in found:
-        if _PREFIX not in (distribution.read_text("entry_points.txt") or ""):
+        if group not in (distribution.read_text("entry_points.txt") or ""):
             continue
         folder = str(Path(str(distribution.locate_file(""))).resolve())
         try:
@@ -162,6 +172,11 @@ def _entries(offer: _Offer, notices: list[str]) -> Iterator[Entry]:
         kind = _KIND_OF_GROUP.get(point.group)
         if kind is None:
             notices.append(_unknown_group(point, f"{name} {version}"))
+        elif kind == COMMAND and not _COMMAND_NAME.fullmatch(point.name):
+            notices.append(
+                f"{name} {version} offers {point.name!r}, "
+                "which can be no command; write lower-case words with a full stop between them, as data.cache"
+            )
         elif (kind, point.name) in seen:
             notices.append(f"{name} {version} offers {kind}={point.name} twice: the first is used")
         else:

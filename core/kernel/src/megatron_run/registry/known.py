@@ -1,8 +1,10 @@
-"""First-party plugins that may not be installed: for hints and for planning without the engine."""
+"""First-party plugins and commands that may not be installed: for hints and for planning without the engine."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from megatron_run.errors.install_hint import ENGINE, how_to_install
 
@@ -76,6 +78,22 @@ KNOWN: tuple[Known, ...] = (
     Known("format", "megatron", frozenset({"import", "launch-script"})),
     Known("format", "peft", frozenset({"adapters", "export"}), within="huggingface"),
     # [[[end]]]
+)
+
+
+#: First-party commands and groups of them, by the names of their entry points, with the distribution that brings each.
+KNOWN_COMMANDS: Mapping[str, str] = MappingProxyType(
+    {
+        # [[[cog from tests.support import first_party; cog.outl('\n'.join(first_party.known_commands())) ]]]
+        "data": "megatron-run-data-indexed",
+        "data.cache": "megatron-run-engine",
+        "eval": "megatron-run-inference",
+        "export": "megatron-run-engine",
+        "generate": "megatron-run-inference",
+        "import": "megatron-run-engine",
+        "plan": "megatron-run-planner",
+        # [[[end]]]
+    }
 )
 
 

@@ -3,34 +3,18 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import replace
-from hashlib import sha256
-from importlib.machinery import SourceFileLoader
-from importlib.metadata import EntryPoint
-from importlib.util import module_from_spec, spec_from_loader
-from pathlib import Path
-from traceback import extract_tb
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import pluggy
 
-from megatron_run import hookspecs
-from megatron_run.contracts.plugin import KINDS, PluginInfo, entry_point_group
+from megatron_run.contracts.plugin import KINDS, PluginInfo
 from megatron_run.errors import PluginError, let_end
-from megatron_run.errors.install_hint import check_engine
 from megatron_run.registry.discover import SourceDigests, source_digest
-from megatron_run.registry.loaded_plugin import (
-    CONTRACTS,
-    Plugin,
-    factory_hook,
-    hook_difference,
-    in_one_line,
-    info_difference,
-)
+from megatron_run.registry.hooks import hook_difference, in_one_line, missing_hook, registered
+from megatron_run.registry.importing import import_entry
+from megatron_run.registry.loaded_plugin import CONTRACTS, Plugin, factory_hook, info_difference
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -53,17 +37,8 @@ def load(entry: Entry, origin: str, digests: SourceDigests | None = None) -> Plu
     tells this process to end. Where a module of the engine is missing it is an
     :class:`~megatron_run.errors.EngineMissingError`.
     """
-    try:
-        holder, module = _file_as_plugin(entry.file) if entry.file else _import_installed(entry)
-    except FileNotRunError:
-        raise
-    except BaseException as cause:
-        let_end(cause)
-        what = f"plugin {entry} of {entry.source} cannot be imported"
-        check_engine(cause, what, origin)
-        place = _own_line(cause, entry)
-        fix = f"{f'correct {place}, ' if place else ''}choose another plugin, or see the whole cause with --debug"
-        raise PluginError(what, why=in_one_line(cause), origin=origin, fix=fix) from cause
+    what = f"plugin {entry} of {entry.source} cannot be imported"
+    holder, module = import_entry(entry, what, origin, "choose another plugin")
     try:
         kind = entry.kind or _only_kind(holder)
         info, factory = _register(holder, kind, entry.name, entry.source, any_name=entry.file is not None)
@@ -82,21 +57,6 @@ def load(entry: Entry, origin: str, digests: SourceDigests | None = None) -> Plu
         factory=factory,
         entry=entry,
     )
-
-
-def _own_line(cause: BaseException, entry: Entry) -> str:
-    """The last line of the plugin's own that led to ``cause``, ``line 3 of ./mine.py``; empty where there is none."""
-    places = [(frame.filename, frame.lineno) for frame in extract_tb(cause.__traceback__)]
-    if isinstance(cause, SyntaxError) and cause.filename:
-        places.append((cause.filename, cause.lineno))
-    package = entry.value.replace(":", ".").partition(".")[0]
-
-    def own(file: Path) -> bool:
-        if entry.file:
-            return file.absolute().parent == entry.file.absolute().parent
-        return package in (*file.parts, file.stem)
-
-    return next((f"line {line} of {file}" for file, line in reversed(places) if own(Path(file))), "")
 
 
 def from_object(candidate: object, origin: str = "python") -> Plugin:
@@ -167,18 +127,13 @@ def _register(
 
     With ``any_name`` the plugin may call itself something else: the file's name wins. Raises :class:`PluginError`.
     """
-    # A manager of its own: one plugin's hooks never answer for another's, a broken one leaves nothing pending for the
-    # next, and a module may be loaded any number of times.
-    manager = pluggy.PluginManager("megatron_run")
-    manager.add_hookspecs(hookspecs)
     try:
-        manager.register(holder, name=f"{kind}={name}")
-        manager.check_pending()
-    except pluggy.PluginValidationError as cause:
-        raise _differs(kind, name, source, hook_difference(holder) or in_one_line(cause)) from cause
+        manager = registered(holder, f"{kind}={name}")
+    except PluginError as cause:
+        raise _differs(kind, name, source, cause.what) from cause
     for hook in ("megatron_run_plugin_info", factory_hook(kind)):
         if not getattr(manager.hook, hook).get_hookimpls():
-            raise _differs(kind, name, source, _missing(holder, hook))
+            raise _differs(kind, name, source, missing_hook(holder, hook))
     info = _ask_info(manager, kind, name, source)
     if any_name and isinstance(getattr(info, "name", None), str):
         info = replace(info, name=name)
@@ -203,63 +158,3 @@ def _differs(kind: str, name: str, source: str, difference: str) -> PluginError:
         why=difference,
         fix=f"choose another {kind}, or correct this one",
     )
-
-
-def _missing(holder: object, hook: str) -> str:
-    if callable(getattr(holder, hook, None)):
-        return f"{hook} is not marked @hookimpl"
-    return f"it has no {hook}"
-
-
-def _import_installed(entry: Entry) -> tuple[object, ModuleType]:
-    """The object that the entry point refers to (a module, or an attribute of one), and the module."""
-    point = EntryPoint(entry.name, entry.value, entry_point_group(entry.kind))
-    return point.load(), sys.modules[point.module]
-
-
-def _file_as_plugin(path: Path) -> tuple[object, ModuleType]:
-    module = import_file(path)
-    return module, module
-
-
-class FileNotRunError(PluginError):
-    """A configuration names a Python file, and who reads it wants none to be run."""
-
-
-_RUN: ContextVar[bool] = ContextVar("files_are_run", default=True)
-
-
-@contextmanager
-def no_files_run() -> Iterator[None]:
-    """Within the block, in this thread, :func:`import_file` raises :class:`FileNotRunError` and runs nothing."""
-    before = _RUN.set(False)
-    try:
-        yield
-    finally:
-        _RUN.reset(before)
-
-
-def import_file(path: Path) -> ModuleType:
-    """Run the file as a module of its own name, so that two files of one name do not collide.
-
-    It may import its neighbours, which hide no module that is installed: their folder comes last in the search.
-    Every file that a configuration names is run here, and not within :func:`no_files_run`.
-    """
-    if not _RUN.get():
-        raise FileNotRunError(f"the file {path} is not run", why="this command reads a configuration and runs nothing")
-    source = path.read_bytes()
-    if str(path.parent) not in sys.path:
-        sys.path.append(str(path.parent))
-    name = f"megatron_run_file_{sha256(str(path).encode()).hexdigest()[:8]}_{path.stem}"
-    loader = SourceFileLoader(name, str(path))
-    spec = spec_from_loader(name, loader)
-    if spec is None:
-        raise ImportError(f"{path} is not a Python file")
-    module = module_from_spec(spec)
-    sys.modules[name] = module  # pydantic and dataclasses look up annotations there
-    try:
-        exec(loader.source_to_code(source, str(path)), module.__dict__)
-    except BaseException:
-        del sys.modules[name]
-        raise
-    return module

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
-from traceback import extract_tb
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from megatron_run import hookspecs
 from megatron_run.contracts import (
     DataSource,
     Format,
@@ -27,7 +24,7 @@ from megatron_run.contracts import (
 from megatron_run.contracts.plugin import KINDS, RUN_KINDS, PluginInfo
 from megatron_run.errors import PluginError, RunError, let_end
 from megatron_run.errors.install_hint import check_engine
-from megatron_run.errors.wording import did_you_mean
+from megatron_run.registry.hooks import in_one_line, said_type
 from megatron_run.registry.known import known_plugin
 
 if TYPE_CHECKING:
@@ -238,31 +235,6 @@ _INFO_TYPES: Mapping[str, type] = {
 _CHECKS: Mapping[str, str] = {"check_config": "the configuration", "check_device": "the device"}
 
 
-def in_one_line(cause: BaseException, *, where: bool = False) -> str:
-    """An exception of a plugin as part of a message: ``ValueError: what it says``; ``where``: also who raised it."""
-    last = extract_tb(cause.__traceback__)[-1:] if where else ()
-    place = "".join(f" ({Path(each.filename).name}, line {each.lineno})" for each in last)
-    return f"{type(cause).__name__}: {' '.join(str(cause).split())}{place}"
-
-
-def said_type(value: object) -> str:
-    """The type of an unexpected value: ``None``, or ``an object of type int``."""
-    return "None" if value is None else f"an object of type {type(value).__name__}"
-
-
-def hook_difference(holder: object) -> str:
-    """The first hook of ``holder`` that is unknown, or asks for an argument that its hook does not have."""
-    known = {name: _arguments(spec) for name, spec in vars(hookspecs).items() if name.startswith("megatron_run_")}
-    for name, implementation in _implementations(holder):
-        if name not in known:
-            return f"unknown hook {name}; {did_you_mean(name, known) or 'the hooks are ' + ', '.join(sorted(known))}"
-        extra = [argument for argument in _arguments(implementation) if argument not in known[name]]
-        if extra:
-            has = ", ".join(known[name]) or "no arguments"
-            return f"{name} has no argument {extra[0]!r}; it has {has}"
-    return ""
-
-
 def info_difference(info: object, kind: str, name: str) -> str:
     """How the answer to ``megatron_run_plugin_info`` is wrong for ``kind=name``, or an empty string."""
     if not isinstance(info, PluginInfo):
@@ -291,19 +263,6 @@ def _options_difference(options: object) -> str:
     if not options.model_config.get("frozen") or options.model_config.get("extra") != "forbid":
         return f'says options={options.__name__}, which must set ConfigDict(frozen=True, extra="forbid")'
     return ""
-
-
-def _implementations(holder: object) -> Iterator[tuple[str, object]]:
-    """Everything that ``holder`` marks with ``@hookimpl``, under the name of the hook it implements."""
-    for attribute in dir(holder):
-        member = getattr(holder, attribute, None)
-        marked = getattr(member, "megatron_run_impl", None)  # set by pluggy.HookimplMarker("megatron_run")
-        if isinstance(marked, dict):
-            yield marked.get("specname") or attribute, member
-
-
-def _arguments(function: object) -> tuple[str, ...]:
-    return tuple(inspect.signature(function).parameters) if callable(function) else ()
 
 
 def _takes_two(function: object) -> bool:

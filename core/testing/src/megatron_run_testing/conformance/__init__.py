@@ -20,13 +20,16 @@ from megatron_run.config.fields import fields_of
 from megatron_run.config.origin import DEFAULT, Key, Value, section_of
 from megatron_run.config.sources import command_line_source
 from megatron_run.config.validate import validate
-from megatron_run.contracts.plugin import KINDS, SEPARATORS, entry_point_group
+from megatron_run.contracts.plugin import COMMAND, KINDS, SEPARATORS, entry_point_group
 from megatron_run.errors import EngineMissingError, Findings, InputError, PluginError, RunError
 from megatron_run.errors.install_hint import check_engine
 from megatron_run.registry.choose import choose
+from megatron_run.registry.commands import choose_command, missing_command
 from megatron_run.registry.discover import Entry, scan
+from megatron_run.registry.hooks import in_one_line
 from megatron_run.registry.load import load
-from megatron_run.registry.loaded_plugin import Plugin, in_one_line
+from megatron_run.registry.loaded_command import load_command
+from megatron_run.registry.loaded_plugin import Plugin
 from megatron_run_testing import Check
 
 
@@ -177,7 +180,7 @@ class _Network(BaseModel):
 
 
 def check(target: str, sets: Iterable[str] = ()) -> tuple[Report, ...]:
-    """Run the conformance suite on ``target``: ``KIND=NAME``, the folder of a package, or a file ``./mine.py``.
+    """Run the conformance suite on ``target``: ``KIND=NAME``, ``command=NAME``, the folder of a package, or a file.
 
     A file may be named as for a run, ``KIND=./mine.py``; so may layers that are stacked,
     ``parallel-layer=BELOW+NAME`` or ``BELOW+./mine.py``, and then the last is under test. A package may offer several
@@ -199,11 +202,15 @@ def check(target: str, sets: Iterable[str] = ()) -> tuple[Report, ...]:
     if stacked:
         *below, top = (choose(scan(), kind, word, f"plugins check {target}") for word in name.split("+"))
         return (_report(top, options, below),)
+    if equals and kind == COMMAND:
+        return (_report_command(_installed_command(name)),)
     if equals:
         return (_report(choose(scan(), kind, name, f"plugins check {target}"), options),)
     if path.is_dir():
         with _importable(path):
-            return tuple(_report(entry, options) for entry in project_entries(path))
+            entries = project_entries(path)
+            commands = tuple(_report_command(entry) for entry in entries if entry.kind == COMMAND)
+            return (*(_report(entry, options) for entry in entries if entry.kind != COMMAND), *commands)
     raise InputError(
         f"{target!r} is nothing to check",
         fix="give KIND=NAME of an installed plugin, the folder of a package, or a file such as ./mine.py",
@@ -211,7 +218,10 @@ def check(target: str, sets: Iterable[str] = ()) -> tuple[Report, ...]:
 
 
 def project_entries(folder: Path) -> tuple[Entry, ...]:
-    """The plugins that the ``pyproject.toml`` of ``folder`` offers. Raises :class:`InputError` if it has none."""
+    """The plugins and commands that the ``pyproject.toml`` of ``folder`` offers.
+
+    Raises :class:`InputError` if it has none.
+    """
     file = folder / "pyproject.toml"
     try:
         project = tomllib.loads(file.read_text(encoding="utf-8")).get("project", {})
@@ -227,7 +237,7 @@ def project_entries(folder: Path) -> tuple[Entry, ...]:
             version=str(project.get("version", "")),
             location=str(folder.resolve()),
         )
-        for kind in KINDS
+        for kind in (*KINDS, COMMAND)
         for name, value in groups.get(entry_point_group(kind), {}).items()
     )
     if not entries:
@@ -268,6 +278,26 @@ def _report(entry: Entry, values: Mapping[Key, Value], below: Sequence[Entry] = 
             with _recorded(results, check.name) as untried:
                 untried.append(check.run() or "")
     return Report(name, entry.source, tuple(results))
+
+
+def _installed_command(name: str) -> Entry:
+    catalog, place = scan(), name.replace(" ", ".").split(".")
+    if entry := choose_command(catalog, place):
+        return entry
+    raise missing_command(catalog, place, exact=True) or PluginError(f"no installed package has the command {name!r}")
+
+
+def _report_command(entry: Entry) -> Report:
+    from megatron_run_testing.conformance.commands import command_checks
+
+    results: list[Result] = []
+    with _recorded(results, "its module gives the command that its entry point names"):
+        load_command(entry)
+    if results[-1].passed:
+        for check in command_checks(entry):
+            with _recorded(results, check.name) as untried:
+                untried.append(check.run() or "")
+    return Report(str(entry), entry.source, tuple(results))
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from multiprocessing.connection import Connection
 from typing import Any, TypeVar
 
-from megatron_run.registry.loaded_plugin import in_one_line
+from megatron_run.registry.hooks import in_one_line
 from megatron_run_engine.runtime.cuda_libraries import variables_kept
 from megatron_run_testing import CheckFailed
 from megatron_run_testing.ranks import by_value, end_process

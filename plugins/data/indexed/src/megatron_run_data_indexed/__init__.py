@@ -1,20 +1,22 @@
-"""data=indexed: datasets in Megatron's .bin and .idx files."""
+"""data=indexed: datasets in Megatron's .bin and .idx files.
+
+Importing this package is instant, since ``megatron-run --help`` asks ``commands`` for what it adds.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from megatron_run.contracts import DataSource, PluginInfo
 from megatron_run.errors import InputError
 from megatron_run.hookspecs import hookimpl
-from megatron_run_data_indexed.options import IndexedOptions
-from megatron_run_engine.data.option_types import validation_notice
 
 if TYPE_CHECKING:
+    from megatron_run.contracts import DataSource, PluginInfo
     from megatron_run.contracts.schema import Config
+    from megatron_run_data_indexed.options import IndexedOptions
 
-__all__ = ["IndexedOptions", "megatron_run_create_data", "megatron_run_plugin_info"]
+__all__ = ["megatron_run_create_data", "megatron_run_plugin_info"]
 
 #: Seeds of NumPy's RandomState, which shuffles for megatron-core, lie below.
 _SEEDS = 2**32
@@ -25,6 +27,8 @@ def check_config(config: Config, options: IndexedOptions) -> Iterator[str]:
 
     Raises :class:`InputError` for an option without effect, and for a seed that megatron-core could not have.
     """
+    from megatron_run_engine.data.option_types import validation_notice
+
     yield from validation_notice(options.split)
     for name in ("samples", "cache"):
         if getattr(options, name) is not None and options.order != "megatron":
@@ -48,6 +52,9 @@ def check_config(config: Config, options: IndexedOptions) -> Iterator[str]:
 @hookimpl
 def megatron_run_plugin_info() -> PluginInfo:
     """Plugin indexed of kind data."""
+    from megatron_run.contracts import PluginInfo
+    from megatron_run_data_indexed.options import IndexedOptions
+
     return PluginInfo("data", "indexed", options=IndexedOptions, check_config=check_config)
 
 

@@ -66,7 +66,7 @@ its pieces are not the whole state         ``checkpoint.manifest.make_manifest``
 could not be saved                         ``checkpoint.saving.Saver``
 could not be removed                       ``checkpoint.saving.Saver``
 *elsewhere*: generating, and importing
-are of another model                       ``inference.network``
+are of another model                       ``megatron_run_inference.network``
 is not read                                ``checkpoint.files.followed``
 is not read                                ``checkpoint.kept_files.read_own``
 is not beside it                           ``checkpoint.kept_files.tokenizer_of``

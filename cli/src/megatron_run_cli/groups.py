@@ -1,0 +1,159 @@
+"""Groups of commands: each has its own, and those that packages add to it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import click
+from click.shell_completion import CompletionItem
+
+from megatron_run.contracts.plugin import COMMAND
+from megatron_run.errors import InputError, PluginError
+from megatron_run.errors.wording import did_you_mean
+from megatron_run.registry.commands import (
+    EXAMPLE,
+    choose_command,
+    missing_command,
+    next_words,
+    offered_twice,
+)
+from megatron_run.registry.discover import Catalog, scan
+from megatron_run_cli.output import tell_error
+
+_CATALOG = "megatron_run_cli.catalog"
+
+
+def catalog_of(context: click.Context) -> Catalog:
+    """The installed packages' commands, from one scan a command line."""
+    found: Catalog = context.meta.setdefault(_CATALOG, None) or scan(kind=COMMAND)
+    context.meta[_CATALOG] = found
+    return found
+
+
+def place_of(context: click.Context) -> tuple[str, ...]:
+    """The words of the command of ``context``, without the program's."""
+    words: list[str] = []
+    while context.parent is not None:
+        words.insert(0, str(context.info_name))
+        context = context.parent
+    return tuple(words)
+
+
+def is_own(program: click.Command, place: Sequence[str]) -> bool:
+    """Whether the command line itself has a command at ``place``, where no package's would be found."""
+    found: click.Command | None = program
+    for word in place:
+        found = found.commands.get(word) if isinstance(found, click.Group) else None
+    return found is not None
+
+
+def example(words: str) -> str:
+    """The ``epilog`` of a command that wants an argument or option: a whole command line, which an error quotes too."""
+    return f"\b\n{EXAMPLE}megatron-run {words}"
+
+
+def example_of(command: click.Command) -> str:
+    """The command line that the help of ``command`` ends with, empty where there is none."""
+    return " ".join((command.epilog or "").partition(EXAMPLE)[2].split())
+
+
+class Commands(click.Group):
+    """A group to which packages may add commands, and that tells which it has to whoever names another one.
+
+    The command line's own come first, and are found without a scan of what is installed.
+    """
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """The words that may follow."""
+        return sorted({*self.commands, *next_words(catalog_of(ctx), place_of(ctx))})
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """The command of that word, None for an unknown one.
+
+        It is None too, and told in a line unless a shell asks, for one of a package that is broken: others go on.
+        """
+        try:
+            return self.find_command(ctx, cmd_name)
+        except PluginError as error:
+            if not ctx.resilient_parsing:
+                tell_error(str(error))
+            return None
+
+    def find_command(self, ctx: click.Context, word: str) -> click.Command | None:
+        """The command of that word, None for an unknown one.
+
+        Raises :class:`PluginError` for one that several distributions offer, or that cannot be loaded.
+        """
+        place = (*place_of(ctx), word)
+        own, program = self.commands.get(word), ctx.find_root().command
+        if own is not None and place[0] in getattr(program, "commands", ()):
+            return own
+        catalog = catalog_of(ctx)
+        entry = choose_command(catalog, place)
+        if own is not None and entry is not None:
+            group = choose_command(catalog, place[:1])
+            raise offered_twice(place, [each.source for each in (group, entry) if each])
+        if own is not None:
+            return own
+        if entry is not None:
+            from megatron_run.registry.loaded_command import load_command
+
+            return load_command(entry)
+        sources = next_words(catalog, place[:-1]).get(word)
+        return Commands(word, help=f"Commands of {' and '.join(sources)}.") if sources else None
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """The command that ``args`` name.
+
+        Raises :class:`InputError` where they name none, and :class:`PluginError` where its package is broken or not
+        installed.
+        """
+        word, *rest = args
+        if word.startswith("-"):
+            return super().resolve_command(ctx, args)
+        if command := self.find_command(ctx, word):
+            return word, command, rest
+        raise self._unknown(ctx, word)
+
+    def _unknown(self, ctx: click.Context, word: str) -> InputError | PluginError:
+        place, catalog, known = (*place_of(ctx), word), catalog_of(ctx), self.list_commands(ctx)
+        meant = did_you_mean(word, known)
+        missing = missing_command(catalog, place, exact=bool(meant))
+        return missing or InputError(
+            f"{ctx.command_path} has no command {word!r}", fix=meant or f"its commands are {', '.join(known)}"
+        )
+
+
+class DefaultGroup(Commands):
+    """A group whose command ``default`` may be left out."""
+
+    default: str
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Put the command in front unless the first word is a command or an option of the group.
+
+        A first word that a shell completes, which is not among ``args``, may still become either.
+        """
+        if ctx.resilient_parsing and not args:
+            return super().parse_args(ctx, args)
+        first = args[0] if args else ""
+        if first not in ("-h", "--help", "--version") and not self.has(ctx, first):
+            args = [self.default, *args]
+        return super().parse_args(ctx, args)
+
+    def has(self, ctx: click.Context, word: str) -> bool:
+        """Whether ``word`` is a command, be it of a package that is not installed."""
+        if word in self.commands:
+            return True
+        place, catalog = (*place_of(ctx), word), catalog_of(ctx)
+        return word in next_words(catalog, place[:-1]) or missing_command(catalog, place, exact=True) is not None
+
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem[str]]:
+        """The commands, and what may be the first word of the one that may be left out."""
+        command = self.commands[self.default]
+        with command.make_context(self.default, [], parent=ctx, resilient_parsing=True) as inner:
+            first = next(each for each in command.params if isinstance(each, click.Argument))
+            place = command if incomplete.startswith("-") else first
+            return [*super().shell_complete(ctx, incomplete), *place.shell_complete(inner, incomplete)]

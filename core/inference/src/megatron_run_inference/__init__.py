@@ -1,0 +1,25 @@
+"""Models that were trained or imported, put to use: loaded on any topology, called, and made to write.
+
+Reading order: ``source`` (what lies in a folder), ``network`` (this rank's part of the model, with its weights),
+``text_stream`` (token by token to text), ``loaded_model`` (what a user of Python holds), ``conversation`` (a talk with
+it), ``job`` (what the ranks of a command do), ``evaluation`` and ``harness`` (what a model knows).
+
+Importing this package is instant: the public names below are loaded when first used.
+"""
+
+from __future__ import annotations
+
+from megatron_run.lazy import lazy_names
+
+__version__ = "0.1.0"
+
+#: Public name -> the module that holds it.
+_PUBLIC = {
+    "Completion": "megatron_run_inference.text_stream",
+    "LoadedModel": "megatron_run_inference.loaded_model",
+    "Writing": "megatron_run_inference.writing",
+    "load": "megatron_run_inference.loaded_model",
+}
+
+__all__ = ["__version__", *sorted(_PUBLIC)]  # noqa: PLE0604  # the names are the keys above
+__getattr__, __dir__ = lazy_names(__name__, _PUBLIC)
