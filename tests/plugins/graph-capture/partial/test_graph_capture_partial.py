@@ -179,7 +179,7 @@ EXPERTS = GptOptions(
     dropout=0.1,
     experts=ExpertOptions(count=4, z_loss_coeff=1e-3),
 )
-MIXTURES = {"dropless": EXPERTS, "capacity": EXPERTS.model_copy(update=CAPACITY)}
+MIXTURES = {"dropless": EXPERTS, "capacity": changed(EXPERTS, CAPACITY)}
 #: How many of them are captured.
 SEGMENTS = ("attn", "moe_router", "moe_preprocess", "moe_combine")
 #: What leaves a graph into eager code: weights of the router, maps of tokens, what experts made of them.

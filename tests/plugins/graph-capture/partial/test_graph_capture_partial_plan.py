@@ -64,7 +64,7 @@ def test_names_of_different_stages_may_be_in_one_scope() -> None:
 
 def test_what_has_no_backward_is_planned_and_captured_without() -> None:
     """Maps of tokens are whole numbers."""
-    model = changed(SMALL, {"experts.count": 2, "experts.top_k": 1})
+    model = changed(SMALL, {"experts.count": 2, "experts.top_k": 1, "experts.router.pre_softmax": True})
     pipeline = Pipeline(Sequential(), 2, model=model, scope=("moe_preprocess",))
     pipeline.step(1)
     (size,), (stage,) = pipeline.start_capture(), pipeline.stages

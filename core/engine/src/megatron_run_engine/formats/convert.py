@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from megatron_run import __version__
-from megatron_run.config.values import nested
+from megatron_run.config.values import flat, nested
 from megatron_run.config.yaml import yaml_text
 from megatron_run.contracts.format import ADAPTERS, ReadTensor, Weights
 from megatron_run.contracts.optimizer import MASTER, StatePiece
@@ -350,7 +350,7 @@ def _sections(weights: Weights) -> dict[str, dict[str, Any]]:
 
 
 def _identity(weights: Weights) -> dict[str, Any]:
-    return {f"{section}.{key}": value for section, keys in _sections(weights).items() for key, value in keys.items()}
+    return flat(_sections(weights))
 
 
 def _config_text(weights: Weights, source: str, folder: Path, kept: TokenizerFiles | None) -> str:
@@ -358,7 +358,8 @@ def _config_text(weights: Weights, source: str, folder: Path, kept: TokenizerFil
     sections = {"run": {"init_from": str(folder.absolute())}, **_sections(weights)}
     if kept is not None:
         sections["data"] = {"use": "text", "tokenizer": str(folder.absolute() / kept.name)}
-    sections["model"] = {key: value for key, value in sections["model"].items() if key in {"use", *weights.config}}
+    given = {"use", *flat(weights.config)}
+    sections["model"] = nested({key: value for key, value in flat(sections["model"]).items() if key in given})
     return f"# Imported from {source.splitlines()[0]}\n{yaml_text({'version': 1, **sections})}"
 
 
