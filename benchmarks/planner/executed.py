@@ -20,9 +20,9 @@ from typing import Any, NamedTuple
 from benchmarks.planner.configuration import FULL, HALF, SPLIT, Configuration, sized, stages
 from benchmarks.planner.picture import Scale, picture
 from benchmarks.support.report import heading, table
-from megatron_run_engine.training.calibration.on_ranks import Task as Measurement
-from megatron_run_engine.training.calibration.on_ranks import on_ranks
-from megatron_run_engine.training.calibration.survey import (
+from megatron_run_engine.estimate.calibration.on_ranks import Task as Measurement
+from megatron_run_engine.estimate.calibration.on_ranks import on_ranks
+from megatron_run_engine.estimate.calibration.survey import (
     Round,
     read_round,
     slowest,
@@ -30,8 +30,8 @@ from megatron_run_engine.training.calibration.survey import (
     surveyed,
     tasks,
 )
-from megatron_run_engine.training.calibration.timed_run import time_request
-from megatron_run_engine.training.process import processor_name
+from megatron_run_engine.estimate.calibration.timed_run import time_request
+from megatron_run_engine.host.process import processor_name
 from megatron_run_planner.accuracy import Accuracy, Compared, Measured, kendall, summarise
 from megatron_run_planner.accuracy.calibrate import Survey, describe, device_text
 from megatron_run_planner.devices import Device, read_device

@@ -19,13 +19,13 @@ from benchmarks.planner.configuration import FULL, HALF, SPLIT, Configuration, s
 from benchmarks.support.report import table
 from megatron_run.config.request import Request
 from megatron_run.planning import resolve
+from megatron_run_engine.estimate.calibration.on_ranks import Task, on_ranks
+from megatron_run_engine.estimate.model_size import model_size
+from megatron_run_engine.estimate.step_memory import LiveBytes, step_memory
 from megatron_run_engine.run_folder import RunFolder
 from megatron_run_engine.runtime.world import StopRequest, World
 from megatron_run_engine.training.build import build
-from megatron_run_engine.training.calibration.on_ranks import Task, on_ranks
-from megatron_run_engine.training.memory_estimate import model_size
 from megatron_run_engine.training.observers import Observers
-from megatron_run_engine.training.step_memory import LiveBytes, step_memory
 from megatron_run_engine.training.trainer import Trainer
 
 #: Steps whose peak counts: the first makes the optimizer's state, the second knows when gradients are complete.

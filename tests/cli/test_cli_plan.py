@@ -349,7 +349,7 @@ def test_a_calibration_writes_a_device_that_plan_reads(
     capsys: Output, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     measured = asdict(replace(surveyed(TRUE), half_products=[(64, 64, 64, 1e-6)]))
-    monkeypatch.setattr("megatron_run_engine.training.calibration.survey.survey", lambda say: measured)
+    monkeypatch.setattr("megatron_run_engine.estimate.calibration.survey.survey", lambda say: measured)
     file = tmp_path / "here.yaml"
     assert main(["plan", "calibrate", "--device-name", "here", "--output", str(file)]) == 0
     assert "products   88 GFLOP/s, in bf16 524" in capsys.readouterr().out
@@ -362,7 +362,7 @@ def test_a_calibration_writes_a_device_that_plan_reads(
 def test_a_calibration_of_a_gpu_writes_a_device_too(
     capsys: Output, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    module = "megatron_run_engine.training.calibration.gpu_clock"
+    module = "megatron_run_engine.estimate.calibration.gpu_clock"
     monkeypatch.setattr(f"{module}.GpuClock", StandIn)
     file = tmp_path / "here.yaml"
     assert main(["plan", "calibrate", "--device", "cuda", "--output", str(file)]) == 0

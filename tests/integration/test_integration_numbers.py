@@ -42,6 +42,7 @@ def test_what_once_had_no_answer_has_one(name: str, words: tuple[str, ...], samp
     assert not Fuzzed(READERS[name], samples, tmp_path).attempt(json.dumps(words).encode())
 
 
+@pytest.mark.nightly
 def test_a_share_of_all_numbers_has_answers(tmp_path: Path) -> None:
     names = [name for name in READERS if name.endswith("huge numbers")]
     rows = read_all("a huge number", [(name, 6) for name in names], huge, tmp_path, 5, 1)

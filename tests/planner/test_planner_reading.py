@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
 
 from megatron_run.config.request import Request
 from megatron_run.config.values import nested
-from megatron_run.contracts import DataSource
 from megatron_run.contracts.topology import Topology
 from megatron_run.planning import load_config, resolve
+from megatron_run_engine.estimate.step_memory import count_chunks
 from megatron_run_engine.nn.attention import CoreAttention
 from megatron_run_engine.runtime.comm import Groups
 from megatron_run_engine.runtime.parameter_init import count_parameters, describe_parameters
 from megatron_run_engine.training.build import build_chunks, make_context, make_layers, with_vocabulary
-from megatron_run_engine.training.step_memory import count_chunks
 from megatron_run_planner.memory import layer_activations
 from megatron_run_planner.task import read_task
 from tests.support.checkout import KERNEL
@@ -79,7 +78,7 @@ def counted(request: dict[str, Any] | str) -> tuple[float, float]:
     """Parameters of the model with biases and norms, and FLOPs of a token: what one rank would build."""
     plugins = ("schedule=sequential", "data=mock", "optimizer=adamw", "parallel-layer=dense", "graph-capture=none")
     run = load_config(request, sets=ALONE, plugins=plugins, nproc=1)
-    data = cast("DataSource", run.one("data").create())
+    data = run.make_data()
     options = with_vocabulary(run, data)
     context = make_context(run, Topology(run.sizes, 0), Groups(), torch.device("meta"), options, data.fields)
     model, _, chunks = build_chunks(run, context, make_layers(run, context))
@@ -117,8 +116,8 @@ def test_a_layer_keeps_what_the_planner_counts(name: str, parallel: dict[str, An
 @pytest.mark.parametrize("name", KEPT)
 def test_a_dropout_keeps_a_byte_a_value(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """That is the engine's own dropout, and a GPU's. Attention's is left out: a CPU keeps probabilities for it."""
-    of = CoreAttention.of
-    monkeypatch.setattr(CoreAttention, "of", lambda shape, dropout: of(shape, 0.0))
+    shaped = CoreAttention.shaped
+    monkeypatch.setattr(CoreAttention, "shaped", lambda shape, dropout: shaped(shape, 0.0))
     parallel = {"tensor": 2}
     model = {**_GPT, "hidden_size": 1024, "num_heads": 16, **KEPT[name], "dropout": 0.1}
     task = read_task(Request(({**small(model, 1024), "parallel": parallel},)), None)

@@ -13,7 +13,7 @@ from megatron_run.config.request import Request
 from megatron_run.errors import InputError, RunError
 from megatron_run.planning import load_config, resolve
 from megatron_run.planning.run import sections
-from megatron_run_engine.training.memory_estimate import model_size
+from megatron_run_engine.estimate.model_size import model_size
 from megatron_run_planner.devices import read_device, shipped_devices
 from megatron_run_planner.memory import head_activations, layer_activations, least_memory, stage_memory
 from megatron_run_planner.schedules import Schedules, named, spread

@@ -14,8 +14,8 @@ from megatron_run_cli.main import main
 from megatron_run_cli.reports import dry_run
 from megatron_run_cli.reports.dry_run import dry_run_json, dry_run_text
 from megatron_run_cli.reports.memory_report import ROLES
-from megatron_run_engine.training.memory_estimate import model_size
-from megatron_run_engine.training.step_memory import step_memory
+from megatron_run_engine.estimate.model_size import model_size
+from megatron_run_engine.estimate.step_memory import step_memory
 from megatron_run_planner.devices import Device, read_device
 from megatron_run_planner.memory import RESERVED, SLACK
 

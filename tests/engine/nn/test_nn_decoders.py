@@ -172,7 +172,7 @@ def test_windows_and_caps_are_the_same_by_every_way_of_attention(columns: int, d
     query, key, value = (torch.randn(columns, 2, heads, 4, generator=generator).double() for heads in (4, 2, 2))
     shape = AttentionShape(4, 2, 4, 0, scale=0.7, window=9, softcap=3.0)
     for each in (shape, replace(shape, softcap=None)):
-        core = CoreAttention.of(each, dropout).train(mode=False)
+        core = CoreAttention.shaped(each, dropout).train(mode=False)
         keys, values = (x.repeat_interleave(2, dim=2) for x in (key, value))
         scores = 0.7 * torch.einsum("sbnd,cbnd->bnsc", query, keys)
         scores = scores if each.softcap is None else 3 * torch.tanh(scores / 3)

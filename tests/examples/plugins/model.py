@@ -15,6 +15,7 @@ from megatron_run.contracts import (
     ChunkOut,
     Init,
     LinearPart,
+    LinearSpec,
     Microbatch,
     Model,
     ParallelLayers,
@@ -23,7 +24,7 @@ from megatron_run.contracts import (
     Segment,
 )
 from megatron_run.hookspecs import hookimpl
-from megatron_run_engine.runtime.context import BuildContext
+from megatron_run_engine.runtime import BuildContext
 
 INIT = Init("normal", 0.02)
 
@@ -40,8 +41,8 @@ class Block(nn.Module):
     def __init__(self, layers: ParallelLayers, hidden: int) -> None:
         super().__init__()
         self.norm = layers.norm("rmsnorm", hidden)
-        self.up = layers.column_linear(hidden, (LinearPart("up", 4 * hidden),), bias=False, init=INIT)
-        self.down = layers.row_linear(4 * hidden, hidden, bias=False, init=INIT)
+        self.up = layers.column_linear(LinearSpec(hidden, (LinearPart("up", 4 * hidden),), INIT, bias=False))
+        self.down = layers.row_linear(LinearSpec(4 * hidden, hidden, INIT, bias=False))
 
     def forward(self, x: Tensor) -> Tensor:
         """[s, b, h] -> [s, b, h]."""

@@ -263,7 +263,7 @@ def _ours(folder: Path) -> Path:
     """``folder`` if it has saved steps, else its model imported into ``runs``, once for the files that it has."""
     from megatron_run_engine.checkpoint.step_folder import LATEST_STEP, find_step
     from megatron_run_engine.formats.convert import import_model
-    from megatron_run_engine.training.environments import find_world
+    from megatron_run_engine.host.environments import find_world
 
     try:
         return find_step(folder)[0].folder(find_step(folder)[1])

@@ -17,7 +17,7 @@ from megatron_run_cli.reports.schedule_report import BAR, MARGIN, ROW, STAGE, sw
 
 if TYPE_CHECKING:
     from megatron_run.planning import ResolvedRun
-    from megatron_run_engine.training.memory_estimate import ModelSize
+    from megatron_run_engine.estimate.model_size import ModelSize
     from megatron_run_planner.devices import Device
     from megatron_run_planner.memory import RankMemory
     from megatron_run_planner.remedies import Remedies, Remedy

@@ -233,6 +233,9 @@ SPLIT = (
     "stablelm",
     *EXPERTS_SPLIT,
 )
+#: Those that are computed every time: each family, and two ways to stretch rotary positions. The others differ by keys,
+#: which are compared with transformers' for all.
+COMPUTED = (*SPLIT, "llama, yarn", "phi3, long", "gemma2, without windows")
 
 
 def table() -> str:

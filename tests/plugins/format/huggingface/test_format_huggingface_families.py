@@ -28,7 +28,7 @@ from megatron_run_format_huggingface import model_folder
 from megatron_run_format_huggingface.families import FAMILIES
 from megatron_run_inference import load
 from megatron_run_testing.model import Built
-from tests.plugins.format.huggingface.family_cases import BETWEEN, CASES, SMALL, SPLIT, VOCAB, YARN
+from tests.plugins.format.huggingface.family_cases import BETWEEN, CASES, COMPUTED, SMALL, SPLIT, VOCAB, YARN
 from tests.plugins.format.huggingface.saving import save
 from tests.support.installed import found_once
 from tests.support.ranks import run_ranks
@@ -126,7 +126,9 @@ def travelled(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Trave
     return travel
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[pytest.mark.nightly] * (case not in COMPUTED)) for case in CASES]
+)
 def test_logits_and_gradients_are_transformers_and_weights_come_back_bit_by_bit(
     case: str, travelled: Callable[[str], Travelled], tmp_path: Path
 ) -> None:

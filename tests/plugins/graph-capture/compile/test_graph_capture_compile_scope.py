@@ -20,10 +20,10 @@ from megatron_run.config.request import Request
 from megatron_run.contracts import Microbatch, Segment
 from megatron_run.contracts.schedule import Action
 from megatron_run.errors import GraphCaptureError
+from megatron_run.files.user_cache import COMPILED
 from megatron_run.planning import resolve
 from megatron_run_cli.reports.dry_run import dry_run_text
 from megatron_run_engine.builtin.model.gpt import ExpertOptions, GptOptions
-from megatron_run_engine.data.user_cache import COMPILED
 from megatron_run_engine.runtime.context import BuildContext
 from megatron_run_graph_capture_compile.capture import CompileCapture, CompileOptions
 from megatron_run_graph_capture_compile.compiler import find_compiler, own_workers

@@ -41,8 +41,10 @@ def test_it_conforms() -> None:
 @pytest.mark.parametrize(
     ("schedule", "microbatches", "shape", "model", "scope"),
     [
-        (Sequential(), 2, {}, DENSE, ("attn",)),
-        (OneForwardOneBackward(), 3, {"stages": 2}, DENSE, ("attn", "mlp", "head", "loss")),
+        pytest.param(Sequential(), 2, {}, DENSE, ("attn",), marks=pytest.mark.nightly),
+        pytest.param(
+            OneForwardOneBackward(), 3, {"stages": 2}, DENSE, ("attn", "mlp", "head", "loss"), marks=pytest.mark.nightly
+        ),
         (OneForwardOneBackward(), 3, {"stages": 2}, EXPERTS, ("attn", "moe_router", "moe_preprocess", "moe_combine")),
         (Interleaved(), 4, {"stages": 2, "chunks": 2}, DENSE.model_copy(update={"num_layers": 4}), ("mlp",)),
     ],

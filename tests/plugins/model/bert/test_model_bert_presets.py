@@ -11,7 +11,7 @@ from megatron_run.planning import load_config
 from megatron_run_cli.reports import dry_run
 from megatron_run_cli.reports.dry_run import dry_run_text
 from megatron_run_engine.data.indexed_files import Writer
-from megatron_run_engine.training.memory_estimate import model_size
+from megatron_run_engine.estimate.model_size import model_size
 
 #: Layers, width, heads, parameters as printed and their unit, tensor ranks, all GPUs, steps.
 TABLE = {

@@ -17,7 +17,7 @@ from megatron_run.errors import RunError
 from megatron_run.planning import load_config
 from megatron_run_engine import train
 from megatron_run_engine.checkpoint.step_folder import Checkpoints
-from megatron_run_engine.training.memory_estimate import model_size
+from megatron_run_engine.estimate.model_size import model_size
 from megatron_run_testing.conformance import check
 from tests.support.training import train_many
 

@@ -22,7 +22,7 @@ from megatron_run.errors.wording import advice, did_you_mean
 from megatron_run.registry.choose import is_file
 from megatron_run.registry.hooks import in_one_line
 from megatron_run.registry.importing import FileNotRunError, import_file
-from megatron_run_engine.runtime.gradients import DEFAULT_CAPACITY
+from megatron_run_engine.optim.buckets import DEFAULT_CAPACITY
 
 if TYPE_CHECKING:
     from types import ModuleType

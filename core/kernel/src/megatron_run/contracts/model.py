@@ -199,8 +199,7 @@ def mixture_of(options: object) -> Mixture | None:
 class Chunk(Protocol):
     """The part of the model at one position of the layout; in practice a ``torch.nn.Module``.
 
-    A chunk with a true attribute ``caches`` honours ``Microbatch.decoding``: its layers keep what they need of earlier
-    tokens, and rows may be padded. Text is generated from any other chunk by reading all of it again for every token.
+    One that honours ``Microbatch.decoding`` is a :class:`DecodingChunk` too.
     """
 
     def __call__(self, x: Tensor | None, microbatch: Microbatch, **beside: Tensor) -> ChunkOut:
@@ -221,6 +220,18 @@ class Chunk(Protocol):
     def named_modules(self) -> Any:
         """As ``torch.nn.Module.named_modules``."""
         ...
+
+
+class DecodingChunk:
+    """A chunk whose layers may keep what they need of earlier tokens, and whose rows may be padded.
+
+    Text is generated from a chunk without ``caches``, or of another class, by reading all of it again for each token.
+    """
+
+    #: Whether every layer here keeps what it needs.
+    caches: bool = False
+    #: The longest text that is read with other angles than longer ones; None where all have the same.
+    angle_switch: int | None = None
 
 
 class Model(ABC):

@@ -32,12 +32,6 @@ from megatron_run.registry.loaded_plugin import Plugin, UncheckedOptions, unload
 _ADDED = ("observer", "parallel-layer")
 
 
-class EnvironmentNotice(str):
-    """A notice about what is installed, the same for every run: a training shows it once in an environment."""
-
-    __slots__ = ()
-
-
 def choose_plugins(
     merged: ConfigSource,
     objects: Iterable[object],
@@ -121,8 +115,7 @@ def _load(
         if kind == "observer" and choice.origin == DEFAULT:
             others = ",".join(word for word in DEFAULT_PLUGINS[kind] if word != choice.word)
             instead = f"to run without it: --set {kind}={others}"
-            told = f"{kind}={choice.word} is left out: {error.what}; {advice(error.fix, instead)}"
-            notices.append(EnvironmentNotice(told))
+            notices.append(f"{kind}={choice.word} is left out: {error.what}; {advice(error.fix, instead)}")
         else:
             error.why = error.why or _saved_with(merged, kind, choice.word)
             findings.add(error)

@@ -20,6 +20,7 @@ from megatron_run.registry.discover import KERNEL, source_digest
 
 if TYPE_CHECKING:
     from megatron_run.config.origin import Key, Origin
+    from megatron_run.contracts import DataSource, GraphCapture, Optimizer, Scaler
     from megatron_run.contracts.schedule import Place
     from megatron_run.contracts.schema import Config
     from megatron_run.contracts.topology import Sizes
@@ -55,6 +56,26 @@ class ResolvedRun:
         """The plugin of a kind that takes exactly one."""
         (plugin,) = self.plugins[kind]
         return plugin
+
+    def make_data(self) -> DataSource:
+        """A new data source. This and the methods below raise :class:`PluginError` as :meth:`Plugin.create` does."""
+        made: DataSource = self.one("data").create()
+        return made
+
+    def make_optimizer(self, context: object) -> Optimizer:
+        """A new optimizer of a rank, whose ``context`` is a ``megatron_run_engine.runtime.BuildContext``."""
+        made: Optimizer = self.one("optimizer").create(context=context)
+        return made
+
+    def make_scaler(self, context: object) -> Scaler:
+        """A new scaler, with ``context`` as above."""
+        made: Scaler = self.one("scaler").create(context=context)
+        return made
+
+    def make_graph_capture(self, context: object) -> GraphCapture:
+        """A new graph capture, with ``context`` as above."""
+        made: GraphCapture = self.one("graph-capture").create(context=context)
+        return made
 
     def __repr__(self) -> str:
         chosen = ", ".join(f"{kind}={'+'.join(each.name for each in many)}" for kind, many in self.plugins.items())

@@ -115,7 +115,7 @@ def counted_task(request: Request, ranks: int | None) -> Task:
     if task.known:
         return task
     try:
-        from megatron_run_engine.training.memory_estimate import model_size
+        from megatron_run_engine.estimate.model_size import model_size
 
         return task.with_parameters(model_size(resolve(request)).parameters)
     except (ImportError, RunError):  # without the engine, or where the configuration's own split cannot run
@@ -366,8 +366,8 @@ def calibrate(*, device: str, device_name: str | None, output: Path, overwrite: 
 
 def _measured_cores(name: str | None) -> tuple[Device, str, Survey | None]:
     """A core of this machine as a device, its processor, and what was measured."""
-    from megatron_run_engine.training.calibration.survey import survey
-    from megatron_run_engine.training.process import processor_name
+    from megatron_run_engine.estimate.calibration.survey import survey
+    from megatron_run_engine.host.process import processor_name
     from megatron_run_planner.accuracy.calibrate import Survey, describe
 
     measured = Survey(**survey(_say))
@@ -380,9 +380,9 @@ def _measured_cores(name: str | None) -> tuple[Device, str, Survey | None]:
 
 def _measured_gpu(name: str | None) -> tuple[Device, str, Survey | None]:
     """The first GPU as a device, and its name."""
+    from megatron_run_engine.estimate.calibration.gpu_clock import GpuClock
+    from megatron_run_engine.estimate.calibration.gpu_survey import survey_gpu
     from megatron_run_engine.nn.fused import has_kernels
-    from megatron_run_engine.training.calibration.gpu_clock import GpuClock
-    from megatron_run_engine.training.calibration.gpu_survey import survey_gpu
     from megatron_run_planner.accuracy.calibrate_gpu import GpuSurvey, describe_gpu
 
     measured = GpuSurvey(**survey_gpu(GpuClock(), _say))

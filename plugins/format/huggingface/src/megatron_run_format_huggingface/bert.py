@@ -16,8 +16,8 @@ import torch
 from megatron_run.config.values import flat, nested
 from megatron_run.contracts import Weights
 from megatron_run.errors import CheckpointError, InputError
-from megatron_run_engine.checkpoint.files import FileSystem, followed
-from megatron_run_engine.formats.gpt_tensors import names_fault, shapes_fault
+from megatron_run_engine.checkpoint import FileSystem, followed
+from megatron_run_engine.formats import names_fault, shapes_fault
 from megatron_run_format_huggingface.family import Row, at_most_fp32, dropout_notes, must_be
 from megatron_run_format_huggingface.model_folder import (
     CONFIG,

@@ -32,13 +32,13 @@ from pydantic import BaseModel
 
 from megatron_run.config.fields import computes_the_same, submodel, walk
 from megatron_run.config.values import nested
-from megatron_run_engine.formats.gpt_tensors import GptOptions, options_class
+from megatron_run_engine.formats import GptOptions, options_class
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from megatron_run.contracts import ReadTensor
-    from megatron_run_engine.formats.gpt_tensors import Shape
+    from megatron_run_engine.formats import Shape
 
 #: A ``config.json``, with the family's defaults; or our options as :meth:`GptOptions.explicit` gives them.
 Config = Mapping[str, Any]

@@ -10,7 +10,7 @@ import torch
 from megatron_run.config.values import nested
 from megatron_run.contracts import Weights
 from megatron_run.errors import CheckpointError, InputError
-from megatron_run_engine.checkpoint.files import read_whole
+from megatron_run_engine.checkpoint import read_whole
 from megatron_run_format_megatron.launch_script.attention_section import is_latent, is_rotated
 from megatron_run_format_megatron.launch_script.data_section import WITH_PADDING, find_vocabulary
 from megatron_run_format_megatron.launch_script.model_section import experts, network, network_faults

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from megatron_run.contracts.data import Field
     from megatron_run.contracts.schedule import Place
     from megatron_run.contracts.schema import Config
-    from megatron_run_engine.runtime.context import BuildContext
+    from megatron_run_engine.runtime import BuildContext
 
 __all__ = ["Bert", "BertOptions"]
 

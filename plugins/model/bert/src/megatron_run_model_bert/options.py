@@ -9,8 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validat
 from megatron_run.contracts import NewParts
 from megatron_run.contracts.groups import Group
 from megatron_run.contracts.meaning import OF_NEW_PART, OF_TRAINING
-from megatron_run_engine.nn import TransformerSpec
-from megatron_run_engine.nn.spec import check_heads
+from megatron_run_engine.nn import TransformerSpec, check_heads
 
 HeadKind = Literal["masked", "pretraining", "classification", "choice", "span"]
 

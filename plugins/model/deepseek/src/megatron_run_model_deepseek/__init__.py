@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from megatron_run.contracts import Chunk, ParallelLayers
     from megatron_run.contracts.schedule import Place
     from megatron_run_engine.nn import Attention, Embedding
-    from megatron_run_engine.runtime.context import BuildContext
+    from megatron_run_engine.runtime import BuildContext
 
 __all__ = ["DeepSeek", "DeepSeekOptions"]
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from megatron_run.contracts import Microbatch, ParallelLayers
     from megatron_run.contracts.data import Field
     from megatron_run.contracts.schedule import Place
-    from megatron_run_engine.runtime.context import BuildContext
+    from megatron_run_engine.runtime import BuildContext
 
 __all__ = ["T5", "T5Options"]
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from megatron_run.contracts.schema import Config
-    from megatron_run_engine.runtime.context import BuildContext
+    from megatron_run_engine.runtime import BuildContext
 
 
 def check_config(config: Config, options: Options) -> Iterator[str]:

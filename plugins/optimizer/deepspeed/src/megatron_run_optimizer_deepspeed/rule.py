@@ -9,8 +9,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from torch import Tensor
 
 from megatron_run.contracts.meaning import FIXED, NOT_LEARNED
-from megatron_run_engine.optim import UpdateOptions
-from megatron_run_engine.optim.update_rules import Decay, Multiplier, find_rule
+from megatron_run_engine.optim import Decay, Multiplier, UpdateOptions, find_rule
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence

@@ -23,9 +23,8 @@ if TYPE_CHECKING:
 
     from megatron_run.contracts import Optimizer
     from megatron_run.contracts.schema import Config
-    from megatron_run_engine.runtime.comm import ParallelGroup, Pending
-    from megatron_run_engine.runtime.context import BuildContext
-    from megatron_run_engine.runtime.gradients import Bucket
+    from megatron_run_engine.optim import Bucket
+    from megatron_run_engine.runtime import BuildContext, ParallelGroup, Pending
 
 
 class Zero1Options(UpdateOptions):
