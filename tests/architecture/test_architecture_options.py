@@ -18,7 +18,7 @@ OF_EVERY_MODEL = {"num_layers", "vocab_size", "experts.count", "experts.top_k"}
 ROOMS = {
     "core/engine/src/megatron_run_engine/builtin/model": "their owner",
     "core/engine/src/megatron_run_engine/nn": "layers that say which key of their size does not fit",
-    "core/engine/src/megatron_run_engine/training/calibration": "trains models gpt of sizes that it chooses",
+    "core/engine/src/megatron_run_engine/estimate/calibration": "trains models gpt of sizes that it chooses",
     "core/engine/src/megatron_run_engine/training/build.py": "advice on a tensor that is too large",
     "core/engine/src/megatron_run_engine/training/state/keeping.py": "whether positions limit a text's length",
     "core/kernel/src/megatron_run/contracts/parallel_layer.py": "advice where a factory has no loss in chunks",

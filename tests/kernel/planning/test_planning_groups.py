@@ -85,7 +85,7 @@ def test_a_key_of_a_group_that_another_plugin_has_in_part_is_dropped_with_a_noti
     assert run.notices == ("schedule=other has no schedule.shape.kind, written for another schedule: dropped",)
     wrong = mistake(TINY, {"schedule": {"use": other, "shape": {"kind": "square"}}})
     assert wrong == (
-        "unknown key schedule.shape.kind ({FILE}); schedule.shape has depth, sort",
+        f"unknown key schedule.shape.kind ({FILE}); schedule.shape has depth, sort",
         2,
     )
 
