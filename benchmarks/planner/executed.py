@@ -42,7 +42,7 @@ from megatron_run_planner.task import read_task
 RESULTS = Path(__file__).parents[1] / "results"
 #: Rounds over all configurations, and steps of a run that are timed.
 ROUNDS, STEPS = 4, 6
-EXPERTS = {"model.experts": 4}
+EXPERTS = {"model.experts.count": 4}
 #: Their steps differ by a factor of 1.1 on average and of 20 in all, so that an order can be kept or lost.
 CONFIGURATIONS = (
     Configuration(1, (), sized(128, 4, 64, 1, 4, layers=3)),

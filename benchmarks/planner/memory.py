@@ -31,7 +31,7 @@ from megatron_run_engine.training.trainer import Trainer
 #: Steps whose peak counts: the first makes the optimizer's state, the second knows when gradients are complete.
 STEPS = (2, 3)
 BF16, DROPOUT = {"train.precision": "bf16"}, {"model.dropout": 0.1}
-LLAMA = {"model.activation": "swiglu", "model.norm": "rmsnorm", "model.position": "rope", "model.num_kv_heads": 2}
+LLAMA = {"model.activation": "swiglu", "model.norm.kind": "rmsnorm", "model.position": "rope", "model.num_kv_heads": 2}
 PIPE, GPIPE, ZERO = ("schedule=1f1b",), ("schedule=gpipe",), ("optimizer=zero1",)
 _RUNS = (
     *(Configuration(1, (), more) for more in ({}, BF16, DROPOUT, FULL, HALF, BF16 | FULL, LLAMA, LLAMA | BF16 | HALF)),

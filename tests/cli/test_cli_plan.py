@@ -260,7 +260,7 @@ def test_how_a_model_was_read_is_said(capsys: Output) -> None:
     assert "read as" in capsys.readouterr().out  # no vocabulary is given
     assert main(["plan", "preset:tiny", "--gpus", "1", "--as-is", "--set", "model.vocab_size=128"]) == 0
     assert "read as" not in capsys.readouterr().out
-    windows = ["--set", "model.vocab_size=128", "--set", "model.attention_window=8"]
+    windows = ["--set", "model.vocab_size=128", "--set", "model.attention.window=8"]
     assert main(["plan", "preset:tiny", "--gpus", "1", "--as-is", *windows, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["reading"].startswith("full attention because")
 

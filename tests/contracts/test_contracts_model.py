@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from megatron_run.config.values import nested
 from megatron_run.contracts import Boundary, Chunk, ChunkOut, Microbatch, ParallelLayers
 from megatron_run.contracts.costs import ModelCosts
 from megatron_run.contracts.schedule import Place
@@ -15,7 +16,7 @@ from megatron_run_testing import CheckFailed
 from megatron_run_testing.model import model_checks
 from tests.contracts.conformance import SMALL, failures
 
-OPTIONS = GptOptions.model_validate(SMALL["model"])
+OPTIONS = GptOptions.model_validate(nested(SMALL["model"]))
 
 
 class WrongBoundary(Gpt):
@@ -175,14 +176,16 @@ WRONG = {
 
 def test_a_mixture_of_experts_conforms() -> None:
     options = GptOptions.model_validate(
-        {
-            **SMALL["model"],
-            "experts": 4,
-            "expert_layer_pattern": (0, 1),
-            "expert_capacity_factor": 4.0,  # room for all: only trainings drop tokens
-            "shared_expert_ffn_size": 8,
-            "z_loss_coeff": 0.1,
-        }
+        nested(
+            {
+                **SMALL["model"],
+                "experts.count": 4,
+                "experts.layer_pattern": (0, 1),
+                "experts.capacity_factor": 4.0,  # room for all: only trainings drop tokens
+                "experts.shared.ffn_size": 8,
+                "experts.z_loss_coeff": 0.1,
+            }
+        )
     )
     assert not failures(model_checks(lambda context, _: Gpt(context, options), options))
 
@@ -212,7 +215,7 @@ def test_what_no_difference_can_measure_is_not_called_wrong(model: type[Gpt], na
 
 
 def test_smoothed_labels_and_dropout_are_no_difference_between_training_and_evaluation() -> None:
-    options = GptOptions.model_validate({**SMALL["model"], "dropout": 0.5, "label_smoothing": 0.5})
+    options = GptOptions.model_validate(nested({**SMALL["model"], "dropout": 0.5, "label_smoothing": 0.5}))
     checks = model_checks(Gpt, options)  # type: ignore[arg-type]  # it takes its own options
     assert not failures(check for check in checks if "loss" in check.name)
 

@@ -161,7 +161,7 @@ class Network:
 DENSE = ("embedding", "attn", "mlp", "head", "loss")
 EXPERTS = ("moe_router", "moe_preprocess", "moe_combine")
 #: Every second layer has experts, whose dispatch runs eagerly.
-WITH_EXPERTS = ("model.experts=4", "model.top_k=2", "model.expert_layer_freq=2")
+WITH_EXPERTS = ("model.experts.count=4", "model.experts.top_k=2", "model.experts.layer_freq=2")
 UNTIED, TIED = "model.tie_embeddings=false", "model.tie_embeddings=true"
 NETWORKS = (
     Network("dense", (UNTIED, "model.dropout=0"), DENSE, 1),

@@ -26,8 +26,8 @@ SETS = (
     "train.lr_warmup=2",
     f"eval.interval={STEPS}",
     "eval.batches=1",
-    "model.experts=4",
-    "model.expert_ffn_size=32",
+    "model.experts.count=4",
+    "model.experts.ffn_size=32",
     "model.hidden_size=32",
     "model.num_heads=4",
     "train.sequence_length=16",
@@ -35,20 +35,20 @@ SETS = (
 #: Those with dense layers too.
 MIXED = ("dropless", "biases")
 MODELS: dict[str, tuple[str, ...]] = {
-    "dropless": ("model.z_loss_coeff=0.01",),
+    "dropless": ("model.experts.z_loss_coeff=0.01",),
     "capacity": (
-        "model.z_loss_coeff=0.01",
-        "model.expert_capacity_factor=0.75",
-        "model.shared_expert_ffn_size=24",
-        "model.shared_expert_gate=true",
+        "model.experts.z_loss_coeff=0.01",
+        "model.experts.capacity_factor=0.75",
+        "model.experts.shared.ffn_size=24",
+        "model.experts.shared.gate=true",
         "model.activation=swiglu",
     ),
     "biases": (
-        "model.aux_loss_coeff=0",
-        "model.router_bias_rate=0.05",
-        "model.router_score_function=sigmoid",
-        "model.router_groups=2",
-        "model.router_topk_scaling_factor=1.5",
+        "model.experts.aux_loss_coeff=0",
+        "model.experts.router.bias_rate=0.05",
+        "model.experts.router.score_function=sigmoid",
+        "model.experts.router.groups=2",
+        "model.experts.router.scaling_factor=1.5",
     ),
 }
 
@@ -87,7 +87,7 @@ class Split(NamedTuple):
     def case(self) -> Case:
         sizes = [f"parallel.{axis}={getattr(self, axis)}" for axis in ("expert", "tensor", "pipeline")]
         chunks = ["parallel.chunks=2"] * (self.schedule == "interleaved")
-        ways = [f"parallel.sequence={str(self.sequence).lower()}", f"model.token_dispatcher={self.dispatcher}"]
+        ways = [f"parallel.sequence={str(self.sequence).lower()}", f"model.experts.dispatcher={self.dispatcher}"]
         steps = [
             f"train.recompute={self.recompute}",
             f"train.steps={1 if WHOLE and self.dtype == 'float64' else STEPS}",
@@ -95,7 +95,7 @@ class Split(NamedTuple):
         layers = ["parallel-layer=tensor"] * (self.tensor > 1)
         schedule = [f"schedule={self.schedule}"] * (self.pipeline > 1)
         size = [f"model.num_layers={len(self.pattern.split(','))}", f"train.global_batch_size={self.batch}"]
-        size += [f"model.expert_layer_pattern={self.pattern}"] * (self.model in MIXED)
+        size += [f"model.experts.layer_pattern={self.pattern}"] * (self.model in MIXED)
         sets = (*SETS, *MODELS[self.model], *size, *sizes, *chunks, *ways, *steps)
         return Case(sets, (f"optimizer={self.optimizer}", *layers, *schedule), self.dtype)
 

@@ -18,7 +18,7 @@ FOUND = [
     ("config show with huge numbers", ("--set", "model.hidden_size=1000000000000", "--set", "model.num_heads=7")),
     ("config show with huge numbers", ("--plugin", "schedule=interleaved", "--set", "schedule.group_size=1000000000")),
     ("a dry run with huge numbers", ("--set", "model.loss_chunks=1000000")),
-    ("a dry run with huge numbers", ("--set", "model.expert_layer_freq=1000000000")),
+    ("a dry run with huge numbers", ("--set", "model.experts.layer_freq=1000000000")),
     ("a dry run with huge numbers", ("--plugin", "model=t5", "--set", "model.encoder_length=1000000000")),
     ("a plan with huge numbers", ("--set", "model.num_layers=1000000000")),
     ("a plan with huge numbers", ("--set", "model.num_layers=100000")),

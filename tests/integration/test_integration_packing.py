@@ -24,7 +24,13 @@ TOPOLOGIES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("schedule=zero-bubble", "optimizer=zero1"),
     ),
     "experts on ranks, rotary": (
-        ("parallel.expert=2", "parallel.tensor=2", "model.experts=4", "model.aux_loss_coeff=0", "model.position=rope"),
+        (
+            "parallel.expert=2",
+            "parallel.tensor=2",
+            "model.experts.count=4",
+            "model.experts.aux_loss_coeff=0",
+            "model.position=rope",
+        ),
         ("parallel-layer=tensor",),
     ),
     "graphs": (

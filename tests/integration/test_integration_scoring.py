@@ -32,7 +32,7 @@ SETS = (
 MODELS = {
     "learned": ("model.position=learned",),
     "rotary": ("model.position=rope", "model.num_kv_heads=2"),
-    "experts": ("model.experts=4", "model.expert_capacity_factor=0.5"),
+    "experts": ("model.experts.count=4", "model.experts.capacity_factor=0.5"),
 }
 DATA = ("instruct", "text")
 PACKING = ("documents", "none")

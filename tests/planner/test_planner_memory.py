@@ -26,7 +26,7 @@ LLAMA: dict[str, Any] = {
     **BF16,
     "data.vocab_size": 32000,
     "model.activation": "swiglu",
-    "model.norm": "rmsnorm",
+    "model.norm.kind": "rmsnorm",
     "model.position": "rope",
     "model.bias": "false",
     "model.num_kv_heads": 2,
@@ -35,7 +35,7 @@ LLAMA: dict[str, Any] = {
 CORE, FEW_WORDS = {"train.recompute": "core_attn"}, {"data.vocab_size": 2000}
 SEQUENCE = {"parallel.tensor": 2, "parallel.sequence": "true"}
 PIPE = ("schedule=1f1b",)
-PADDED = {"model.expert_capacity_factor": 1.0, "model.expert_pad_to_capacity": "true", "model.top_k": 2}
+PADDED = {"model.experts.capacity_factor": 1.0, "model.experts.pad_to_capacity": "true", "model.experts.top_k": 2}
 GRID = {
     "gpt": Configuration(1, (), GPT),
     "dropout": Configuration(1, (), GPT | {"model.dropout": 0.1}),
@@ -49,9 +49,9 @@ GRID = {
     "llama, half recomputed": Configuration(1, (), LLAMA | HALF),
     "llama, all recomputed": Configuration(1, (), LLAMA | FULL),
     "untied": Configuration(1, (), GPT | {"model.tie_embeddings": "false"}),
-    "dropless experts": Configuration(1, (), GPT | {"model.experts": 4, "model.top_k": 2}),
-    "experts": Configuration(1, (), GPT | PADDED | {"model.experts": 4}),
-    "experts of llama": Configuration(1, (), LLAMA | PADDED | {"model.experts": 8}),
+    "dropless experts": Configuration(1, (), GPT | {"model.experts.count": 4, "model.experts.top_k": 2}),
+    "experts": Configuration(1, (), GPT | PADDED | {"model.experts.count": 4}),
+    "experts of llama": Configuration(1, (), LLAMA | PADDED | {"model.experts.count": 8}),
     "two tensor ranks": Configuration(2, (SPLIT,), GPT | {"parallel.tensor": 2}),
     "sequence parallel": Configuration(2, (SPLIT,), GPT | SEQUENCE),
     "sequence parallel llama": Configuration(2, (SPLIT,), LLAMA | SEQUENCE),

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from megatron_run.config.request import Request
+from megatron_run.config.values import nested
 from megatron_run.contracts.topology import Topology
 from megatron_run.planning import load_config, resolve
 from megatron_run_engine.estimate.step_memory import count_chunks
@@ -32,24 +33,29 @@ PRESETS = sorted(
     file.stem for file in KERNEL.folder.rglob("presets/*.yaml") if "\nmodel:" in file.read_text(encoding="utf-8")
 )
 _GPT = {"num_layers": 6, "hidden_size": 256, "num_heads": 8, "vocab_size": 1000}
-_MIXED = {**_GPT, "experts": 4, "ffn_size": 704, "expert_ffn_size": 96, "activation": "swiglu", "bias": False}
+_MIXED = {**_GPT, "experts.count": 4, "ffn_size": 704, "experts.ffn_size": 96, "activation": "swiglu", "bias": False}
 _LATENT = {"use": "deepseek", "kv_rank": 64, "rope_head_size": 16, "nope_head_size": 32, "value_head_size": 24}
 MODELS: dict[str, dict[str, Any]] = {
     "grouped": {**_GPT, "num_kv_heads": 2, "head_size": 48, "activation": "geglu", "tie_embeddings": False},
-    "rotary, windows": {**_GPT, "position": "rope", "attention_window": 16, "window_pattern": [1, 0]},
-    "every second layer has experts": {**_MIXED, "expert_layer_freq": 2, "top_k": 1, "router_pre_softmax": True},
-    "a pattern after a dense layer": {**_MIXED, "expert_layer_first": 1, "expert_layer_pattern": [1, 1, 0]},
-    "a shared expert with a gate": {**_MIXED, "shared_expert_ffn_size": 160, "shared_expert_gate": True},
+    "rotary, windows": {**_GPT, "position": "rope", "attention.window": 16, "attention.window_pattern": [1, 0]},
+    "every second layer has experts": {
+        **_MIXED,
+        "experts.layer_freq": 2,
+        "experts.top_k": 1,
+        "experts.router.pre_softmax": True,
+    },
+    "a pattern after a dense layer": {**_MIXED, "experts.layer_first": 1, "experts.layer_pattern": [1, 1, 0]},
+    "a shared expert with a gate": {**_MIXED, "experts.shared.ffn_size": 160, "experts.shared.gate": True},
     "latents": {**_GPT, **_LATENT},
     "latents of queries, experts, two more tokens": {
         **_MIXED,
         **_LATENT,
         "query_rank": 48,
         "mtp_layers": 2,
-        "expert_layer_first": 2,
-        "shared_expert_ffn_size": 96,
+        "experts.layer_first": 2,
+        "experts.shared.ffn_size": 96,
     },
-    "one more token behind a dense layer": {**_MIXED, **_LATENT, "mtp_layers": 1, "expert_layer_pattern": [1, 0]},
+    "one more token behind a dense layer": {**_MIXED, **_LATENT, "mtp_layers": 1, "experts.layer_pattern": [1, 0]},
     "bert": {**_GPT, "use": "bert", "head": "masked"},
     "t5": {"num_layers": 6, "hidden_size": 256, "num_heads": 4, "vocab_size": 1000, "use": "t5", "encoder_length": 48},
     "t5 of relu, a short encoder": {
@@ -136,7 +142,7 @@ def small(model: dict[str, Any], sequence: int = 32) -> dict[str, Any]:
 @pytest.mark.parametrize("name", [*MODELS, *(f"preset:{each}" for each in PRESETS)])
 def test_a_model_tells_its_own_weights(name: str) -> None:
     """Biases and norms are the only omission: below 2% in models of 256 features, 0.2% in presets."""
-    config = small(MODELS[name]) if name in MODELS else name
+    config = small(nested(MODELS[name])) if name in MODELS else name
     model = read_task(Request((config,), sets=ALONE), 1).model
     parameters = counted(config)
     assert model.parameters <= parameters

@@ -293,7 +293,7 @@ def test_a_split_that_is_none_is_refused(sets: tuple[str, ...]) -> None:
     [
         ("parallel.tensor=4", "model.num_kv_heads=2"),
         ("parallel.tensor=4", "model.ffn_size=8190"),
-        ("parallel.tensor=1", "model.experts=3", "parallel.expert=2"),
+        ("parallel.tensor=1", "model.experts.count=3", "parallel.expert=2"),
         ("parallel.tensor=2", "parallel.expert=2"),
     ],
 )

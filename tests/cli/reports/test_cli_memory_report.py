@@ -136,7 +136,7 @@ def test_the_drawing_has_a_box_for_each_role_of_each_stage(tmp_path: Path, two_s
 
 
 def test_a_model_that_the_planner_does_not_know_is_still_judged() -> None:
-    run = resolved(**{"model.experts": 4})
+    run = resolved(**{"model.experts.count": 4})
     told = dry_run_json(run, device(MIB))["memory"]
     assert not told["fits"]
     assert told["needed_by_stage"][0] > RESERVED + MIB

@@ -43,7 +43,12 @@ def test_two_stages_share_the_layers_and_both_hold_the_tied_embedding(schedule: 
 
 
 def test_experts_count_whichever_rank_holds_them() -> None:
-    sets = ["model.experts=4", "model.expert_ffn_size=16", "model.expert_layer_freq=4", "train.global_batch_size=8"]
+    sets = [
+        "model.experts.count=4",
+        "model.experts.ffn_size=16",
+        "model.experts.layer_freq=4",
+        "train.global_batch_size=8",
+    ]
     expert, router = 2 * 16 * 32 + 16 + 32, 4 * 32
     whole = 4 * LAYER - (8 * 32 * 32 + 5 * 32) + router + 4 * expert + WORDS + POSITIONS + NORM
     for ranks in (1, 2, 4):
@@ -54,7 +59,7 @@ def test_experts_count_whichever_rank_holds_them() -> None:
 
 def test_a_dry_run_tells_the_mixture_and_who_holds_which_experts() -> None:
     """Four experts, a token is routed to two of them, in layers 0 and 2 of two stages; each on one of two ranks."""
-    sets = ["model.experts=4", "model.expert_ffn_size=16", "model.expert_layer_freq=2", "parallel.expert=2"]
+    sets = ["model.experts.count=4", "model.experts.ffn_size=16", "model.experts.layer_freq=2", "parallel.expert=2"]
     run = load_config("preset:tiny", sets=sets, plugins=["schedule=1f1b"])
     expert, router = 2 * 16 * 32 + 16 + 32, 4 * 32
     whole = 4 * LAYER + 2 * (router - 8 * 32 * 32 - 5 * 32) + 8 * expert + WORDS + POSITIONS + NORM
@@ -93,7 +98,7 @@ def test_a_dry_run_tells_no_mixture_where_there_is_none() -> None:
     run = load_config("preset:tiny")
     assert dry_run_json(run)["mixture"] is None
     assert "experts" not in dry_run_text(run)
-    one_rank = load_config("preset:tiny", sets=["model.experts=4"])
+    one_rank = load_config("preset:tiny", sets=["model.experts.count=4"])
     assert "a rank holds of its layers' experts: all of them\n" in dry_run_text(one_rank)
 
 

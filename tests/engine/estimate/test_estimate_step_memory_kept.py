@@ -31,7 +31,7 @@ SIZES = {
 }
 LLAMA = {
     "model.activation": "swiglu",
-    "model.norm": "rmsnorm",
+    "model.norm.kind": "rmsnorm",
     "model.position": "rope",
     "model.bias": False,
     "model.num_kv_heads": 2,
@@ -131,8 +131,8 @@ def test_a_layer_on_tensor_ranks_keeps_what_the_planner_says(tensor: int, sequen
 
 def test_routing_that_follows_values_is_not_counted() -> None:
     """A capacity drops as many as the routing says; dropless experts of one rank have a fixed number of rows."""
-    assert step_memory(resolved(model__experts=4)) is not None
-    assert step_memory(resolved(model__experts=4, model__expert_capacity_factor=1.0)) is None
+    assert step_memory(resolved(model__experts__count=4)) is not None
+    assert step_memory(resolved(model__experts__count=4, model__experts__capacity_factor=1.0)) is None
 
 
 def test_layers_that_refuse_this_machine_are_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,7 @@ import torch
 from pydantic import BaseModel
 from torch import Tensor
 
+from megatron_run.config.values import nested
 from megatron_run.contracts import Microbatch
 from megatron_run_engine.builtin.model.gpt import Gpt, GptOptions
 from megatron_run_model_deepseek import DeepSeek, DeepSeekOptions
@@ -24,15 +25,15 @@ from tests.support.interpreted import interpreted
 
 VOCAB, LENGTH, BATCH = 37, 12, 2
 SIZES = {"num_layers": 2, "hidden_size": 24, "num_heads": 4, "vocab_size": VOCAB, "dropout": 0.0}
-LLAMA = {"position": "rope", "norm": "rmsnorm", "activation": "swiglu", "num_kv_heads": 2}
+LLAMA = {"position": "rope", "norm.kind": "rmsnorm", "activation": "swiglu", "num_kv_heads": 2}
 LATENT = {"query_rank": 7, "kv_rank": 12, "rope_head_size": 4, "nope_head_size": 6, "value_head_size": 8}
 MODELS: dict[str, tuple[type, type[BaseModel], dict[str, Any]]] = {
     "gpt": (Gpt, GptOptions, {}),
     "grouped heads": (Gpt, GptOptions, {"num_kv_heads": 1}),
     "rotary positions": (Gpt, GptOptions, LLAMA),
-    "norms of each head": (Gpt, GptOptions, {**LLAMA, "qk_norm": "head"}),
-    "norms of all heads": (Gpt, GptOptions, {**LLAMA, "qk_norm": "full"}),
-    "norms without rotary positions": (Gpt, GptOptions, {"qk_norm": "head"}),
+    "norms of each head": (Gpt, GptOptions, {**LLAMA, "attention.qk_norm": "head"}),
+    "norms of all heads": (Gpt, GptOptions, {**LLAMA, "attention.qk_norm": "full"}),
+    "norms without rotary positions": (Gpt, GptOptions, {"attention.qk_norm": "head"}),
     "latent attention": (DeepSeek, DeepSeekOptions, {"ffn_size": 40, **LATENT}),
     "t5": (T5, T5Options, {"head_size": 10, "encoder_layers": 1, "encoder_length": LENGTH}),
 }
@@ -55,7 +56,7 @@ def trained(case: Tried) -> tuple[Tensor, dict[str, Tensor]]:
     """Loss and gradients of one microbatch, ``packed`` of two documents a row or not."""
     name, train, packed = case
     kind, described, given = MODELS[name]
-    options = described.model_validate({**SIZES, **given})
+    options = described.model_validate(nested({**SIZES, **given}))
     train = {"sequence_length": LENGTH, "micro_batch_size": BATCH, **train}
     context = single_process_context(options, dtype=torch.float32, train=train)
     more = {"encoder_tokens"} if name == "t5" else {"documents", "positions"} if packed else set()

@@ -295,7 +295,7 @@ def test_the_losses_of_routers_weigh_the_same_whatever_is_masked(tmp_path: Path)
     """They are means over all tokens that experts see, so loss_mean=token leaves them as they are."""
 
     def gradients(loss_mean: str, coefficient: float) -> dict[str, torch.Tensor]:
-        sets = ("model.experts=4", f"model.aux_loss_coeff={coefficient}", f"train.loss_mean={loss_mean}")
+        sets = ("model.experts.count=4", f"model.experts.aux_loss_coeff={coefficient}", f"train.loss_mean={loss_mean}")
         return gradients_of_one_step(Bench(tmp_path, "train.steps=1", "eval.interval=0", *sets), SHARES)[0]
 
     alone, both = gradients("token", 0.0), gradients("token", 1.0)

@@ -44,7 +44,10 @@ from tests.support.resolving import TINY, mistake, mistakes, resolved
             "train.weight_decay_shape=linear",
             "train.weight_decay_shape=linear: it needs train.weight_decay_end (from --set train.weight_decay_shape)",
         ),
-        ("train.ramp_up=3", "train.ramp_up is a section, not a value (from --set train.ramp_up)"),
+        (
+            "train.ramp_up=3",
+            "train.ramp_up is a group of keys, not a value (from --set train.ramp_up); set train.ramp_up.start",
+        ),
         ("train.lr.x=3", "train.lr has no keys of its own, got train.lr.x (from --set train.lr.x)"),
         ("train=3", "train is a section, not a value (from --set train); write train.KEY"),
         ("train.lr", "'train.lr' is no KEY=VALUE (from --set); write as train.lr=1e-4"),
@@ -288,7 +291,7 @@ def test_problems_carry_the_code_of_the_first() -> None:
         ("data.samples", 10**20, "data.samples=100000000000000000000: it must be below 2^63"),
         ("train.global_batch_size", 8 * 10**12, "makes 4000000000000 microbatches a step"),
         ("model.num_layers", 10**12, "model.num_layers=1000000000000 is more than the 100000 layers"),
-        ("model.experts", 10**12, "model.experts=1000000000000: it must be at most 65536"),
+        ("model.experts.count", 10**12, "model.experts.count=1000000000000: it must be at most 65536"),
     ],
 )
 @pytest.mark.parametrize("typed", [True, False])

@@ -25,7 +25,7 @@ from megatron_run.contracts import Microbatch, Schedule, Segment
 from megatron_run.contracts.schedule import Action
 from megatron_run.errors import GraphCaptureError, InputError, PluginError
 from megatron_run.files.user_cache import COMPILED
-from megatron_run_engine.builtin.model.gpt import GptOptions
+from megatron_run_engine.builtin.model.gpt import ExpertOptions, GptOptions, NormOptions
 from megatron_run_engine.builtin.parallel_layer.dense import DenseLayers
 from megatron_run_engine.nn.fused import availability
 from megatron_run_engine.nn.linear import linear
@@ -41,6 +41,7 @@ from megatron_run_testing import Check
 from megatron_run_testing.build_contexts import single_process_context
 from megatron_run_testing.graph_capture import graph_capture_checks
 from tests.plugins.graph_bench import SMALL, Pipeline
+from tests.support.changed_options import changed
 from tests.support.interpreted import interpreted
 
 CPU = torch.device("cpu")
@@ -115,7 +116,12 @@ def pair(schedule: Schedule, microbatches: int, **settings: Any) -> tuple[Pipeli
 
 
 EXPERTS = GptOptions(
-    num_layers=2, hidden_size=16, num_heads=2, vocab_size=32, dropout=0.1, experts=4, top_k=2, z_loss_coeff=1e-3
+    num_layers=2,
+    hidden_size=16,
+    num_heads=2,
+    vocab_size=32,
+    dropout=0.1,
+    experts=ExpertOptions(count=4, z_loss_coeff=1e-3),
 )
 LLAMA = GptOptions(
     num_layers=2,
@@ -125,7 +131,7 @@ LLAMA = GptOptions(
     vocab_size=32,
     dropout=0.0,
     position="rope",
-    norm="rmsnorm",
+    norm=NormOptions(kind="rmsnorm"),
     activation="swiglu",
     tie_embeddings=False,
 )
@@ -298,7 +304,7 @@ def test_a_layer_that_counts_in_a_tensor_is_refused() -> None:
 
 
 def test_what_follows_the_routing_is_refused_with_the_reason() -> None:
-    model = EXPERTS.model_copy(update={"expert_capacity_factor": 1.0})
+    model = changed(EXPERTS, {"experts.capacity_factor": 1.0})
     with pytest.raises(InputError, match="segment moe_experts of layer 0 cannot be captured: its shapes follow"):
         Pipeline(Sequential(), 1, model=model, make=lambda c: compile_capture(c, scope=("moe_experts",)))  # type: ignore[arg-type,return-value]
 

@@ -28,14 +28,15 @@ from megatron_run_testing.graph_capture import graph_capture_checks
 from tests.contracts.conformance import failures
 from tests.plugins.device_graphs import DeviceBackend, device_capture
 from tests.plugins.graph_bench import Pipeline
+from tests.support.changed_options import changed
 from tests.support.device_memory import Device
 from tests.support.late_copies import LateCopies
 from tests.support.training import train_here
 
 DENSE = GptOptions(num_layers=2, hidden_size=16, num_heads=2, vocab_size=32, dropout=0.1)
 STILL, FOUR = DENSE.model_copy(update={"dropout": 0.0}), DENSE.model_copy(update={"num_layers": 4})
-EXPERTS = DENSE.model_copy(update={"experts": 4, "top_k": 2, "z_loss_coeff": 1e-3})
-PADDED = EXPERTS.model_copy(update={"expert_capacity_factor": 1.0, "expert_pad_to_capacity": True})
+EXPERTS = changed(DENSE, {"experts.count": 4, "experts.top_k": 2, "experts.z_loss_coeff": 1e-3})
+PADDED = changed(EXPERTS, {"experts.capacity_factor": 1.0, "experts.pad_to_capacity": True})
 WHOLE = ("embedding", "attn", "mlp", "head", "loss")
 WHOLE_LAYER = ("moe_router", "moe_preprocess", "moe_dispatch", "moe_experts", "moe_combine")
 ALONE, PIPED, SPLIT = (Sequential(), 2), (OneForwardOneBackward(), 3), (ZeroBubbleH1(), 3)

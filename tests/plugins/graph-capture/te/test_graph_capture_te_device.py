@@ -18,10 +18,11 @@ from megatron_run_testing.graph_capture import graph_capture_checks
 from tests.contracts.conformance import failures
 from tests.plugins.engine.graphed_on_device import DeviceLibrary
 from tests.plugins.graph_bench import Pipeline
+from tests.support.changed_options import changed
 from tests.support.device_memory import Device
 
 DENSE = GptOptions(num_layers=2, hidden_size=16, num_heads=2, vocab_size=32, dropout=0.1)
-EXPERTS = DENSE.model_copy(update={"experts": 2, "top_k": 2})
+EXPERTS = changed(DENSE, {"experts.count": 2, "experts.top_k": 2})
 
 
 def capture(context: BuildContext, *scope: str) -> RegionCapture:

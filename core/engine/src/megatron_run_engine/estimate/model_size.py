@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
 
-from megatron_run.contracts import Microbatch, mixture_options
+from megatron_run.contracts import Microbatch, mixture_of
 from megatron_run.contracts.topology import Sizes, Topology
 from megatron_run.errors import InputError, RunError
 from megatron_run.errors.wording import advice, did_you_mean
@@ -164,9 +164,9 @@ def _beside(run: ResolvedRun, model: Model) -> int:
 
 
 def _mixture(options: BaseModel, ranks: Sequence[_Built]) -> Mixture | None:
-    """Count the experts over all ``ranks``. None unless the model's ``options`` have ``experts`` and ``top_k``."""
-    told = mixture_options(options)
-    if told is None or not told.experts:
+    """Count the experts over all ``ranks``. None unless the model's ``options`` have experts."""
+    told = mixture_of(options)
+    if told is None or not told.count:
         return None
     layers, parameters = set[int](), 0
     for rank in ranks:
@@ -174,7 +174,7 @@ def _mixture(options: BaseModel, ranks: Sequence[_Built]) -> Mixture | None:
         segments = (segment for chunk in rank.chunks for segment in chunk.segments())
         layers |= {segment.layer for segment in segments if not split.keys().isdisjoint(segment.params)}
         parameters += count_parameters(split.values())
-    return Mixture(tuple(sorted(layers)), told.experts, told.top_k, parameters) if layers else None
+    return Mixture(tuple(sorted(layers)), told.count, told.top_k, parameters) if layers else None
 
 
 def _capture_size(run: ResolvedRun, built: _Built, stage: int) -> tuple[CaptureSize, list[str]]:

@@ -152,8 +152,9 @@ def _check_variants(shape: AttentionShape, core: nn.Module) -> None:
     """Raise :class:`InputError` unless ``core`` names each of the variants that ``shape`` asks for."""
     lacking = sorted(shape.variants - AttentionCore.of(core).variants)
     if lacking:
+        keys = " and no ".join(f"model.attention.{name}" for name in lacking)
         raise InputError(
-            f"the attention of these parallel layers has no {' and no '.join(VARIANTS[name] for name in lacking)}",
+            f"the attention of these parallel layers has no {keys}",
             fix="choose --plugin parallel-layer=tensor, or dense on one rank",
         )
 

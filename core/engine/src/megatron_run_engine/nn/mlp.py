@@ -122,7 +122,7 @@ class Experts(nn.Module):
 
     def __init__(self, layers: ParallelLayers, spec: TransformerSpec, experts: range, ffn: int) -> None:
         super().__init__()
-        parts = input_parts(spec.activation, ffn, "model.expert_ffn_size")
+        parts = input_parts(spec.activation, ffn, "model.experts.ffn_size")
         self.input = layers.expert_column_linear(experts, LinearSpec(spec.hidden, parts, spec.init, bias=spec.bias))
         self.activation = activation(spec.activation)
         output = LinearSpec(ffn, spec.hidden, spec.residual_init, bias=spec.bias)

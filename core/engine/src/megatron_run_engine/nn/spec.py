@@ -234,8 +234,8 @@ class TransformerSpec:
         if experts is None or len(experts.layers) < self.layers:
             yield Divided(self.ffn, "features of the feed-forward layer (model.ffn_size)")
         if experts is not None:
-            yield Divided(experts.ffn, "features of the feed-forward layer (model.expert_ffn_size)")
-            yield Divided(experts.shared_ffn, "features of the shared expert (model.shared_expert_ffn_size)")
+            yield Divided(experts.ffn, "features of the feed-forward layer (model.experts.ffn_size)")
+            yield Divided(experts.shared_ffn, "features of the shared expert (model.experts.shared.ffn_size)")
 
     def _approximations(self) -> Iterator[str]:
         if self.experts is not None:

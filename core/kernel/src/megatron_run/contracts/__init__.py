@@ -20,12 +20,12 @@ from megatron_run.contracts.model import (
     Decoding,
     DecodingChunk,
     Microbatch,
-    MixtureOptions,
+    Mixture,
     Model,
     ModelOptions,
     NewParts,
     Segment,
-    mixture_options,
+    mixture_of,
 )
 from megatron_run.contracts.observer import (
     Bar,
@@ -87,7 +87,7 @@ __all__ = [
     "LinearPart",
     "LinearSpec",
     "Microbatch",
-    "MixtureOptions",
+    "Mixture",
     "Model",
     "ModelOptions",
     "NewParts",
@@ -118,7 +118,7 @@ __all__ = [
     "TranslatedScript",
     "Weights",
     "entry_point_group",
-    "mixture_options",
+    "mixture_of",
     "scale_notices",
     "scale_text",
 ]

@@ -183,25 +183,25 @@ class ModelOptions(Protocol):
 class NewParts:
     """Parts that may differ between a model and the weights that it starts from (``run.init_from``), as a head.
 
-    ``options`` do not change what the other weights mean. Logical tensors whose names begin with one of ``prefixes``
-    start from their initial values where the weights lack them or have them in another shape, and may be left over.
-    Options declare it as a class attribute ``new_parts``.
+    Logical tensors whose names begin with one of ``prefixes`` start from their initial values where the weights lack
+    them or have them in another shape, and may be left over. Options declare it as a class attribute ``new_parts``, and
+    mark those of such a part with :data:`~megatron_run.contracts.meaning.OF_NEW_PART`.
     """
 
-    options: frozenset[str] = frozenset()
     prefixes: tuple[str, ...] = ()
 
 
-class MixtureOptions(ModelOptions, Protocol):
-    """Those of a model whose layers may have ``experts`` (0: none). Each token is routed to ``top_k`` of them."""
+class Mixture(Protocol):
+    """The group ``experts`` of a model's options: ``count`` of them (0: none), of which a token has ``top_k``."""
 
-    experts: int
+    count: int
     top_k: int
 
 
-def mixture_options(options: object) -> MixtureOptions | None:
-    """``options`` where they say how many experts a layer has; None for a model that knows of none."""
-    return cast("MixtureOptions", options) if isinstance(getattr(options, "experts", None), int) else None
+def mixture_of(options: object) -> Mixture | None:
+    """The group ``experts`` of ``options``; None for a model that knows of no experts."""
+    experts = getattr(options, "experts", None)
+    return cast("Mixture", experts) if isinstance(getattr(experts, "count", None), int) else None
 
 
 class Chunk(Protocol):
@@ -248,8 +248,8 @@ class Model(ABC):
     A model knows nothing of pipelines, tensor parallelism or optimizers: it builds the layers of one place, and states
     what crosses between places. The engine derives communication, initial values and checkpoints from that.
 
-    Its options are :class:`ModelOptions`, and :class:`MixtureOptions` where layers may have experts. A whole working
-    plugin is the built-in ``gpt``.
+    Its options are :class:`ModelOptions`, with a group ``experts`` as :class:`Mixture` where layers may have some. A
+    whole working plugin is the built-in ``gpt``.
     """
 
     #: Names of the losses and metrics that chunks report, equal on every rank.

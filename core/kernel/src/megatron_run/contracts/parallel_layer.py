@@ -9,7 +9,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal
 
 from megatron_run.contracts.parameters import Init
@@ -77,10 +76,8 @@ def even_part(size: int, ranks: int, what: str, axis: str = "tensor") -> int:
 #: The norms of a model. The scale of one that ends in ``_1p`` is 1 plus its weight, which starts at zero.
 NormKind = Literal["layernorm", "rmsnorm", "layernorm_1p", "rmsnorm_1p"]
 
-#: What differs from softmax(q k^T / sqrt(d)) v, and the key of ``model=gpt`` that asks for it.
-VARIANTS = MappingProxyType(
-    {"scale": "model.attention_scale", "window": "model.attention_window", "softcap": "model.attention_softcap"}
-)
+#: What may differ from softmax(q k^T / sqrt(d)) v.
+VARIANTS = ("scale", "window", "softcap")
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_run import __version__
 from megatron_run.config.origin import KIND_SECTIONS, dotted
 from megatron_run.config.request import Request
+from megatron_run.config.values import leaves
 from megatron_run.config.yaml import yaml_text
 from megatron_run.contracts.plugin import SEPARATORS
 from megatron_run.planning.choosing import dumped
@@ -95,15 +96,6 @@ def sections(run: ResolvedRun) -> dict[str, Any]:
     return data
 
 
-def leaves(data: Mapping[str, Any], prefix: Key = ()) -> Iterator[tuple[Key, Any]]:
-    """Every key of nested mappings with its value, in order; an empty mapping is a value."""
-    for name, value in data.items():
-        if isinstance(value, Mapping) and value:
-            yield from leaves(value, (*prefix, name))
-        else:
-            yield (*prefix, name), value
-
-
 #: Keys that may differ between ranks.
 _LOCAL = {("run", "folder"), ("run", "device"), ("run", "threads")}
 
@@ -127,7 +119,7 @@ def comparison_table(run: ResolvedRun) -> dict[str, str]:
 
 
 def _plugin_rows(name: str, plugin: Plugin) -> dict[str, str]:
-    options = {f"{name} option {key}": json.dumps(value) for key, value in dumped(plugin).items()}
+    options = {f"{name} option {'.'.join(key)}": json.dumps(value) for key, value in leaves(dumped(plugin))}
     return {f"{name} version": f"{plugin.distribution} {plugin.version}", f"{name} code": plugin.digest, **options}
 
 

@@ -18,7 +18,7 @@ _SMALL_TABLES = 0.05
 
 
 def check_costs(options: BaseModel, built: Iterable[ParamInfo]) -> None:
-    """Raise :class:`CheckFailed` unless weights are those of the matrices ``built``, and a longer sample has more FLOPs."""
+    """Raise :class:`CheckFailed` unless weights are those of the matrices ``built``, and FLOPs grow with a sample."""
     described = cast("ModelOptions", options)
     told, longer = (described.costs(length, described.vocab_size or 0) for length in (16, 32))
     shapes = (part.shape for info in built if info.counted for part in info.parts)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from megatron_run.config.values import nested
 from megatron_run.contracts import Weights
 from megatron_run.errors import CheckpointError, InputError
 from megatron_run_engine.checkpoint import read_whole
@@ -59,7 +60,7 @@ def read(source: Path) -> Weights:
     longest = found.arguments.get("max_position_embeddings" if not is_rotated(found.arguments) else "seq_length")
     config = {setting.key.removeprefix("model."): setting.value for setting in settings}
     return Weights(
-        config=config | ({"tie_embeddings": False} if own_head else {}),
+        config=nested(config | ({"tie_embeddings": False} if own_head else {})),
         tensors=tensors,
         step=found.step,
         sequence_length=longest if isinstance(longest, int) else None,

@@ -8,20 +8,24 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import Field, ValidationInfo, field_validator, model_validator
+from pydantic import Field, model_validator
 
+from megatron_run.config.fields import default_of, field_at
+from megatron_run.config.values import flat
 from megatron_run.contracts import Model, PluginInfo
+from megatron_run.contracts.meaning import OF_TRAINING
 from megatron_run.hookspecs import hookimpl
-from megatron_run_engine.builtin.model.gpt import Gpt, GptOptions, expert_notices
+from megatron_run_engine.builtin.model.gpt import Gpt, GptOptions, NormOptions, expert_notices
 from megatron_run_engine.nn import Rotary, TransformerSpec, attention_fields, tie_to_word
 from megatron_run_model_deepseek.latent_attention import LatentAttention, LatentShape
 from megatron_run_model_deepseek.prediction import PredictingChunk, Predictor, counted, loss_name
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
+    from pydantic_core import PydanticCustomError
     from torch import Tensor, nn
     from torch.nn import Parameter
 
@@ -34,6 +38,13 @@ if TYPE_CHECKING:
 __all__ = ["DeepSeek", "DeepSeekOptions"]
 
 
+class LatentNorm(NormOptions):
+    """Norms of the residual stream and the latents."""
+
+    kind: Literal["rmsnorm"] = Field("rmsnorm", description="of the residual stream and the latents")
+    eps: float = Field(1e-6, gt=0, description="added to the variance")
+
+
 class DeepSeekOptions(GptOptions):
     """A decoder with latent attention; the defaults of the network are DeepSeek-V3's, sizes are free."""
 
@@ -43,25 +54,19 @@ class DeepSeekOptions(GptOptions):
     nope_head_size: int = Field(ge=1, description="features of a head that do not rotate")
     value_head_size: int = Field(ge=1, description="value features of a head")
     mtp_layers: int = Field(0, ge=0, le=16, description="further tokens that are predicted; 0: the next one alone")
-    mtp_loss_coeff: float = Field(0.3, gt=0, description="of the mean loss of further tokens")
+    mtp_loss_coeff: Annotated[float, OF_TRAINING] = Field(0.3, gt=0, description="of the mean loss of further tokens")
     position: Literal["rope"] = Field("rope", description="rotary, of rope_head_size features")
-    norm: Literal["rmsnorm"] = Field("rmsnorm", description="of the residual stream and the latents")
+    norm: LatentNorm = Field(LatentNorm(), description="norms of the residual stream and the latents")
     activation: Literal["swiglu"] = Field("swiglu", description="of the feed-forward layer")
-    norm_eps: float = Field(1e-6, gt=0, description="added to the variance")
     bias: Literal[False] = Field(False, description="there are no biases")
     tie_embeddings: bool = Field(False, description="output layer and embedding share weights")
-    dropout: float = Field(0.0, ge=0, lt=1, description="on embedding, attention and residual connections")
+    dropout: Annotated[float, OF_TRAINING] = Field(
+        0.0, ge=0, lt=1, description="on embedding, attention and residual connections"
+    )
 
-    @field_validator("position")
-    @classmethod
-    def _rope_rotates_pairs(cls, position: Any, info: ValidationInfo) -> Any:  # noqa: ARG003
-        """Whatever the size of a head is: ``rope_head_size`` alone rotates, which is even."""
-        return position
-
-    @field_validator("rope_fraction")
-    @classmethod
-    def _something_rotates(cls, fraction: float, info: ValidationInfo) -> float:  # noqa: ARG003  # as of gpt
-        return fraction
+    def rotation_faults(self) -> Iterator[PydanticCustomError]:
+        """None, whatever the size of a head is: ``rope_head_size`` alone rotates, which is even."""
+        yield from ()
 
     @model_validator(mode="before")
     @classmethod
@@ -80,11 +85,12 @@ class DeepSeekOptions(GptOptions):
     def _latents_leave_no_choice(self) -> DeepSeekOptions:
         size = self.rope_head_size + self.nope_head_size
         fixed = {"head_size": size, "num_kv_heads": self.num_heads}
-        fixed |= {key: GptOptions.model_fields[key].default for key in _FIXED}
+        fixed |= {key: default_of(field) for key in _FIXED if (field := field_at(GptOptions, tuple(key.split("."))))}
+        given = flat(self.model_dump())
         faults = [
-            f"{key}={getattr(self, key)}: with latent attention it is {value}; leave it out"
+            f"{key}={given[key]}: with latent attention it is {value}; leave it out"
             for key, value in fixed.items()
-            if getattr(self, key) not in (value, None)
+            if given[key] not in (value, None)
         ]
         if self.value_head_size > size:
             faults.append(
@@ -130,15 +136,15 @@ class DeepSeekOptions(GptOptions):
 
 #: Options of ``gpt`` that latent attention fixes at their defaults.
 _FIXED = (
-    "rope_fraction",
-    "rope_pattern",
-    "attention_window",
-    "window_pattern",
-    "window_rope_theta",
-    "attention_softcap",
-    "norm_placement",
-    "qk_norm",
-    "qkv_bias",
+    "rope.fraction",
+    "rope.pattern",
+    "rope.window_theta",
+    "attention.window",
+    "attention.window_pattern",
+    "attention.softcap",
+    "attention.qk_norm",
+    "attention.qkv_bias",
+    "norm.placement",
 )
 
 

@@ -7,11 +7,12 @@ communicated volume are the same.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field
 
 from megatron_run.contracts import PluginInfo
+from megatron_run.contracts.meaning import NOT_LEARNED
 from megatron_run.hookspecs import hookimpl
 from megatron_run_engine.optim import FlatOptimizer, ShardingStrategy, UpdateOptions, check_update
 
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 class Zero1Options(UpdateOptions):
     """Options of optimizer ``zero1``: those of ``adamw``, and when parameters are gathered."""
 
-    overlap_param_gather: bool = Field(
+    overlap_param_gather: Annotated[bool, NOT_LEARNED] = Field(
         True,
         description="gather parameters while the next forward runs, which waits for each bucket that it reads",
     )

@@ -10,7 +10,11 @@ from typing import TYPE_CHECKING
 
 from megatron_run.contracts import Boundary, Chunk, Model, PluginInfo
 from megatron_run.hookspecs import hookimpl
-from megatron_run_engine.builtin.model.gpt_options import GptOptions, expert_notices
+from megatron_run_engine.builtin.model.attention_options import AttentionOptions, NormOptions
+from megatron_run_engine.builtin.model.expert_notices import expert_notices
+from megatron_run_engine.builtin.model.expert_options import ExpertOptions
+from megatron_run_engine.builtin.model.gpt_options import GptOptions
+from megatron_run_engine.builtin.model.rope_options import RopeOptions
 from megatron_run_engine.nn import (
     WORD,
     DecoderChunk,
@@ -31,7 +35,15 @@ if TYPE_CHECKING:
     from megatron_run_engine.nn import Attention, Rotary
     from megatron_run_engine.runtime.context import BuildContext
 
-__all__ = ["Gpt", "GptOptions", "expert_notices"]
+__all__ = [
+    "AttentionOptions",
+    "ExpertOptions",
+    "Gpt",
+    "GptOptions",
+    "NormOptions",
+    "RopeOptions",
+    "expert_notices",
+]
 
 
 class Gpt(Model):

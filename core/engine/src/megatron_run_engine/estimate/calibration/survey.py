@@ -62,7 +62,7 @@ class Run(NamedTuple):
             "model.num_heads": self.heads // self.tensor,
             "model.head_size": self.hidden // self.heads,
             "model.ffn_size": 4 * self.hidden // self.tensor,
-            "model.experts": self.experts,
+            "model.experts.count": self.experts,
             "train.sequence_length": self.sequence,
             "train.micro_batch_size": self.micro_batch,
             "train.global_batch_size": self.micro_batch * self.microbatches,
@@ -113,7 +113,7 @@ class Anchor(NamedTuple):
         """Four layers, and four microbatches on each of the data-parallel ranks."""
         micro_batch, microbatches = 128 // self.sequence, 4 * self.sets.get("parallel.data", 1)
         run = Run(self.hidden, self.hidden // 32, self.sequence, micro_batch, 4, microbatches=microbatches)
-        keys = ("model.head_size", "model.ffn_size", "model.experts")
+        keys = ("model.head_size", "model.ffn_size", "model.experts.count")
         sets = [each for each in run.request().sets if not each.startswith(keys)]
         return Request(
             configs=("preset:tiny",),
@@ -131,8 +131,8 @@ ANCHORS = (
     Anchor(2, 128, 64, _TENSOR, {"parallel.tensor": 2}),
     Anchor(2, 256, 128, _STAGES, {"parallel.pipeline": 2}),
     Anchor(2, 128, 64, _STAGES, {"parallel.pipeline": 2}),
-    Anchor(2, 256, 128, (), {"parallel.data": 2, "parallel.expert": 2, "model.experts": 4}),
-    Anchor(2, 128, 64, (), {"parallel.data": 2, "parallel.expert": 2, "model.experts": 4}),
+    Anchor(2, 256, 128, (), {"parallel.data": 2, "parallel.expert": 2, "model.experts.count": 4}),
+    Anchor(2, 128, 64, (), {"parallel.data": 2, "parallel.expert": 2, "model.experts.count": 4}),
     Anchor(4, 256, 128, (), {"parallel.data": 4}),
     Anchor(4, 128, 64, (), {"parallel.data": 4}),
     Anchor(4, 256, 128, _TENSOR, {"parallel.tensor": 4}),
