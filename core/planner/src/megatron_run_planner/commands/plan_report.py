@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING, Any
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
+    from megatron_run.contracts.costs import ModelCosts
     from megatron_run_planner.accuracy import Accuracy, Compared
     from megatron_run_planner.accuracy.calibrate import Survey
     from megatron_run_planner.devices import Device
@@ -185,13 +186,20 @@ def choice_record(task: Task, found: Choice, device: Device, install: Sequence[s
     """The best candidates, counts of what was left out by reason, what to install; seconds, bytes, fractions."""
     return {
         "device": device.name,
-        "model": asdict(task.model),
+        "model": _model_record(task.model),
         "reading": task.reading,
         "best": [_record(task, each, device) for each in found.best],
         "install": list(install),
         "tried": found.tried,
         "pruned": {reason: count for reason, count in found.pruned.items() if count},
     }
+
+
+def _model_record(model: ModelCosts) -> dict[str, Any]:
+    """A model as data: each kind of its layers once, with the number of layers of it."""
+    kinds = [{"count": round(share * len(model.layers)), **asdict(layer)} for share, layer in model.kinds]
+    totals = {"parameters": model.parameters, "flops_per_token": model.flops_per_token}
+    return {**asdict(replace(model, layers=model.layers[:1], divided=())), **totals, "layers": kinds}
 
 
 def _record(task: Task, each: Candidate, device: Device) -> dict[str, Any]:
@@ -352,7 +360,7 @@ def accuracy_record(found: Accuracy, device: Device) -> dict[str, Any]:
         "tasks": len(found.regrets),
         "rows": [
             {
-                "model": asdict(row.model),
+                "model": _model_record(row.model),
                 "split": asdict(row.split),
                 "measured": row.seconds,
                 "predicted": predicted,
