@@ -22,7 +22,7 @@ from megatron_run_data_nlu.official_metrics import accuracy, answers_of, binary_
 from megatron_run_data_nlu.questions import Task, files_of, read_choices, read_questions
 from megatron_run_data_nlu.recipes import published
 from megatron_run_data_nlu.rows import Choices, Reader, Spans
-from megatron_run_engine.data.tokenized_source import TokenizedSource
+from megatron_run_engine.data import TokenizedSource
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
