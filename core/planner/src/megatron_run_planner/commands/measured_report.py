@@ -1,4 +1,4 @@
-"""The output of ``plan check`` and ``plan calibrate``: predictions beside measured steps, a machine that was measured."""
+"""The output of ``plan check`` and ``plan calibrate``: predictions beside measured steps, and a measured machine."""
 
 from __future__ import annotations
 
