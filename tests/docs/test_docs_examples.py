@@ -39,9 +39,10 @@ def test_the_guide_has_rules_an_example_and_the_contract_of_each_kind(kind: str)
     assert f"\n### {kind}: " in page
 
 
-def test_the_readme_quotes_one_plugin_and_the_guide_a_rule_with_its_package() -> None:
+def test_the_readme_quotes_one_plugin_and_the_guide_another_and_a_rule_with_its_package() -> None:
     shown = [*quotes((ROOT / "README.md").read_text(encoding="utf-8")), *quotes(GUIDE.read_text(encoding="utf-8"))]
-    assert shown == [file.relative_to(ROOT).as_posix() for file in (example("schedule"), LION, LION_PACKAGE)]
+    files = (example("schedule"), example("observer"), LION, LION_PACKAGE)
+    assert shown == [file.relative_to(ROOT).as_posix() for file in files]
 
 
 def test_the_packaged_rule_of_the_guide_conforms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
