@@ -21,8 +21,13 @@ _MOVED: Mapping[str, str] = {
     "docs/index.md": "contents.md",
     "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "changelog.md",
+    "cli/README.md": "command.md",
+    "plugins/data/indexed/README.md": "data-indexed.md",
+    "plugins/format/huggingface/README.md": "huggingface.md",
     "plugins/format/megatron/README.md": "megatron-flags.md",
     "plugins/optimizer/deepspeed/README.md": "deepspeed.md",
+    "benchmarks/README.md": "results/index.md",
+    **{f"benchmarks/results/{page.name}": f"results/{page.name}" for page in ROOT.glob("benchmarks/results/*.md")},
 }
 #: What the navigation has under other headings than the table of contents.
 _PROJECT = ("index.md", "contents.md", "contributing.md", "changelog.md")
@@ -55,9 +60,15 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
         {"Kinds": ["kinds/index.md", *(f"kinds/{kind}.md" for kind in KINDS)]},
         {"Plugins": "plugins.md"},
         {"API": ["api/index.md", *api]},
+        {"Measured": sorted((page for page in _MOVED.values() if page.startswith("results/")), key=_by_name)},
         {"Project": list(_PROJECT[1:])},
     ]
     return config
+
+
+def _by_name(page: str) -> tuple[bool, str]:
+    """The order of pages in a folder: what introduces them first."""
+    return not page.endswith("/index.md"), page
 
 
 def _guides() -> Iterator[dict[str, Any]]:
