@@ -74,7 +74,7 @@ te-env:
 	sh tests/te/environment.sh .te-env $(TE_PYTHON) $(MEMBERS)
 te: te-env
 	.te-env/bin/python -m pytest -q -m te $(shell grep -rl --include='test_*.py' 'mark\.te\b' tests)
-# Every schedule in every shape and variant, and every split, where `test` runs the telling ones in pairs: two hours.
+# Every schedule in every shape and variant, and every split, where `test` runs each choice and a few pairs: two hours.
 grid: $(DEV)
 	WHOLE_PRODUCT=1 $(PY) -m tests.integration.whole_grid
 	WHOLE_PRODUCT=1 $(PY) -m pytest -q $(PRODUCTS)
@@ -84,7 +84,8 @@ graph-grid: $(DEV)
 # Random configurations of everything that is installed, each against the single process: half an hour.
 compose: $(DEV)
 	$(PY) -m tests.compose
-# What `test` leaves out: wheels, packages that are installed, whole runs with DeepSpeed, walks of pages, benchmarks.
+# What `test` leaves out: wheels, packages that are installed, whole runs with DeepSpeed, the site, walks of pages,
+# benchmarks, and the cases that differ least from those that it runs.
 nightly: $(DEV)
 	$(PY) -m pytest -q -m nightly $(SPREAD)
 # Hundreds of kills, signals, damaged files and malformed inputs, where `test` tries each kind once: minutes.

@@ -55,7 +55,7 @@ def prepare(prefix: Path) -> None:
 
 def trained(folder: Path, depth: int, order: str, steps: int) -> list[float]:
     """The loss of every step of one run."""
-    own = (f"model.num_layers={depth}", f"model.norm_order={order}", f"train.steps={steps}")
+    own = (f"model.num_layers={depth}", f"model.norm.order={order}", f"train.steps={steps}")
     home = folder / f"{order}-{depth}"
     given = (*SETTINGS, *own, f"data.paths={folder / 'library'}", f"run.folder={home}")
     words = ["preset:tiny", *(word for each in given for word in ("--set", each))]

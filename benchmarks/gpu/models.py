@@ -27,11 +27,11 @@ GPT = {
 }
 #: What is replayed from graphs: small layers, whose launches cost more than their kernels, and layers of experts.
 SMALL = Shape(layers=12, hidden=512, heads=8, sequence=512, vocab=8192, micro_batch=2, microbatches=8)
-EXPERTS = {"model.experts": 8, "model.top_k": 2, "model.activation": "swiglu", "model.bias": False}
+EXPERTS = {"model.experts.count": 8, "model.experts.top_k": 2, "model.activation": "swiglu", "model.bias": False}
 #: The settings of models of other than dense layers.
 SETTINGS: Mapping[str, Mapping[str, Any]] = {
     "experts": EXPERTS,
-    "padded experts": {**EXPERTS, "model.expert_capacity_factor": 1.25, "model.expert_pad_to_capacity": True},
+    "padded experts": {**EXPERTS, "model.experts.capacity_factor": 1.25, "model.experts.pad_to_capacity": True},
 }
 #: Steps whose median is the rate.
 SAMPLES = 10
@@ -119,15 +119,15 @@ def measure_side(device: str, size: str, name: str, *, quick: bool) -> dict[str,
 
 def flops_per_token(shape: Shape, size: str) -> float:
     """FLOPs of forward and backward for a token, by our model's formula, for every side."""
-    from megatron_run_engine.builtin.model.gpt import Gpt, GptOptions
-    from megatron_run_testing.build_contexts import single_process_context
+    from megatron_run.config.values import nested
+    from megatron_run_engine.builtin.model.gpt import GptOptions
 
-    experts: dict[str, Any] = {key.partition(".")[2]: value for key, value in SETTINGS.get(size, {}).items()}
+    experts = nested(SETTINGS.get(size, {})).get("model", {})
     options = GptOptions(
         num_layers=shape.layers, hidden_size=shape.hidden, num_heads=shape.heads, vocab_size=shape.vocab, dropout=0.0,
         **experts,
     )  # fmt: skip
-    return float(Gpt(single_process_context(options, device="meta"), options).flops_per_token(shape.sequence))
+    return options.costs(shape.sequence, shape.vocab).flops_per_token
 
 
 def our_side(device: str, size: str, name: str, shape: Shape) -> Side | str:

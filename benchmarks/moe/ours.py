@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from benchmarks.moe.model import DTYPES, Precision, Problem, Shape
 from megatron_run.contracts.schedule import Place
-from megatron_run_engine.builtin.model.gpt import Gpt, GptOptions
+from megatron_run_engine.builtin.model.gpt import ExpertOptions, Gpt, GptOptions
 from megatron_run_engine.builtin.parallel_layer.dense import DenseLayers
 from megatron_run_engine.runtime.gradients import main_grad
 from megatron_run_testing.build_contexts import prepare, single_process_context
@@ -25,13 +25,10 @@ class OurLayer:
             hidden_size=shape.hidden,
             num_heads=1,
             vocab_size=128,
-            experts=shape.experts,
-            top_k=shape.top_k,
-            expert_ffn_size=shape.ffn,
+            experts=ExpertOptions(count=shape.experts, top_k=shape.top_k, ffn_size=shape.ffn, aux_loss_coeff=0.0),
             activation="swiglu",
             bias=False,
             dropout=0.0,
-            aux_loss_coeff=0.0,
         )
         context = single_process_context(options, dtype=DTYPES[precision])
         chunk: Any = Gpt(context, options).build_chunk(0, (Place(0, 0, range(1)),), DenseLayers(context), {})

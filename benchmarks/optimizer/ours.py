@@ -16,9 +16,9 @@ from megatron_run.contracts import Optimizer, StatePiece
 from megatron_run.contracts.topology import Sizes, Topology
 from megatron_run_engine.builtin.optimizer import adamw
 from megatron_run_engine.optim import FlatOptimizer, ShardingStrategy, UpdateOptions
+from megatron_run_engine.optim.buckets import Bucket
 from megatron_run_engine.runtime.comm import Groups, Pending, create_groups
 from megatron_run_engine.runtime.context import BuildContext
-from megatron_run_engine.runtime.gradients import Bucket
 from megatron_run_optimizer_zero1 import Sharded, Zero1Options, megatron_run_create_optimizer
 from megatron_run_testing.build_contexts import context_at
 

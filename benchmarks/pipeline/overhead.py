@@ -26,8 +26,9 @@ from megatron_run.contracts.schedule import Action, LayoutSpec, ScheduleSpec, lo
 from megatron_run.contracts.topology import Sizes, Topology
 from megatron_run.pipeline.plan import Plan
 from megatron_run.pipeline.verify import verify
+from megatron_run_engine.optim.buckets import build_buckets
 from megatron_run_engine.runtime.comm import Channels, create_groups
-from megatron_run_engine.runtime.gradients import GradientAccumulator, build_buckets
+from megatron_run_engine.runtime.gradients import GradientAccumulator
 from megatron_run_engine.runtime.parameter_init import describe_parameters
 
 CHUNKS = 4

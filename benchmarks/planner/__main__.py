@@ -69,7 +69,7 @@ def cross(shipped: Device, tables: Tables, key: Key, schedules: Schedules) -> tu
 
 
 FOLDS: Iterable[tuple[str, Key]] = (
-    ("model left out", lambda row: (row.model.hidden, row.model.layers)),
+    ("model left out", lambda row: (row.model.hidden, len(row.model.layers))),
     ("machine size left out", lambda row: row.split.ranks),
     ("hidden size left out", lambda row: row.model.hidden),
 )

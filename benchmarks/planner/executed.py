@@ -20,9 +20,9 @@ from typing import Any, NamedTuple
 from benchmarks.planner.configuration import FULL, HALF, SPLIT, Configuration, sized, stages
 from benchmarks.planner.picture import Scale, picture
 from benchmarks.support.report import heading, table
-from megatron_run_engine.training.calibration.on_ranks import Task as Measurement
-from megatron_run_engine.training.calibration.on_ranks import on_ranks
-from megatron_run_engine.training.calibration.survey import (
+from megatron_run_engine.estimate.calibration.on_ranks import Task as Measurement
+from megatron_run_engine.estimate.calibration.on_ranks import on_ranks
+from megatron_run_engine.estimate.calibration.survey import (
     Round,
     read_round,
     slowest,
@@ -30,8 +30,8 @@ from megatron_run_engine.training.calibration.survey import (
     surveyed,
     tasks,
 )
-from megatron_run_engine.training.calibration.timed_run import time_request
-from megatron_run_engine.training.process import processor_name
+from megatron_run_engine.estimate.calibration.timed_run import time_request
+from megatron_run_engine.host.process import processor_name
 from megatron_run_planner.accuracy import Accuracy, Compared, Measured, kendall, summarise
 from megatron_run_planner.accuracy.calibrate import Survey, describe, device_text
 from megatron_run_planner.devices import Device, read_device
@@ -42,7 +42,7 @@ from megatron_run_planner.task import read_task
 RESULTS = Path(__file__).parents[1] / "results"
 #: Rounds over all configurations, and steps of a run that are timed.
 ROUNDS, STEPS = 4, 6
-EXPERTS = {"model.experts": 4}
+EXPERTS = {"model.experts.count": 4}
 #: Their steps differ by a factor of 1.1 on average and of 20 in all, so that an order can be kept or lost.
 CONFIGURATIONS = (
     Configuration(1, (), sized(128, 4, 64, 1, 4, layers=3)),
@@ -131,7 +131,7 @@ def judge(configuration: Configuration, executed: Executed, device: Device, sche
     """Compare one configuration with what the planner says of it."""
     task = read_task(configuration.request, configuration.ranks)
     split = task.split
-    plan = schedules.plan(task.schedule, task.model.layers, split.pipeline, split.chunks, split.microbatches)
+    plan = schedules.plan(task.schedule, len(task.model.layers), split.pipeline, split.chunks, split.microbatches)
     seconds = step_seconds(executed.rounds)
     row = Measured(task.model, split, seconds)
     compared = Compared(row, step_time(task.model, split, device, plan).seconds)

@@ -17,9 +17,10 @@ from numpy.typing import NDArray
 from megatron_run.contracts.schedule import LayoutSpec, looped_layout
 from megatron_run_planner.accuracy import Measured
 from megatron_run_planner.devices import Device, LayerShape, MeasuredLayer
-from megatron_run_planner.layer_time import Passes, layer_time
+from megatron_run_planner.layer_time import layer_time
 from megatron_run_planner.schedules import spread
-from megatron_run_planner.step_time import estimate
+from megatron_run_planner.step_time import LayerTimes, estimate
+from megatron_run_planner.workload import gpt2_heads
 
 Vector = NDArray[np.float64]
 
@@ -67,15 +68,22 @@ def with_constants(device: Device, values: Sequence[float]) -> Device:
 
 def errors(device: Device, rows: Sequence[Measured]) -> Vector:
     """Logarithms of predicted over measured, by the closed form, which is 1F1B's simulation within 1%."""
-    found, layers = [], dict[tuple[object, ...], Passes]()
+    found, layers = [], dict[tuple[object, ...], LayerTimes]()
     for row in rows:
         model, split = row.model, row.split
-        key = (model.hidden, model.heads, model.sequence, split.tensor, split.micro_batch, split.recompute)
+        key = (
+            model.hidden,
+            model.layers[0].attentions[0].heads,
+            model.sequence,
+            split.tensor,
+            split.micro_batch,
+            split.recompute,
+        )
         if key not in layers:
-            layers[key] = layer_time(model, split, device)
+            layers[key] = {kind: layer_time(kind, split, device) for _, kind in model.kinds}
         places = split.pipeline * split.chunks
-        counts = tuple(spread(model.layers, places)) if model.layers % places else ()
-        layout = looped_layout(LayoutSpec(split.pipeline, split.chunks, model.layers, counts))
+        counts = tuple(spread(len(model.layers), places)) if len(model.layers) % places else ()
+        layout = looped_layout(LayoutSpec(split.pipeline, split.chunks, len(model.layers), counts))
         found.append(log(estimate(model, split, device, layout, layers[key]) / row.seconds))
     return np.array(found)
 
@@ -123,7 +131,9 @@ def fit_shapes(device: Device, rows: Sequence[Measured], rounds: int = 8) -> Dev
     groups: defaultdict[LayerShape, list[Measured]] = defaultdict(list)
     for row in rows:
         model, split = row.model, row.split
-        groups[LayerShape(model.hidden, model.heads, model.sequence, split.tensor, split.micro_batch)].append(row)
+        heads = gpt2_heads(model.layers[0], fused=device.fused)
+        shape = LayerShape(model.hidden, heads, model.sequence, split.tensor, split.micro_batch)
+        groups[shape].append(row)
     ratios = dict.fromkeys(groups, 1.0)
     for _ in range(rounds):
         layers = [MeasuredLayer(*shape, ratio) for shape, ratio in ratios.items()]

@@ -19,19 +19,19 @@ from benchmarks.planner.configuration import FULL, HALF, SPLIT, Configuration, s
 from benchmarks.support.report import table
 from megatron_run.config.request import Request
 from megatron_run.planning import resolve
+from megatron_run_engine.estimate.calibration.on_ranks import Task, on_ranks
+from megatron_run_engine.estimate.model_size import model_size
+from megatron_run_engine.estimate.step_memory import LiveBytes, step_memory
 from megatron_run_engine.run_folder import RunFolder
 from megatron_run_engine.runtime.world import StopRequest, World
 from megatron_run_engine.training.build import build
-from megatron_run_engine.training.calibration.on_ranks import Task, on_ranks
-from megatron_run_engine.training.memory_estimate import model_size
 from megatron_run_engine.training.observers import Observers
-from megatron_run_engine.training.step_memory import LiveBytes, step_memory
 from megatron_run_engine.training.trainer import Trainer
 
 #: Steps whose peak counts: the first makes the optimizer's state, the second knows when gradients are complete.
 STEPS = (2, 3)
 BF16, DROPOUT = {"train.precision": "bf16"}, {"model.dropout": 0.1}
-LLAMA = {"model.activation": "swiglu", "model.norm": "rmsnorm", "model.position": "rope", "model.num_kv_heads": 2}
+LLAMA = {"model.activation": "swiglu", "model.norm.kind": "rmsnorm", "model.position": "rope", "model.num_kv_heads": 2}
 PIPE, GPIPE, ZERO = ("schedule=1f1b",), ("schedule=gpipe",), ("optimizer=zero1",)
 _RUNS = (
     *(Configuration(1, (), more) for more in ({}, BF16, DROPOUT, FULL, HALF, BF16 | FULL, LLAMA, LLAMA | BF16 | HALF)),

@@ -6,7 +6,7 @@ import csv
 from pathlib import Path
 
 from megatron_run_planner.accuracy import Measured, read_table
-from megatron_run_planner.workload import Model, Split
+from megatron_run_planner.workload import Split, gpt2
 
 TABLES = Path(__file__).parents[2] / "tests" / "planner" / "tables"
 VOCABULARY, MEMORY = 51200, 80 * 2**30
@@ -23,7 +23,7 @@ def narayanan() -> list[Measured]:
     with (TABLES / "narayanan_2021.csv").open(encoding="utf-8") as file:
         for row in csv.DictReader(file):
             ways = int(row["tensor"]) * int(row["pipeline"])
-            model = Model(int(row["layers"]), int(row["hidden"]), int(row["heads"]), 2048, VOCABULARY)
+            model = gpt2(int(row["layers"]), int(row["hidden"]), int(row["heads"]), 2048, VOCABULARY)
             split = Split(
                 tensor=int(row["tensor"]),
                 pipeline=int(row["pipeline"]),

@@ -21,13 +21,13 @@ from megatron_run.errors import ExitCode
 from megatron_run_engine.builtin.model.gpt import Gpt, GptOptions
 from megatron_run_engine.builtin.parallel_layer.dense import DenseLayers
 from megatron_run_engine.data.batches import SampleStream
+from megatron_run_engine.host.process import chosen_kernels
 from megatron_run_engine.run_folder import RunFolder
 from megatron_run_engine.runtime.context import BuildContext, Dtypes
 from megatron_run_engine.runtime.gradients import main_grad
 from megatron_run_engine.runtime.world import StopRequest, World
 from megatron_run_engine.training.build import build
 from megatron_run_engine.training.observers import start_observers
-from megatron_run_engine.training.process import chosen_kernels
 from megatron_run_engine.training.trainer import Trainer
 from megatron_run_testing.build_contexts import logical_values, prepare, single_process_context
 
@@ -72,9 +72,9 @@ class OurTraining(Side):
         self._trainer._checkpoints.after_step = _save_nothing  # type: ignore[method-assign]
         self._trainer.resume()
         self._observers = start_observers(run, assembly, folder, self._trainer.beginning)
-        dataset = assembly.data.dataset("train", shape.sequence, run.config.train.seed)
-        self._samples, self._shape, self._device = SampleStream(dataset, run.config.train.seed), shape, device
-        self.flops_per_token = assembly.model.flops_per_token(shape.sequence)
+        self._samples = SampleStream(self._trainer._dataset, run.config.train.seed)
+        self._shape, self._device = shape, device
+        self.flops_per_token = assembly.flops_per_token
         self.planned = sum(assembly.optimizer.memory().values())
 
     @property

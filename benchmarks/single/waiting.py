@@ -15,7 +15,7 @@ from benchmarks.single.settings import THREADS, measure_steps
 from benchmarks.support.quiet import undisturbed
 from benchmarks.support.ranks import on_ranks
 from benchmarks.support.report import table
-from megatron_run_engine.training.rank_environment import SPIN_BRIEFLY
+from megatron_run_engine.host.rank_environment import SPIN_BRIEFLY
 
 #: Of a size: steps that are timed of one process, without ``--quick``.
 STEPS = {"tiny": 100, "small": 5}

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
-from megatron_run_engine.training.rank_environment import KEEP_FREED
+from megatron_run_engine.host.rank_environment import KEEP_FREED
 
 ROOT = Path(__file__).parents[2]
 SETTINGS = {

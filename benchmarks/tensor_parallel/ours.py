@@ -17,9 +17,10 @@ from megatron_run.contracts.schedule import LayoutSpec, looped_layout
 from megatron_run.contracts.topology import Sizes, Topology
 from megatron_run_engine.builtin.model.gpt import Gpt, GptOptions
 from megatron_run_engine.builtin.parallel_layer.dense import DenseLayers
+from megatron_run_engine.optim.buckets import build_buckets
 from megatron_run_engine.runtime.comm import Groups, create_groups
 from megatron_run_engine.runtime.context import BuildContext
-from megatron_run_engine.runtime.gradients import build_buckets, main_grad
+from megatron_run_engine.runtime.gradients import main_grad
 from megatron_run_parallel_layer_tensor import Options, megatron_run_create_parallel_layer
 from megatron_run_testing.build_contexts import context_at, logical_values, prepare
 

@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_run_engine.training.process import chosen_kernels, rounded_products
+from megatron_run_engine.host.process import chosen_kernels, rounded_products
 from tests.support.census import AS_NEW, Census, switches
 
 

@@ -19,7 +19,7 @@ ENGINE, SUITES = "core/engine/src/megatron_run_engine", "core/testing/src/megatr
 #: Files of the product that set something of the process, and what.
 ALLOWED: dict[str, set[str]] = {
     # What they set is as before when their block ends.
-    f"{ENGINE}/training/process.py": {"environment", "torch", "sys"},
+    f"{ENGINE}/host/process.py": {"environment", "torch", "sys"},
     f"{ENGINE}/launch/signals.py": {"signal"},
     "core/kernel/src/megatron_run/signal_bell.py": {"signal"},
     "cli/src/megatron_run_cli/termination.py": {"signal"},
@@ -31,7 +31,7 @@ ALLOWED: dict[str, set[str]] = {
     f"{ENGINE}/launch/fork_server.py": {"environment", "signal", "sys"},
     f"{ENGINE}/launch/rank.py": {"signal"},
     f"{ENGINE}/launch/watchdog/sidecar.py": {"signal"},
-    f"{ENGINE}/training/calibration/on_ranks.py": {"environment", "torch"},
+    f"{ENGINE}/estimate/calibration/on_ranks.py": {"environment", "torch"},
     f"{SUITES}/data/elsewhere.py": {"environment", "sys"},
     f"{SUITES}/ranks.py": {"sys", "torch"},
     "cli/src/megatron_run_cli/__main__.py": {"sys"},
@@ -92,7 +92,7 @@ def test_the_product_sets_nothing_of_its_process_for_good() -> None:
         kinds = list(set_by(ast.parse(file.read_text(encoding="utf-8"))))
         found += [f"{name}:{line}: {kind}" for kind, line in kinds if kind not in allowed]
         found += [f"{name} sets nothing of {kind}" for kind in allowed - {kind for kind, _ in kinds}]
-    assert not found, "set it in megatron_run_engine.training.process, which gives it back"
+    assert not found, "set it in megatron_run_engine.host.process, which gives it back"
 
 
 #: Who takes any exception for a result of its own, since it is the end of a process or a thread, and why.

@@ -70,8 +70,7 @@ ALLOWED: dict[str, dict[str, str]] = {
         f"{_ENGINE}/data/standalone_tokenizer.py": "mkdir",
         f"{_ENGINE}/data/token_cache.py": "TemporaryFile unlink",
         f"{_ENGINE}/data/token_ids.py": "touch",
-        f"{_ENGINE}/data/user_cache.py": "mkdir open",
-        f"{_ENGINE}/launch/rank_output.py": "touch",
+        f"{_KERNEL}/files/user_cache.py": "mkdir open",
     },
     "the folder PREFIX.preparing and its lock, with which a killed command goes on": {
         f"{_INDEXED}/preparation/prepare.py": "mkdir open rmdir unlink",
@@ -89,9 +88,9 @@ ALLOWED: dict[str, dict[str, str]] = {
         f"{_ENGINE}/launch/watchdog/sidecar_client.py": "TemporaryDirectory",
         f"{_ENGINE}/run_folder/records.py": "TemporaryDirectory mkdir write_text",
         f"{_ENGINE}/runtime/cuda_libraries.py": "TemporaryDirectory mkdir symlink_to",
-        f"{_ENGINE}/training/calibration/gpu_clock.py": "TemporaryDirectory",
-        f"{_ENGINE}/training/calibration/on_ranks.py": "TemporaryDirectory touch write_text",
-        f"{_ENGINE}/training/calibration/timed_run.py": "TemporaryDirectory",
+        f"{_ENGINE}/estimate/calibration/gpu_clock.py": "TemporaryDirectory",
+        f"{_ENGINE}/estimate/calibration/on_ranks.py": "TemporaryDirectory touch write_text",
+        f"{_ENGINE}/estimate/calibration/timed_run.py": "TemporaryDirectory",
         f"{_INDEXED}/preparation/near_duplicates.py": "TemporaryFile",
         "plugins/observer/profiler/src/megatron_run_observer_profiler/window.py": (
             "TemporaryDirectory _dump_snapshot export_chrome_trace write_text"

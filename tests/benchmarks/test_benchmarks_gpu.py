@@ -57,6 +57,7 @@ def test_a_call_is_timed_after_those_that_warm_up() -> None:
     assert min(taken) > 0
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", ["partial", "whole step"])
 def test_a_side_with_graphs_replays_them(name: str) -> None:
     """A benchmark trains step by step; were a capture begun anew with each, every side would be eager."""
@@ -81,6 +82,7 @@ def some(device: str, how: str, *, quick: bool) -> dict[str, float]:
     return {"process": os.getpid(), "quick": quick}
 
 
+@pytest.mark.nightly
 @pytest.mark.multiproc
 def test_sides_share_a_process_until_one_ends_it() -> None:
     hows = ["works", "raises", "works", "dies", "works"]
@@ -99,6 +101,7 @@ def hangs() -> Iterator[int]:
     time.sleep(600)
 
 
+@pytest.mark.nightly
 @pytest.mark.multiproc
 def test_a_side_that_takes_too_long_is_ended() -> None:
     results = results_of_ranks(hangs, 1, {}, patience=3.0)

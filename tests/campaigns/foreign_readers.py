@@ -16,8 +16,8 @@ import numpy as np
 from megatron_run.errors import DataError
 from megatron_run_engine.data.indexed_files import Reader
 from megatron_run_engine.data.tokenizer import open_tokenizer
+from megatron_run_engine.evaluation.tasks import _passages
 from megatron_run_engine.formats.gpt_tensors import gpt_options
-from megatron_run_engine.training.tasks import _passages
 from megatron_run_format_distributed import Distributed
 from megatron_run_format_huggingface import HuggingFace, model_folder
 from megatron_run_format_megatron import MegatronLM

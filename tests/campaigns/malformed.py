@@ -93,7 +93,7 @@ LARGE = (
         (key, "99999999999999999999")
         for key in ("train.steps", "train.sequence_length", "eval.batches", "data.samples")
     ),
-    ("model.experts", "1e12"),
+    ("model.experts.count", "1e12"),
 )
 
 

@@ -101,12 +101,12 @@ def _gpt(**more: Any) -> Weights:
 
 
 _LLAMA: Mapping[str, Any] = {
-    "norm": "rmsnorm", "position": "rope", "activation": "swiglu", "bias": False, "tie_embeddings": False,
+    "norm": {"kind": "rmsnorm"}, "position": "rope", "activation": "swiglu", "bias": False, "tie_embeddings": False,
 }  # fmt: skip
 
 
 def _write_models(folder: Path) -> None:
-    models = {"gpt2": _gpt(), "llama": _gpt(**_LLAMA), "mixtral": _gpt(**_LLAMA, experts=4)}
+    models = {"gpt2": _gpt(), "llama": _gpt(**_LLAMA), "mixtral": _gpt(**_LLAMA, experts={"count": 4})}
     for name, weights in models.items():
         (folder / name).mkdir()
         model_folder.write(weights, folder / name)

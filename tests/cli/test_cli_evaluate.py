@@ -27,8 +27,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "text.txt").write_text(TEXT)
     sets = ("run.folder=run", "train.steps=3", "data.use=text", "data.paths=text.txt", "data.split=60,40,0")
     small = (
-        "model.experts=2",
-        "model.expert_capacity_factor=1.0",
+        "model.experts.count=2",
+        "model.experts.capacity_factor=1.0",
         "train.micro_batch_size=1",
         "train.global_batch_size=1",
     )

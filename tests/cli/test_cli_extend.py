@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.forked import TORCHRUN_AGENT, forked_command
+from tests.support.forked import FORKING_AGENT, forked_command
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(180)]
 
@@ -42,7 +42,7 @@ def test_a_refused_extension_changes_nothing_and_a_granted_one_the_configuration
 
     text.write_text("A run that goes on " + "a run that goes on " * 399)
     local = forked_command(longer, tmp_path)
-    joined = forked_command((*AGENT, *longer), tmp_path, program=TORCHRUN_AGENT)
+    joined = forked_command((*AGENT, *longer), tmp_path, program=FORKING_AGENT)
     assert (local.returncode, said(local.stderr)) == (5, said(joined.stderr))
     assert "when step 2 was saved: text.txt has other contents; give the same data" in local.stderr
     assert "log:" not in local.stderr + joined.stderr, "there is none"

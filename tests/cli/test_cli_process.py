@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_run_engine.data.user_cache import COMPILED
-from megatron_run_engine.training.rank_environment import SPIN_BRIEFLY, available_cores
+from megatron_run.files.user_cache import COMPILED
+from megatron_run_engine.host.rank_environment import SPIN_BRIEFLY, available_cores
 from tests.support.commands import COMMAND, world_of_two
 
 #: In the place of torch: shows what it would find in the environment.

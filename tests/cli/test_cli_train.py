@@ -10,18 +10,15 @@ import json
 import os
 import re
 import signal
-import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 
-from megatron_run_cli.main import main
 from tests.support.commands import COMMAND, TORCHRUN, free_port, run_command, started
-from tests.support.forked import TORCHRUN_AGENT, ForkedCommand, forked_command
+from tests.support.forked import FORKING_AGENT, TORCHRUN_AGENT, ForkedCommand, forked_command
 from tests.support.processes import alive, wait_until
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(180)]
@@ -240,29 +237,12 @@ def megatron_run_create_scaler(context, options):
 """
 
 
-def forking_agent() -> None:
-    """torchrun, but for its ranks, which are forked from the agent and need not import torch anew."""
-    from torch.distributed import run
-    from torch.distributed.launcher.api import elastic_launch
-
-    def rank(*words: str) -> None:
-        if code := main(words[words.index("megatron_run_cli") + 1 :]):
-            sys.exit(code)
-
-    def launch_forked(config: Any, entrypoint: str) -> Any:
-        config.start_method = "fork"
-        return elastic_launch(config, rank)
-
-    with mock.patch.object(run, "elastic_launch", launch_forked):
-        run.main()
-
-
 def test_torchrun_starts_the_ranks_and_again_after_one_has_died(tmp_path: Path) -> None:
     """The agent's store outlives the ranks: the second attempt must not read the notes of the first."""
     (tmp_path / "dies_once.py").write_text(DIES_ONCE)
     words = (*SHORT, "--plugin", "scaler=./dies_once.py", "--set", "run.timeout=20")
     agent = ("--max-restarts", "1", "--nproc-per-node", "2", "-m", "megatron_run_cli")
-    done = forked_command((*agent, *words), tmp_path, program=f"{__name__}:forking_agent")
+    done = forked_command((*agent, *words), tmp_path, program=FORKING_AGENT)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("step 3/3  loss") == 1
     assert log(tmp_path, 1).exists()

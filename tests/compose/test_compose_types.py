@@ -20,11 +20,11 @@ pytest.importorskip("spmd_types")
 pytestmark = [pytest.mark.nightly, pytest.mark.multiproc]
 
 BLOCKS: dict[str, dict[str, Any]] = {
-    "dense": {"norm_placement": "sandwich"},
-    "gated": {"activation": "swiglu", "bias": False, "attention_window": 3, "attention_softcap": 5.0},
-    "norms of heads": {"norm": "rmsnorm", "qk_norm": "head"},
-    "norms of projections": {"norm": "rmsnorm", "qk_norm": "full"},
-    "experts": {"experts": 4, "shared_expert_ffn_size": 16, "shared_expert_gate": True},
+    "dense": {"norm.placement": "sandwich"},
+    "gated": {"activation": "swiglu", "bias": False, "attention.window": 3, "attention.softcap": 5.0},
+    "norms of heads": {"norm.kind": "rmsnorm", "attention.qk_norm": "head"},
+    "norms of projections": {"norm.kind": "rmsnorm", "attention.qk_norm": "full"},
+    "experts": {"experts.count": 4, "experts.shared.ffn_size": 16, "experts.shared.gate": True},
 }
 
 

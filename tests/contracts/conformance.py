@@ -7,6 +7,7 @@ from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from megatron_run.config.values import nested
 from megatron_run.registry.discover import scan
 from megatron_run.registry.load import load
 from megatron_run.registry.loaded_plugin import Plugin
@@ -26,12 +27,17 @@ SMALL: Mapping[str, Options] = {
 #: Options that make another plugin of one, tried besides its defaults.
 VARIANTS: Mapping[str, Mapping[str, Options]] = {
     "model=gpt": {
-        "llama": {"position": "rope", "norm": "rmsnorm", "activation": "swiglu", "num_kv_heads": 2, "bias": False},
+        "llama": {"position": "rope", "norm.kind": "rmsnorm", "activation": "swiglu", "num_kv_heads": 2, "bias": False},
         "untied, three layers": {"tie_embeddings": False, "num_layers": 3},
-        "a balanced mixture": {"experts": 4, "router_groups": 2, "router_bias_rate": 1e-3, "expert_layer_first": 1},
+        "a balanced mixture": {
+            "experts.count": 4,
+            "experts.router.groups": 2,
+            "experts.router.bias_rate": 1e-3,
+            "experts.layer_first": 1,
+        },
         **DECODERS,
     },
-    "model=bert": {"norms after sums": {"norm_order": "post"}},
+    "model=bert": {"norms after sums": {"norm.order": "post"}},
     "model=t5": {"first, one encoder layer": {"activation": "relu", "tie_embeddings": False, "encoder_layers": 1}},
     "optimizer=zero1": {"of whole matrices": {"rule": "muon"}},
     "parallel-layer=tensor": {"without overlap": {"overlap": False}},
@@ -50,7 +56,7 @@ def installed_plugins() -> Iterator[tuple[str, Plugin]]:
         if str(plugin) == "data=nlu":
             base = {"task": "race", **_small_task()}
         for name, variant in {"": {}, **VARIANTS.get(str(plugin), {})}.items():
-            options = plugin.options_model.model_validate({**base, **variant})
+            options = plugin.options_model.model_validate(nested({**base, **variant}))
             yield f"{plugin}{name and ' as ' + name}", plugin.with_options(options)
 
 

@@ -178,7 +178,7 @@ def test_a_format_that_conforms_passes() -> None:
         (HalfPrecision(), BACK, "comes back as other torch.float16 values"),
         (Rounding(), BACK, "comes back as other torch.float32 values"),
         (Forgetful(last=-1), BACK, "gpt2: tensors come back changed: it lacks"),
-        (Forgetful(config={"norm_eps": 1e-3}), BACK, "gpt2: config comes back with norm_eps=0.001, it was 1e-05"),
+        (Forgetful(config={"norm": {"eps": 1e-3}}), BACK, "gpt2: config comes back with norm.eps=0.001, it was 1e-05"),
         (Forgetful(length=None), BACK, "gpt2: sequence_length comes back as None, it was 16"),
         (Forgetful(step=8), BACK, "gpt2: step comes back as 8, it was 7"),
         (Forgetful(moments={"exp_avg": {"x": partial(torch.zeros, 2)}}), BACK, "exp_avg of tensors come back changed"),

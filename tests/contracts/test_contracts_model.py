@@ -7,13 +7,16 @@ import pytest
 import torch
 from torch import nn
 
+from megatron_run.config.values import nested
 from megatron_run.contracts import Boundary, Chunk, ChunkOut, Microbatch, ParallelLayers
+from megatron_run.contracts.costs import ModelCosts
 from megatron_run.contracts.schedule import Place
 from megatron_run_engine.builtin.model.gpt import Gpt, GptOptions
+from megatron_run_testing import CheckFailed
 from megatron_run_testing.model import model_checks
 from tests.contracts.conformance import SMALL, failures
 
-OPTIONS = GptOptions.model_validate(SMALL["model"])
+OPTIONS = GptOptions.model_validate(nested(SMALL["model"]))
 
 
 class WrongBoundary(Gpt):
@@ -145,11 +148,6 @@ class DetachesActivations(Gpt):
         return chunk
 
 
-class CountsNothing(Gpt):
-    def flops_per_token(self, sequence_length: int) -> float:
-        return 0.0
-
-
 WRONG = {
     WrongBoundary: ("tensors between chunks match boundary", "bfloat16"),
     WholeSequence: (
@@ -173,20 +171,21 @@ WRONG = {
         "gradients are those of the loss",
         r"along layers\.2\.mlp\.input\.norm\.bias the loss changes by .*, and by its gradient 0: is a tensor detached",
     ),
-    CountsNothing: ("flops do not shrink with the sequence", "flops_per_token is 0"),
 }
 
 
 def test_a_mixture_of_experts_conforms() -> None:
     options = GptOptions.model_validate(
-        {
-            **SMALL["model"],
-            "experts": 4,
-            "expert_layer_pattern": (0, 1),
-            "expert_capacity_factor": 4.0,  # room for all: only trainings drop tokens
-            "shared_expert_ffn_size": 8,
-            "z_loss_coeff": 0.1,
-        }
+        nested(
+            {
+                **SMALL["model"],
+                "experts.count": 4,
+                "experts.layer_pattern": (0, 1),
+                "experts.capacity_factor": 4.0,  # room for all: only trainings drop tokens
+                "experts.shared.ffn_size": 8,
+                "experts.z_loss_coeff": 0.1,
+            }
+        )
     )
     assert not failures(model_checks(lambda context, _: Gpt(context, options), options))
 
@@ -216,6 +215,21 @@ def test_what_no_difference_can_measure_is_not_called_wrong(model: type[Gpt], na
 
 
 def test_smoothed_labels_and_dropout_are_no_difference_between_training_and_evaluation() -> None:
-    options = GptOptions.model_validate({**SMALL["model"], "dropout": 0.5, "label_smoothing": 0.5})
+    options = GptOptions.model_validate(nested({**SMALL["model"], "dropout": 0.5, "label_smoothing": 0.5}))
     checks = model_checks(Gpt, options)  # type: ignore[arg-type]  # it takes its own options
     assert not failures(check for check in checks if "loss" in check.name)
+
+
+class CostlessOptions(GptOptions):
+    """Its costs are those of a narrower model."""
+
+    def costs(self, sequence_length: int, vocab_size: int) -> ModelCosts:
+        narrow = GptOptions.model_validate({**self.model_dump(), "hidden_size": self.hidden_size // 2})
+        return narrow.costs(sequence_length, vocab_size)
+
+
+def test_costs_of_other_layers_are_refused() -> None:
+    options = CostlessOptions.model_validate(SMALL["model"])
+    (check,) = (each for each in model_checks(Gpt, options) if each.name == "costs are those of the layers")  # type: ignore[arg-type]  # it takes its own options
+    with pytest.raises(CheckFailed, match=r"costs tell [\d,]+ weights, and the matrices built have [\d,]+"):
+        check.run()

@@ -12,7 +12,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from megatron_run.contracts import AttentionShape, Init, NormKind, ParallelLayers, StackedLayers
+from megatron_run.contracts import (
+    AttentionCore,
+    AttentionShape,
+    Init,
+    LinearSpec,
+    NormKind,
+    ParallelLayers,
+    StackedLayers,
+)
 from megatron_run.errors import InputError
 from megatron_run_engine.builtin.parallel_layer.dense import DenseLayers
 from megatron_run_engine.runtime.context import BuildContext
@@ -42,18 +50,18 @@ class PlainNorms(StackedLayers):
 
 
 class OtherNames(StackedLayers):
-    def row_linear(self, inputs: int, outputs: int, *, bias: bool, init: Init) -> nn.Module:
-        return nn.Sequential(self.base.row_linear(inputs, outputs, bias=bias, init=init))
+    def row_linear(self, spec: LinearSpec) -> nn.Module:
+        return nn.Sequential(self.base.row_linear(spec))
 
 
 class OtherStart(StackedLayers):
-    def row_linear(self, inputs: int, outputs: int, *, bias: bool, init: Init) -> nn.Module:
-        return self.base.row_linear(inputs, outputs, bias=bias, init=Init("normal", init.std / 2))
+    def row_linear(self, spec: LinearSpec) -> nn.Module:
+        return self.base.row_linear(replace(spec, init=Init("normal", spec.init.std / 2)))
 
 
 class OtherDecay(StackedLayers):
-    def row_linear(self, inputs: int, outputs: int, *, bias: bool, init: Init) -> nn.Module:
-        layer: Any = self.base.row_linear(inputs, outputs, bias=bias, init=init)
+    def row_linear(self, spec: LinearSpec) -> nn.Module:
+        layer: Any = self.base.row_linear(spec)
         layer.parameter_specs["weight"] = replace(layer.parameter_specs["weight"], decay=False)
         made: nn.Module = layer
         return made
@@ -93,7 +101,7 @@ class PlainAttention(nn.Module):
         return y.permute(2, 0, 1, 3).flatten(2)
 
 
-class ClaimsAll(PlainAttention):
+class ClaimsAll(PlainAttention, AttentionCore):
     """Claims variants, documents and caches, and ignores them: its causal mask aligns the first key and query."""
 
     variants, packs, caches = frozenset({"scale", "window", "softcap"}), True, True

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from itertools import product
 
 import pytest
 
@@ -22,7 +21,6 @@ from tests.support.checkout import ROOT
 
 PAGE = (ROOT / "docs" / "your-own-schedule.md").read_text(encoding="utf-8")
 MINE = ROOT / "tests" / "examples" / "walk" / "mine.py"
-GRID = [(stages, m) for stages, m in product(range(1, 7), range(1, 25)) if m >= stages]
 
 
 def plan(stages: int, microbatches: int) -> Plan:
@@ -44,12 +42,13 @@ def test_the_walk_ends_with_the_installed_plugin() -> None:
     assert last.command.startswith("megatron-run --plugin schedule=mine")
 
 
-@pytest.mark.parametrize(("stages", "microbatches"), GRID)
-def test_time_and_memory_are_what_the_page_says(stages: int, microbatches: int) -> None:
-    made = plan(stages, microbatches)
-    assert timeline(made).makespan == 6 * microbatches + 4 * (stages - 1)
-    assert max(made.peak_in_flight) == min(2 * stages, 2 * microbatches)
-    assert made.ascending
+@pytest.mark.parametrize("stages", range(1, 7))
+def test_time_and_memory_are_what_the_page_says(stages: int) -> None:
+    for microbatches in range(stages, 25):
+        made = plan(stages, microbatches)
+        assert timeline(made).makespan == 6 * microbatches + 4 * (stages - 1)
+        assert max(made.peak_in_flight) == min(2 * stages, 2 * microbatches)
+        assert made.ascending
 
 
 def test_twice_the_messages_of_1f1b_cross_between_two_stages() -> None:

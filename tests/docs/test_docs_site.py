@@ -21,6 +21,8 @@ from tests.support.checkout import PLUGINS, ROOT
 
 #: Addresses of the site that a builder may have set: a link would lead there, and not into this checkout.
 ADDRESSES = ("SITE_URL", "REPOSITORY_URL")
+#: Of tests that read the built site.
+built = pytest.mark.nightly
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +49,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.nightly  # `site` builds the same pages every time
+@built
 def test_the_command_builds_the_site_with_its_search(tmp_path: Path) -> None:
     clean = {name: text for name, text in os.environ.items() if name not in ADDRESSES}
     done = subprocess.run(
@@ -88,6 +90,7 @@ class Read(HTMLParser):
             self.fetched.append(told.get("src") or told.get("href") or "")
 
 
+@built
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_kind_has_a_page_with_its_hook_and_contract(site: Path, kind: str) -> None:
     word = kind.replace("-", "_")
@@ -97,6 +100,7 @@ def test_a_kind_has_a_page_with_its_hook_and_contract(site: Path, kind: str) -> 
     assert all(plugin.distribution in page.text for plugin in plugins() if plugin.info.kind == kind)
 
 
+@built
 def test_the_page_of_plugins_shows_all_of_this_repository(site: Path) -> None:
     assert {member.name for member in PLUGINS} < {plugin.distribution for plugin in plugins()}
     page = Read(site / "plugins" / "index.html")
@@ -104,6 +108,7 @@ def test_the_page_of_plugins_shows_all_of_this_repository(site: Path) -> None:
     assert "schedule.group_size" in page.text
 
 
+@built
 def test_every_library_has_its_reference(site: Path) -> None:
     for library in libraries():
         page = Read(site / "api" / library.name / "index.html")
@@ -112,15 +117,18 @@ def test_every_library_has_its_reference(site: Path) -> None:
     assert "megatron_run.contracts.plugin.PluginInfo" in contract.anchors
 
 
+@built
 def test_the_words_of_a_contract_are_shown_with_their_fields(site: Path) -> None:
     assert "microbatch: int" in " ".join(Read(site / "kinds" / "schedule" / "index.html").text.split())
 
 
+@built
 def test_no_page_shows_the_marks_of_docstrings(site: Path) -> None:
     for page in site.rglob("*.html"):
         assert not re.search(r":(class|func|meth|mod|attr|exc|data):`", Read(page).text), page
 
 
+@built
 def test_the_front_page_is_the_readme(site: Path) -> None:
     page = Read(site / "index.html")
     assert "make run" in page.text
@@ -129,6 +137,7 @@ def test_the_front_page_is_the_readme(site: Path) -> None:
     assert "hookspecs.py" in page.code
 
 
+@built
 def test_nothing_is_fetched_from_elsewhere(site: Path) -> None:
     for page in site.rglob("*.html"):
         assert not [address for address in Read(page).fetched if re.match(r"(https?:)?//", address)], page

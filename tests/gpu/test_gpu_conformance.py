@@ -10,8 +10,8 @@ import pytest
 from megatron_run.contracts import ParallelLayers
 from megatron_run.registry.loaded_plugin import Plugin
 from megatron_run_engine.builtin.parallel_layer.dense import DenseLayers
+from megatron_run_engine.host.process import deterministic_kernels
 from megatron_run_engine.runtime.context import BuildContext
-from megatron_run_engine.training.process import deterministic_kernels
 from megatron_run_testing import Check
 from megatron_run_testing.build_contexts import on_device
 from megatron_run_testing.conformance import checks_for

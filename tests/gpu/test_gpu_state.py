@@ -13,10 +13,10 @@ from megatron_run.config.request import Request
 from megatron_run.contracts.topology import Sizes, Topology
 from megatron_run.planning import resolve
 from megatron_run_engine.checkpoint.step_folder import Checkpoints
+from megatron_run_engine.estimate.model_size import model_size
 from megatron_run_engine.runtime.comm import Groups, ParallelGroup
 from megatron_run_engine.runtime.world import World
 from megatron_run_engine.training.build import build
-from megatron_run_engine.training.memory_estimate import model_size
 from tests.gpu.runs import CPU, CUDA, attempt, losses
 from tests.support.ranks import run_ranks
 from tests.support.saved_steps import read_all, same_state

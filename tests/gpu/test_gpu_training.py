@@ -15,12 +15,12 @@ from tests.gpu.runs import APART, CPU, CUDA, losses, steps
 from tests.plugins.optional_library import skip_without
 
 GPT: tuple[str, ...] = ()
-EXPERTS = ("model.experts=4", "model.top_k=2")
+EXPERTS = ("model.experts.count=4", "model.experts.top_k=2")
 #: What a model is -> the settings that make it.
 MODELS = {
     "gpt": GPT,
     "experts": EXPERTS,
-    "padded experts": (*EXPERTS, "model.expert_capacity_factor=1.25", "model.expert_pad_to_capacity=true"),
+    "padded experts": (*EXPERTS, "model.experts.capacity_factor=1.25", "model.experts.pad_to_capacity=true"),
 }
 
 

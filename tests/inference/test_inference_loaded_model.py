@@ -20,7 +20,7 @@ from megatron_run_inference import LoadedModel
 from megatron_run_inference.evaluation import record
 from tests.support.small_models import GPT2, LENGTH, LLAMA, saved_network
 
-EXPERTS = {**LLAMA, "experts": 4, "expert_capacity_factor": 0.25}
+EXPERTS = {**LLAMA, "experts.count": 4, "experts.capacity_factor": 0.25}
 
 
 def theirs(family: str) -> Any:

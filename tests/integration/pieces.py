@@ -110,10 +110,11 @@ def _run_case(rank: int, world: int, case: Case) -> Ran:
     import torch
 
     from megatron_run.config.request import Request
+    from megatron_run_engine.evaluation import evaluator
     from megatron_run_engine.runtime.context import Dtypes
-    from megatron_run_engine.training import build, evaluate
+    from megatron_run_engine.training import build
 
-    ran, make, write = Ran(Seen()), build.build, evaluate.generate_text
+    ran, make, write = Ran(Seen()), build.build, evaluator.generate_text
 
     def watched_build(*arguments: Any) -> Any:
         assembly = make(*arguments)

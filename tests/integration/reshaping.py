@@ -51,6 +51,8 @@ class Found:
 class Asked(Sequence[dict[str, Any]]):
     """A dataset as long as ``dataset`` that notes which samples are asked for."""
 
+    in_order = False
+
     def __init__(self, dataset: Any) -> None:
         self._sample = {name: np.zeros_like(values) for name, values in dataset[0].items()}
         self._length, self.indices = len(dataset), list[int]()

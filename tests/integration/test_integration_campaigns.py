@@ -6,7 +6,7 @@ import pytest
 
 from tests.campaigns.__main__ import main
 
-pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.nightly, pytest.mark.multiproc, pytest.mark.timeout(120)]
 
 
 #: Those that take seconds; `make campaigns` does all.

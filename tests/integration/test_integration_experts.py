@@ -1,6 +1,6 @@
 """Experts split over ranks train as the single process does, whatever else the run is split by.
 
-Here each two choices of ``FEW`` run together once, for few steps of a small batch; ``make grid`` runs every split.
+Here each choice of ``FEW`` runs, and some pairs, for few steps of a small batch; ``make grid`` runs every split.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ SETS = (
     "train.lr_warmup=2",
     f"eval.interval={STEPS}",
     "eval.batches=1",
-    "model.experts=4",
-    "model.expert_ffn_size=32",
+    "model.experts.count=4",
+    "model.experts.ffn_size=32",
     "model.hidden_size=32",
     "model.num_heads=4",
     "train.sequence_length=16",
@@ -35,20 +35,20 @@ SETS = (
 #: Those with dense layers too.
 MIXED = ("dropless", "biases")
 MODELS: dict[str, tuple[str, ...]] = {
-    "dropless": ("model.z_loss_coeff=0.01",),
+    "dropless": ("model.experts.z_loss_coeff=0.01",),
     "capacity": (
-        "model.z_loss_coeff=0.01",
-        "model.expert_capacity_factor=0.75",
-        "model.shared_expert_ffn_size=24",
-        "model.shared_expert_gate=true",
+        "model.experts.z_loss_coeff=0.01",
+        "model.experts.capacity_factor=0.75",
+        "model.experts.shared.ffn_size=24",
+        "model.experts.shared.gate=true",
         "model.activation=swiglu",
     ),
     "biases": (
-        "model.aux_loss_coeff=0",
-        "model.router_bias_rate=0.05",
-        "model.router_score_function=sigmoid",
-        "model.router_groups=2",
-        "model.router_topk_scaling_factor=1.5",
+        "model.experts.aux_loss_coeff=0",
+        "model.experts.router.bias_rate=0.05",
+        "model.experts.router.score_function=sigmoid",
+        "model.experts.router.groups=2",
+        "model.experts.router.scaling_factor=1.5",
     ),
 }
 
@@ -75,7 +75,7 @@ class Split(NamedTuple):
 
     @property
     def axes(self) -> dict[str, Hashable]:
-        """What it chooses: of each pair of these some split that runs has both."""
+        """What it chooses: some split that runs has each of these."""
         names = ("model", "shape", "sequence", "dispatcher", "recompute", "optimizer", "schedule")
         return {name: getattr(self, name) for name in names}
 
@@ -87,7 +87,7 @@ class Split(NamedTuple):
     def case(self) -> Case:
         sizes = [f"parallel.{axis}={getattr(self, axis)}" for axis in ("expert", "tensor", "pipeline")]
         chunks = ["parallel.chunks=2"] * (self.schedule == "interleaved")
-        ways = [f"parallel.sequence={str(self.sequence).lower()}", f"model.token_dispatcher={self.dispatcher}"]
+        ways = [f"parallel.sequence={str(self.sequence).lower()}", f"model.experts.dispatcher={self.dispatcher}"]
         steps = [
             f"train.recompute={self.recompute}",
             f"train.steps={1 if WHOLE and self.dtype == 'float64' else STEPS}",
@@ -95,7 +95,7 @@ class Split(NamedTuple):
         layers = ["parallel-layer=tensor"] * (self.tensor > 1)
         schedule = [f"schedule={self.schedule}"] * (self.pipeline > 1)
         size = [f"model.num_layers={len(self.pattern.split(','))}", f"train.global_batch_size={self.batch}"]
-        size += [f"model.expert_layer_pattern={self.pattern}"] * (self.model in MIXED)
+        size += [f"model.experts.layer_pattern={self.pattern}"] * (self.model in MIXED)
         sets = (*SETS, *MODELS[self.model], *size, *sizes, *chunks, *ways, *steps)
         return Case(sets, (f"optimizer={self.optimizer}", *layers, *schedule), self.dtype)
 
@@ -131,7 +131,7 @@ RECOMPUTED = {
     "interleaved": "full",
     "zero-bubble": "moe_dispatch,moe_experts",
 }
-#: What is tried by pairs: ``capacity`` has the losses of ``dropless`` too, ``biases`` drops no token either, and
+#: What is tried of: ``capacity`` has the losses of ``dropless`` too, ``biases`` drops no token either, and
 #: ``test_integration_loss_mean`` has experts under 1f1b.
 FEW = [
     split.small()
@@ -140,7 +140,7 @@ FEW = [
     and (split.pipeline == 1 or split.schedule != SCHEDULES[0])
     and split.recompute in ("none", RECOMPUTED[split.shape if split.pipeline == 1 else split.schedule])
 ]
-SPLITS = chosen(PRODUCT if WHOLE else FEW, lambda split: split.axes)
+SPLITS = chosen(PRODUCT if WHOLE else FEW, lambda split: split.axes, ("model", "schedule", "optimizer"))
 #: With zero1 a rank has whole gradients of its share alone.
 EXACT = [split for split in SPLITS if split.optimizer != "zero1"]
 each_split = pytest.mark.parametrize("split", SPLITS, ids=str)

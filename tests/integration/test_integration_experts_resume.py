@@ -32,8 +32,8 @@ ENDS = list(accumulate(EACH for _ in CHAIN))
 def settings(expert: int, tensor: int, optimizer: str) -> tuple[dict[str, Any], tuple[str, ...]]:
     sets = {
         **SMALL,
-        "model.experts": 4,
-        "model.router_bias_rate": 0.05,
+        "model.experts.count": 4,
+        "model.experts.router.bias_rate": 0.05,
         "train.steps": ENDS[-1],
         "checkpoint.interval": 0,
         "train.lr_shape": "constant",

@@ -27,7 +27,7 @@ class Case(NamedTuple):
 
 
 DENSE = ("parallel-layer=tensor", "optimizer=zero1")
-EXPERTS = ("model.experts=8", "model.top_k=2")
+EXPERTS = ("model.experts.count=8", "model.experts.top_k=2")
 CASES = {
     "2 tensor, 2 stages, 2 data": Case(
         8, ("parallel.tensor=2", "parallel.pipeline=2"), (*DENSE, "schedule=1f1b"), nightly=False

@@ -71,6 +71,7 @@ def test_what_once_broke_a_reader_gets_an_answer(name: str, content: bytes, samp
 QUICK = ("YAML", "a manifest with its SHA-256 made right", "a shard", "an .idx", "JSON lines", "messages of a sidecar")
 
 
+@pytest.mark.nightly
 def test_a_few_changed_files_get_their_answers(tmp_path: Path) -> None:
     rows = fuzz_all(tmp_path, 120, seed=0, jobs=1, only=QUICK)
     assert not [fault for row in rows for fault in row.faults]

@@ -22,8 +22,15 @@ SIZES = {"num_layers": 4, "hidden_size": 32, "num_heads": 4, "ffn_size": 48, "vo
 #: Learned positions; rotary ones with grouped queries; experts that would drop most tokens in a training.
 MODELS: Mapping[str, Mapping[str, Any]] = {
     "gpt2": {**SIZES, "tie_embeddings": False},
-    "llama": {**SIZES, "num_kv_heads": 2, "position": "rope", "norm": "rmsnorm", "activation": "swiglu", "bias": False},
-    "experts": {**SIZES, "experts": 4, "expert_capacity_factor": 0.25, "num_kv_heads": 2, "position": "rope"},
+    "llama": {
+        **SIZES,
+        "num_kv_heads": 2,
+        "position": "rope",
+        "norm.kind": "rmsnorm",
+        "activation": "swiglu",
+        "bias": False,
+    },
+    "experts": {**SIZES, "experts.count": 4, "experts.capacity_factor": 0.25, "num_kv_heads": 2, "position": "rope"},
 }
 #: Of unequal lengths, and so long that the 16 positions of the model are outgrown.
 PROMPTS = [[3, 14, 15, 9, 2, 6, 5, 35, 8, 9], [7], [1, 2, 3, 4, 5]]

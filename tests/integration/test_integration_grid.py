@@ -1,6 +1,6 @@
 """Every schedule in every shape trains what a single process trains, and runs exactly what was planned.
 
-``grid.py`` says which shapes there are; here each two choices of telling shapes and of variants run together once,
+``grid.py`` says which shapes there are; here each schedule runs in every variant's choices, each shape's choice once,
 and every other shape is planned only. ``make grid`` runs every shape in every variant.
 """
 
@@ -14,7 +14,7 @@ from itertools import combinations
 import pytest
 
 from megatron_run.planning import resolve
-from tests.integration.grid import FEW, RULES, Case, Shape, Variant, selection, shapes, telling, whole_product
+from tests.integration.grid import FEW, PAIRED, RULES, Case, Shape, Variant, selection, shapes, telling, whole_product
 from tests.integration.grid_checks import (
     Trained,
     gradient_faults,
@@ -95,11 +95,14 @@ def faults(check: Callable[[Trained], Iterator[str]], trained: Iterable[Trained]
     return [fault for each in trained for fault in check(each)]
 
 
-def test_every_two_choices_of_a_telling_shape_are_selected_together() -> None:
-    def pairs(cases: Iterable[Case]) -> set[object]:
-        return {pair for case in cases for pair in combinations(case.axes.items(), 2)}
+def test_every_choice_of_a_telling_shape_is_selected_and_each_schedule_with_every_choice_of_a_variant() -> None:
+    def shown(cases: Iterable[Case]) -> set[object]:
+        return {each for case in cases for each in (*case.axes.items(), *pairs(case))}
 
-    assert pairs(SELECTION) == pairs(filter(telling, whole_product()))
+    def pairs(case: Case) -> Iterator[object]:
+        return combinations([each for each in case.axes.items() if each[0] in PAIRED], 2)
+
+    assert shown(SELECTION) == shown(filter(telling, whole_product()))
 
 
 @pytest.mark.multiproc

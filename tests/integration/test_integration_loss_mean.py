@@ -25,7 +25,7 @@ SETS = (
     "model.hidden_size=32",
     "model.num_heads=4",
 )
-EXPERTS = ("model.experts=4", "model.expert_ffn_size=32", "train.micro_batch_size=1")
+EXPERTS = ("model.experts.count=4", "model.experts.ffn_size=32", "train.micro_batch_size=1")
 #: How four ranks share the work: (settings, plugins).
 SPLITS = {
     "data": (("train.micro_batch_size=1",), ("optimizer=zero1",)),

@@ -18,7 +18,7 @@ FOUND = [
     ("config show with huge numbers", ("--set", "model.hidden_size=1000000000000", "--set", "model.num_heads=7")),
     ("config show with huge numbers", ("--plugin", "schedule=interleaved", "--set", "schedule.group_size=1000000000")),
     ("a dry run with huge numbers", ("--set", "model.loss_chunks=1000000")),
-    ("a dry run with huge numbers", ("--set", "model.expert_layer_freq=1000000000")),
+    ("a dry run with huge numbers", ("--set", "model.experts.layer_freq=1000000000")),
     ("a dry run with huge numbers", ("--plugin", "model=t5", "--set", "model.encoder_length=1000000000")),
     ("a plan with huge numbers", ("--set", "model.num_layers=1000000000")),
     ("a plan with huge numbers", ("--set", "model.num_layers=100000")),
@@ -42,6 +42,7 @@ def test_what_once_had_no_answer_has_one(name: str, words: tuple[str, ...], samp
     assert not Fuzzed(READERS[name], samples, tmp_path).attempt(json.dumps(words).encode())
 
 
+@pytest.mark.nightly
 def test_a_share_of_all_numbers_has_answers(tmp_path: Path) -> None:
     names = [name for name in READERS if name.endswith("huge numbers")]
     rows = read_all("a huge number", [(name, 6) for name in names], huge, tmp_path, 5, 1)

@@ -24,7 +24,13 @@ TOPOLOGIES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("schedule=zero-bubble", "optimizer=zero1"),
     ),
     "experts on ranks, rotary": (
-        ("parallel.expert=2", "parallel.tensor=2", "model.experts=4", "model.aux_loss_coeff=0", "model.position=rope"),
+        (
+            "parallel.expert=2",
+            "parallel.tensor=2",
+            "model.experts.count=4",
+            "model.experts.aux_loss_coeff=0",
+            "model.position=rope",
+        ),
         ("parallel-layer=tensor",),
     ),
     "graphs": (
@@ -71,7 +77,7 @@ def test_packed_rows_train_alike_in_every_topology(texts: Path, names: list[str]
 
 def test_a_model_that_ignores_documents_is_refused(texts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from megatron_run_engine.builtin.model.gpt import Gpt
-    from megatron_run_engine.training.memory_estimate import model_size
+    from megatron_run_engine.estimate.model_size import model_size
 
     monkeypatch.setattr(Gpt, "fields", lambda self, position, layout: ("tokens", "labels", "loss_mask"))
     with pytest.raises(RunError, match="data=text packs documents, and attention of model=gpt would cross them"):
@@ -79,7 +85,7 @@ def test_a_model_that_ignores_documents_is_refused(texts: Path, monkeypatch: pyt
 
 
 def test_attention_of_packed_rows_is_not_captured(texts: Path) -> None:
-    from megatron_run_engine.training.memory_estimate import model_size
+    from megatron_run_engine.estimate.model_size import model_size
 
     asked = request(texts, 1, ("graph-capture.scope=attn",), ("graph-capture=partial",))
     with pytest.raises(RunError, match="segment attn of layer 0 cannot be captured"):

@@ -14,7 +14,7 @@ from megatron_run.planning import ResolvedRun, load_config
 from megatron_run_cli.main import main
 from megatron_run_cli.reports import dry_run
 from megatron_run_cli.reports.dry_run import dry_run_json, dry_run_text
-from megatron_run_engine.training.memory_estimate import model_size
+from megatron_run_engine.estimate.model_size import model_size
 from tests.plugins.model.bert.test_model_bert_presets import TABLE
 from tests.support.forked import forked_command
 

@@ -22,8 +22,8 @@ SETS = (
     "eval.interval=2",
     "eval.batches=1",
 )
-#: A V splits its backward too.
-SCHEDULES = ("1f1b", "interleaved", "zero-bubble,variant=v", *["zero-bubble"] * WHOLE)
+#: One and two chunks a stage; a V splits its backward too.
+SCHEDULES = ("1f1b", "zero-bubble,variant=v", *["interleaved", "zero-bubble"] * WHOLE)
 #: Those that are tried under sequence parallelism too; ``make grid`` tries all.
 SEQUENCE = SCHEDULES if WHOLE else SCHEDULES[:1]
 #: A layer for each place: two chunks on two stages, or one.

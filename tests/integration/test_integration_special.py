@@ -18,6 +18,7 @@ QUICK = (
 )
 
 
+@pytest.mark.nightly
 def test_special_files_get_their_answers(tmp_path: Path) -> None:
     rows = special(tmp_path, 0.5, seed=0, jobs=1, only=QUICK)
     assert not [fault for row in rows for fault in row.faults]
@@ -29,6 +30,7 @@ def test_every_reader_that_opens_a_file_is_tried() -> None:
     assert len(READERS) - len(all_readers()) < 12  # what reads words or bytes
 
 
+@pytest.mark.nightly
 def test_a_reader_that_reads_whatever_is_there_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def read(path: Path) -> None:
         with path.open("rb") as file:

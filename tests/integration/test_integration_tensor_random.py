@@ -66,9 +66,10 @@ CASES: dict[int, dict[str, Case]] = {
 }
 
 
-#: Asked for by ``make grid`` alone: a schedule that others try as well, and runs that are made twice. Runs that differ
-#: from themselves differ from recomputed ones too.
+#: Asked for by ``make grid`` alone: a schedule that others try as well, one rank, what others combine, and runs that
+#: are made twice. Runs that differ from themselves differ from recomputed ones too.
 RARE = {"t2 p2", "t2 p2 recompute", *(f"{name} again" for name in ("t1", "t2", "t2 p2"))}
+RARE |= {"t1", "t1 recompute", "t2 sequence recompute", "t2 zero-bubble selective", "t2 d2 sequence"}
 #: What is equal bit for bit.
 ALIKE = [
     ("t1", "t1 recompute"),
@@ -119,7 +120,7 @@ def test_another_seed_drops_others() -> None:
         ("t2", "t2 zero-bubble"),
         ("t2", "t2 d2"),
         ("t2 sequence", "t2 p2 sequence"),
-        ("t2 sequence", "t2 d2 sequence"),
+        *[("t2 sequence", "t2 d2 sequence")] * asked("t2 d2 sequence"),
     ],
 )
 def test_masks_depend_neither_on_the_pipeline_nor_on_the_data_split(one: str, other: str) -> None:

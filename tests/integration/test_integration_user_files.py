@@ -15,7 +15,7 @@ from megatron_run_data_indexed.preparation.records import Reading, read_records,
 from megatron_run_data_instruct.conversations import conversation, lines_of
 from megatron_run_data_nlu.questions import read_choices
 from megatron_run_engine.data.documents import find_documents
-from megatron_run_engine.training.tasks import _passages
+from megatron_run_engine.evaluation.tasks import _passages
 from megatron_run_inference.commands.generate import _read_prompts
 
 #: Texts with all that Python's splitlines takes for the end of a line, but not as such.

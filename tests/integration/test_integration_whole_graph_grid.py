@@ -21,6 +21,7 @@ OPS: tuple[Op, ...] = ("F", "B")
 CASE = Case(ALONE[0], NETWORKS[0], "fp32", WAYS[0])
 
 
+@pytest.mark.nightly
 @pytest.mark.multiproc
 def test_the_page_counts_what_ran(capsys: pytest.CaptureFixture[str]) -> None:
     assert run([CASE]) == 0

@@ -22,6 +22,7 @@ class Disowned(Shape):
         return False
 
 
+@pytest.mark.nightly
 @pytest.mark.multiproc
 def test_the_table_counts_what_ran_and_what_was_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert run([Case(TRAINED, steps=FEW)], [TRAINED, REFUSED]) == 0

@@ -10,6 +10,7 @@ from tests.mutants.catalogue import Mutant
 from tests.mutants.trial import Workshop
 from tests.support.processes import alive, wait_until
 
+pytestmark = pytest.mark.nightly
 SOURCE = "def double(x):\n    return 2 * x\n\n\ndef unused():\n    return 1\n"
 #: What the mutant does is seen in a child process too, which a test that hangs leaves running.
 TESTS = """

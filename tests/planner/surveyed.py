@@ -72,7 +72,7 @@ def surveyed(device: Device, anchors: Sequence[Mapping[str, Any]] = ()) -> Surve
     for each in sizes:
         run: dict[str, Any] = {**dict(zip(_NAMES, each, strict=True)), "tensor": 1}
         model, split = model_of(run)
-        layout = looped_layout(LayoutSpec(1, 1, model.layers, ()))
+        layout = looped_layout(LayoutSpec(1, 1, len(model.layers), ()))
         (times,) = place_times(model, split, alone, layout)
         rest = after_backward(model, split, alone, layout)[0]
         runs.append({**run, "forward": times.forward, "backward": times.backward, "rest": rest})
@@ -108,4 +108,4 @@ def anchored(device: Device) -> tuple[Task, list[dict[str, Any]]]:
 def plan_of(task: Task) -> Plan:
     """The plan of one step."""
     split = task.split
-    return Schedules().plan(task.schedule, task.model.layers, split.pipeline, split.chunks, split.microbatches)
+    return Schedules().plan(task.schedule, len(task.model.layers), split.pipeline, split.chunks, split.microbatches)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megatron_run.config.request import Request
-from megatron_run_engine.training.calibration.gpu_survey import FIRST, STEPS
+from megatron_run_engine.estimate.calibration.gpu_survey import FIRST, STEPS
 from megatron_run_planner.accuracy.anchors import Anchor
 from megatron_run_planner.devices import Device, read_device
 from megatron_run_planner.layer_time import Product, product_seconds

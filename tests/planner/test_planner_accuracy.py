@@ -13,10 +13,10 @@ from megatron_run.errors import InputError
 from megatron_run_planner.accuracy import Accuracy, Compared, Measured, compare, needs_recompute, read_table, summarise
 from megatron_run_planner.devices import LayerShape, read_device
 from megatron_run_planner.schedules import Schedules
-from megatron_run_planner.workload import Model, Split
+from megatron_run_planner.workload import Split, gpt2
 
 A100 = read_device("a100")
-MODEL = Model(24, 1024, 16, 1024, 51200)
+MODEL = gpt2(24, 1024, 16, 1024, 51200)
 HEADER = (TABLES / "a100_single.csv").read_text(encoding="utf-8").splitlines()[0]
 
 
@@ -66,7 +66,7 @@ def test_only_models_that_must_recompute_are_taken_to() -> None:
 
 def compared(pairs: list[tuple[float, float]], hidden: int = 1024) -> tuple[Compared, ...]:
     """Rows of one task with the seconds (predicted, measured)."""
-    row = Measured(replace(MODEL, hidden=hidden), Split(data=8, micro_batch=1, global_batch=64), 0.0)
+    row = Measured(gpt2(24, hidden, 16, 1024, 51200), Split(data=8, micro_batch=1, global_batch=64), 0.0)
     return tuple(Compared(replace(row, seconds=measured), predicted) for predicted, measured in pairs)
 
 

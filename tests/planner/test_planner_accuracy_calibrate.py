@@ -29,7 +29,7 @@ def test_a_description_predicts_the_runs_that_it_was_made_of(survey: Survey, fou
     for run in survey.runs:
         model, split = model_of(run)
         if split.tensor == 1:
-            layout = looped_layout(LayoutSpec(1, 1, model.layers, ()))
+            layout = looped_layout(LayoutSpec(1, 1, len(model.layers), ()))
             (times,) = place_times(model, split, alone, layout)
             assert times.forward == pytest.approx(run["forward"], rel=0.06), run
             assert times.backward == pytest.approx(run["backward"], rel=0.06), run

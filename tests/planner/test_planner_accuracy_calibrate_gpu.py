@@ -10,7 +10,7 @@ from benchmarks.gpu.models import GPT
 from benchmarks.single.ours import configuration
 from megatron_run.config.request import Request
 from megatron_run_cli.main import main
-from megatron_run_engine.training.calibration.gpu_survey import (
+from megatron_run_engine.estimate.calibration.gpu_survey import (
     ATTENTION,
     FIRST,
     PRODUCTS,

@@ -13,7 +13,7 @@ from megatron_run.planning import resolve
 from megatron_run_engine.nn.parallel import rows_of_a_rank
 from megatron_run_planner.memory import stage_memory
 from megatron_run_planner.task import read_task
-from megatron_run_planner.workload import Model
+from megatron_run_planner.workload import rows_of_words
 
 if TYPE_CHECKING:
     from megatron_run_engine.runtime.comm import ParallelGroup
@@ -26,7 +26,7 @@ LLAMA: dict[str, Any] = {
     **BF16,
     "data.vocab_size": 32000,
     "model.activation": "swiglu",
-    "model.norm": "rmsnorm",
+    "model.norm.kind": "rmsnorm",
     "model.position": "rope",
     "model.bias": "false",
     "model.num_kv_heads": 2,
@@ -35,7 +35,7 @@ LLAMA: dict[str, Any] = {
 CORE, FEW_WORDS = {"train.recompute": "core_attn"}, {"data.vocab_size": 2000}
 SEQUENCE = {"parallel.tensor": 2, "parallel.sequence": "true"}
 PIPE = ("schedule=1f1b",)
-PADDED = {"model.expert_capacity_factor": 1.0, "model.expert_pad_to_capacity": "true", "model.top_k": 2}
+PADDED = {"model.experts.capacity_factor": 1.0, "model.experts.pad_to_capacity": "true", "model.experts.top_k": 2}
 GRID = {
     "gpt": Configuration(1, (), GPT),
     "dropout": Configuration(1, (), GPT | {"model.dropout": 0.1}),
@@ -49,9 +49,9 @@ GRID = {
     "llama, half recomputed": Configuration(1, (), LLAMA | HALF),
     "llama, all recomputed": Configuration(1, (), LLAMA | FULL),
     "untied": Configuration(1, (), GPT | {"model.tie_embeddings": "false"}),
-    "dropless experts": Configuration(1, (), GPT | {"model.experts": 4, "model.top_k": 2}),
-    "experts": Configuration(1, (), GPT | PADDED | {"model.experts": 4}),
-    "experts of llama": Configuration(1, (), LLAMA | PADDED | {"model.experts": 8}),
+    "dropless experts": Configuration(1, (), GPT | {"model.experts.count": 4, "model.experts.top_k": 2}),
+    "experts": Configuration(1, (), GPT | PADDED | {"model.experts.count": 4}),
+    "experts of llama": Configuration(1, (), LLAMA | PADDED | {"model.experts.count": 8}),
     "two tensor ranks": Configuration(2, (SPLIT,), GPT | {"parallel.tensor": 2}),
     "sequence parallel": Configuration(2, (SPLIT,), GPT | SEQUENCE),
     "sequence parallel llama": Configuration(2, (SPLIT,), LLAMA | SEQUENCE),
@@ -71,7 +71,7 @@ GRID = {
 @pytest.mark.parametrize("words", [1, 128, 50257, 128256])
 def test_tables_of_words_are_padded_as_layers_pad_them(words: int, tensor: int) -> None:
     peers = cast("ParallelGroup", SimpleNamespace(size=tensor))
-    assert Model(1, 64, 8, 64, words).rows_of_words(tensor) == tensor * rows_of_a_rank(words, peers)
+    assert rows_of_words(words, tensor) == tensor * rows_of_a_rank(words, peers)
 
 
 @pytest.mark.parametrize("name", GRID)

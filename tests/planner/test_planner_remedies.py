@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from megatron_run.config.request import Request
+from megatron_run.contracts.costs import FeedForwardCosts
 from megatron_run_planner.devices import Device, read_device
 from megatron_run_planner.memory import communication, rank_memory, recomputed
 from megatron_run_planner.remedies import changes, remedies
@@ -98,13 +99,14 @@ def test_nothing_is_said_to_be_enough_where_nothing_is(schedules: Schedules) -> 
 
 def test_buffers_are_those_of_messages_gathers_and_experts() -> None:
     model, split = TASK.model, Split(tensor=4, pipeline=2, micro_batch=3)
+    layer = model.layers[0]
     whole = 2 * 3 * model.sequence * model.hidden
     assert communication(model, Split(tensor=4, data=8)) == 0
     assert communication(model, split) == 4 * whole
     assert communication(model, replace(split, sequence_parallel=True)) == 4 * whole / 4
     assert communication(model, split, [True, False]) == 3 * whole
     assert communication(model, split, [False, True]) == 2 * whole
-    routed = replace(model, experts=8, top_k=2)
+    routed = replace(model, layers=(replace(layer, parts=(FeedForwardCosts(1, experts=8, top_k=2),)),))
     assert communication(routed, Split(micro_batch=3, data=4, expert=4)) == 4 * whole
     held = rank_memory(model, split, 4, [True, False], 4)
     assert held.communication == communication(model, split, [True, False])

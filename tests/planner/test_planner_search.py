@@ -10,20 +10,21 @@ from pathlib import Path
 import pytest
 
 from megatron_run.config.request import Request
-from megatron_run.errors import InputError, RunError
+from megatron_run.contracts.costs import Divided
+from megatron_run.errors import InputError, Problems, RunError
 from megatron_run.planning import load_config, resolve
 from megatron_run.planning.run import sections
-from megatron_run_engine.training.memory_estimate import model_size
+from megatron_run_engine.estimate.model_size import model_size
 from megatron_run_planner.devices import read_device, shipped_devices
 from megatron_run_planner.memory import head_activations, layer_activations, least_memory, stage_memory
 from megatron_run_planner.schedules import Schedules, named, spread
 from megatron_run_planner.search import Candidate, Growth, Search
 from megatron_run_planner.task import check_sizes, read_task, sized, to_type, written
-from megatron_run_planner.workload import Model, Split
+from megatron_run_planner.workload import Split, gpt2
 
 A100 = read_device("a100")
-MODEL = Model(8, 2048, 16, 1024, 51200, flash=True)
-GPT3 = Model(96, 12288, 96, 2048, 51200)
+MODEL = gpt2(8, 2048, 16, 1024, 51200, flash=True)
+GPT3 = gpt2(96, 12288, 96, 2048, 51200)
 CONFIG = {
     "model": {"use": "gpt", "num_layers": 8, "hidden_size": 2048, "num_heads": 16, "vocab_size": 51200},
     "train": {"sequence_length": 1024, "global_batch_size": 32, "steps": 10, "precision": "bf16"},
@@ -117,7 +118,7 @@ def everything(schedules: Schedules, ranks: int = 4) -> list[Candidate]:
                 overlap=True,
                 gradient_bytes=4,
             )
-            if pipeline * chunks <= (MODEL.layers if pipeline > 1 else 1) and (
+            if pipeline * chunks <= (len(MODEL.layers) if pipeline > 1 else 1) and (
                 found_one := search(schedules).judge(split, name)
             ):
                 found.append(found_one)
@@ -166,11 +167,11 @@ def test_shares_of_a_step_are_parts_of_it(schedules: Schedules) -> None:
 @pytest.mark.parametrize("tensor", [1, 8])
 def test_a_layer_keeps_what_the_paper_says(tensor: int) -> None:
     """Korthikanti et al. 2022, table 2."""
-    s, b, h, a = GPT3.sequence, 3, GPT3.hidden, GPT3.heads
+    s, b, h, a = GPT3.sequence, 3, GPT3.hidden, 96
     scores = 5 * a * s / (h * tensor)
 
     def kept(**more: object) -> float:
-        return layer_activations(GPT3, Split(tensor=tensor, micro_batch=b, **more)) / (s * b * h)  # type: ignore[arg-type]
+        return layer_activations(GPT3.layers[0], Split(tensor=tensor, micro_batch=b, **more)) / (s * b * h)  # type: ignore[arg-type]
 
     assert kept() == pytest.approx(10 + 24 / tensor + scores)
     assert kept(sequence_parallel=True) == pytest.approx(34 / tensor + scores)
@@ -181,7 +182,7 @@ def test_a_layer_keeps_what_the_paper_says(tensor: int) -> None:
 def test_in_flight_microbatches_are_held(schedules: Schedules) -> None:
     split = Split(pipeline=4, micro_batch=2, global_batch=32)
     stages = stage_memory(MODEL, split, schedules.plan("1f1b", 8, 4, 1, 16))
-    layer = layer_activations(MODEL, split)
+    layer = layer_activations(MODEL.layers[0], split)
     fields = 16 * 2 * MODEL.sequence * 20  # of a token, its label and its weight in all microbatches
     kept = [4 * 2 * layer + fields, 3 * 2 * layer, 2 * 2 * layer, 2 * layer + fields + head_activations(MODEL, split)]
     assert [each.activations for each in stages] == pytest.approx(kept)
@@ -270,14 +271,14 @@ def test_a_size_is_a_model_of_about_that_size() -> None:
     for wanted in (125e6, 350e6, 1.3e9, 7e9, 13e9, 70e9, 175e9, 405e9):
         task = read_task(Request((sized(wanted),)), 8)
         assert task.model.parameters == pytest.approx(wanted, rel=0.1)
-        assert task.model.hidden % task.model.heads == 0
+        assert task.model.hidden % task.model.layers[0].attentions[0].heads == 0
 
 
 @pytest.mark.parametrize("wanted", [7e9, 30e9, 70e9, 405e9])
 def test_a_size_that_needs_several_gpus_can_be_split_over_them(wanted: float) -> None:
     model = read_task(Request((sized(wanted),)), 8).model
-    assert model.heads % 8 == 0
-    assert model.layers % 4 == 0
+    assert model.layers[0].attentions[0].heads % 8 == 0
+    assert len(model.layers) % 4 == 0
 
 
 @pytest.mark.parametrize("sets", [("parallel.tensor=3",), ("parallel.pipeline=16",), ("train.micro_batch_size=5",)])
@@ -292,7 +293,7 @@ def test_a_split_that_is_none_is_refused(sets: tuple[str, ...]) -> None:
     [
         ("parallel.tensor=4", "model.num_kv_heads=2"),
         ("parallel.tensor=4", "model.ffn_size=8190"),
-        ("parallel.tensor=1", "model.experts=3", "parallel.expert=2"),
+        ("parallel.tensor=1", "model.experts.count=3", "parallel.expert=2"),
         ("parallel.tensor=2", "parallel.expert=2"),
     ],
 )
@@ -307,14 +308,14 @@ def test_what_layers_refuse_when_they_are_built_the_planner_refuses_in_their_wor
 
 
 def test_heads_that_do_not_split_are_not_searched(schedules: Schedules) -> None:
-    grouped = replace(MODEL, kv_heads=2)
+    grouped = replace(MODEL, divided=(Divided(2, "key-value heads"),))
     found = Search(grouped, 4, 32, A100, schedules).run(keep=1000)
     assert {each.split.tensor for each in found.best} == {1, 2}
     assert found.pruned["heads or features do not divide over tensor ranks"] > 0
 
 
 def test_a_model_without_sizes_is_refused() -> None:
-    with pytest.raises(InputError, match="hidden_size"):
+    with pytest.raises(Problems, match="hidden_size"):
         read_task(Request(({"model": {"num_layers": 2}, "train": CONFIG["train"]},)), 1)
 
 

@@ -8,53 +8,61 @@ from typing import Any
 
 import pytest
 
+from megatron_run.contracts.costs import AttentionCosts, FeedForwardCosts, LayerCosts, ModelCosts
 from megatron_run.contracts.schedule import LayoutSpec, Place, looped_layout
 from megatron_run_planner.devices import Device, read_device
 from megatron_run_planner.layer_time import all_reduce, head_time, layer_operators, layer_time
 from megatron_run_planner.schedules import Schedules, spread
 from megatron_run_planner.step_time import after_backward, estimate, message_time, place_times, step_time
-from megatron_run_planner.workload import Model, Split
+from megatron_run_planner.workload import Split, gpt2, tables
 
 A100 = read_device("a100")
 #: GPT-3: Brown et al. 2020.
-GPT3 = Model(96, 12288, 96, 2048, 51200)
-LLAMA = Model(
-    126, 16384, 128, 8192, 128256, kv_heads=8, ffn=53248, gated=True, flash=True, tied=False
-)  # 3.1 405B, Dubey et al. 2024, table 3
+GPT3 = gpt2(96, 12288, 96, 2048, 51200)
+#: 3.1 405B, Dubey et al. 2024, table 3.
+_LLAMA = LayerCosts(16384, 8192, (AttentionCosts.plain(128, 128, 8), FeedForwardCosts(53248, 3)))
+LLAMA = ModelCosts((_LLAMA,) * 126, 128256, tied=False)
+
+
+def mixed(layer: LayerCosts) -> LayerCosts:
+    """``layer`` with eight experts, of which a token chooses two."""
+    attention, feed = layer.attentions[0], layer.feeds[0]
+    return replace(layer, parts=(attention, replace(feed, experts=8, top_k=2)))
 
 
 def test_parameters_are_those_of_the_papers() -> None:
-    h, layers, vocabulary = GPT3.hidden, GPT3.layers, GPT3.vocabulary
+    h, layers, vocabulary = GPT3.hidden, len(GPT3.layers), GPT3.vocabulary
     # Narayanan et al. 2021, equation 2, less biases, norms and positions.
-    assert GPT3.parameters == 12 * layers * h**2 * (1 + vocabulary / (12 * layers * h))
+    assert GPT3.parameters == pytest.approx(12 * layers * h**2 * (1 + vocabulary / (12 * layers * h)), rel=1e-12)
     assert LLAMA.parameters == pytest.approx(405.8e9, rel=1e-3)
 
 
 def test_flops_are_those_of_the_paper() -> None:
     """Narayanan et al. 2021, equation 3 with 72 for 96: nothing is recomputed."""
-    h, s, layers, vocabulary = GPT3.hidden, GPT3.sequence, GPT3.layers, GPT3.vocabulary
+    h, s, layers, vocabulary = GPT3.hidden, GPT3.sequence, len(GPT3.layers), GPT3.vocabulary
     expected = 72 * s * layers * h**2 * (1 + s / (6 * h) + vocabulary / (12 * layers * h))
     assert GPT3.flops_per_token * s == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("tensor", [1, 2, 8])
 @pytest.mark.parametrize("model", [GPT3, LLAMA], ids=["gpt3", "llama"])
-def test_a_layers_operators_are_its_flops(model: Model, tensor: int) -> None:
-    work = layer_operators(model, 2, tensor)
+def test_a_layers_operators_are_its_flops(model: ModelCosts, tensor: int) -> None:
+    work = layer_operators(model.layers[0], 2, tensor)
     flops = sum(each.flops for each in work.products) + work.attention
-    per_layer = (model.flops_per_token - 6 * model.hidden * model.vocabulary) / model.layers
+    per_layer = (model.flops_per_token - 6 * model.hidden * model.vocabulary) / len(model.layers)
     assert flops * tensor == pytest.approx(per_layer / 3 * 2 * model.sequence)
 
 
 #: Three layers that read 512 tokens, and five that write 128 and look at those.
-T5 = Model(8, 1024, 16, 128, 32000, ffn=2816, gated=True, flash=True, encoder_layers=3, across=512)
+_ATTENTION, _FEED = AttentionCosts.plain(16, 64), FeedForwardCosts(2816, 3)
+_READS = LayerCosts(1024, 512, (_ATTENTION, _FEED))
+_WRITES = LayerCosts(1024, 128, (_ATTENTION, AttentionCosts.over(512, 16, 64), _FEED))
+T5 = ModelCosts((_READS,) * 3 + (_WRITES,) * 5, 32000, embedded=640)
 
 
 @pytest.mark.parametrize("tensor", [1, 4])
 def test_an_encoders_layers_read_its_own_text_and_the_others_look_at_it(tensor: int) -> None:
-    kinds = [T5.kind_of(layer) for layer in range(8)]
-    assert [(kind.sequence, kind.across) for kind in kinds] == [(512, 0)] * 3 + [(128, 512)] * 5
-    work = [layer_operators(kind, 2, tensor) for kind in kinds]
+    work = [layer_operators(layer, 2, tensor) for layer in T5.layers]
     flops = sum(each.flops for one in work for each in one.products) + sum(one.attention for one in work)
     layers = T5.flops_per_token - 6 * T5.hidden * T5.vocabulary
     assert flops * tensor == pytest.approx(layers / 3 * 2 * T5.sequence)
@@ -65,17 +73,18 @@ def test_stages_of_an_encoder_and_of_a_decoder_have_their_own_times() -> None:
     device = even(A100)
     layout = looped_layout(LayoutSpec(2, 1, 8, (3, 5)))
     first, second = place_times(replace(T5, vocabulary=1), split, device, layout)
-    encoder, decoder = (layer_time(T5.kind_of(layer), split, device) for layer in (0, 7))
+    encoder, decoder = (layer_time(layer, split, device) for layer in (_READS, _WRITES))
     assert first.forward == pytest.approx(3 * encoder.forward, rel=0.05)
     assert second.forward == pytest.approx(5 * decoder.forward, rel=0.05)
-    alone = replace(T5, encoder_layers=0, across=0)
+    alone = ModelCosts((LayerCosts(1024, 128, (_ATTENTION, _FEED)),) * 8, 32000)
     assert message_time(T5, split, A100) > 2 * message_time(alone, split, A100) - A100.links.latency
     matrices = T5.hidden * 4 * T5.hidden
     assert T5.parameters - alone.parameters == pytest.approx(5 * matrices)
 
 
 def test_experts_compute_what_their_tokens_choose() -> None:
-    dense, mixture = Model(8, 1024, 16, 512, 32000), Model(8, 1024, 16, 512, 32000, experts=8, top_k=2)
+    dense = gpt2(8, 1024, 16, 512, 32000).layers[0]
+    mixture = mixed(dense)
     one = sum(each.flops for each in layer_operators(dense, 1, 1).products)
     two = sum(each.flops for each in layer_operators(mixture, 1, 1, 4).products)
     feed = 2 * 512 * 8 * 1024**2
@@ -102,11 +111,11 @@ def even(device: Device) -> Device:
 @pytest.mark.parametrize("microbatches", [4, 16])
 def test_equal_stages_wait_as_the_formula_says(kind: str, chunks: int, microbatches: int) -> None:
     """Narayanan et al. 2021, section 2.2: the bubble is (p-1) / (v m) of the ideal time."""
-    model = Model(16, 1024, 16, 256, 1)
+    model = gpt2(16, 1024, 16, 256, 1)
     split = Split(pipeline=4, chunks=chunks, micro_batch=1, global_batch=microbatches)
     device = even(A100)
     plan = Schedules().plan(kind, 16, 4, chunks, microbatches)
-    layer = layer_time(model, split, device)
+    layer = layer_time(model.layers[0], split, device)
     ideal = microbatches * 4 * (layer.forward + layer.backward)
     found = step_time(model, split, device, plan)
     assert found.pipeline == pytest.approx(ideal * (1 + 3 / (chunks * microbatches)), rel=1e-3)
@@ -115,7 +124,7 @@ def test_equal_stages_wait_as_the_formula_says(kind: str, chunks: int, microbatc
 
 @pytest.mark.parametrize("pipeline", [2, 4, 8])
 def test_the_estimate_is_the_simulation_of_1f1b(pipeline: int) -> None:
-    model = Model(24, 2048, 16, 1024, 51200)
+    model = gpt2(24, 2048, 16, 1024, 51200)
     split = Split(tensor=1, pipeline=pipeline, data=2, micro_batch=2, global_batch=64)
     plan = Schedules().plan("1f1b", 24, pipeline, 1, split.microbatches)
     quick = estimate(model, split, A100, looped_layout(LayoutSpec(pipeline, 1, 24)))
@@ -125,10 +134,10 @@ def test_the_estimate_is_the_simulation_of_1f1b(pipeline: int) -> None:
 
 def test_recomputing_a_layer_costs_its_forward() -> None:
     split = Split(tensor=2, micro_batch=4, global_batch=8)
-    model = replace(GPT3, hidden=4096, heads=32)
-    kept, full = (layer_time(model, replace(split, recompute=how), A100) for how in ("none", "full"))
+    (layer, *_) = gpt2(96, 4096, 32, 2048, 51200).layers
+    kept, full = (layer_time(layer, replace(split, recompute=how), A100) for how in ("none", "full"))
     assert full.backward == pytest.approx(kept.backward + kept.forward)
-    core = layer_time(model, replace(split, recompute="core"), A100)
+    core = layer_time(layer, replace(split, recompute="core"), A100)
     assert kept.backward < core.backward < full.backward
 
 
@@ -149,23 +158,25 @@ def test_layers_that_do_not_divide_are_dealt_out() -> None:
 def test_the_stage_that_holds_most_is_waited_for() -> None:
     """Update and reduction are those of one stage's own layers, experts and tables, not of the average stage."""
     split = Split(pipeline=2, data=4, micro_batch=1, global_batch=16)
-    model = Model(4, 1024, 16, 256, 1, experts=8, top_k=2, dense_layers=(0, 1))
+    dense = gpt2(1, 1024, 16, 256, 1).layers[0]
+    expert = mixed(dense)
+    model = ModelCosts((dense, dense, expert, expert), 1)
     experts = looped_layout(LayoutSpec(2, 1, 4, (2, 2)))
-    mixed = replace(model, dense_layers=(0, 2))
+    spread_out = replace(model, layers=(dense, expert, dense, expert))
     update, reduction = after_backward(model, split, A100, experts)
-    assert update > 1.6 * after_backward(mixed, split, A100, experts)[0]
-    most = after_backward(replace(model, dense_layers=()), split, A100, experts)
+    assert update > 1.6 * after_backward(spread_out, split, A100, experts)[0]
+    most = after_backward(replace(model, layers=(expert,) * 4), split, A100, experts)
     assert (update, reduction) == pytest.approx(most)
     untied = replace(model, vocabulary=50000, tied=False)
-    assert untied.tables(1, first=True, last=True) == 2 * untied.tables(1, first=True, last=False) == 2 * 50048 * 1024
-    assert replace(untied, tied=True).tables(1, first=True, last=True) == 50048 * 1024
+    assert tables(untied, 1, first=True, last=True) == 2 * tables(untied, 1, first=True, last=False) == 2 * 50048 * 1024
+    assert tables(replace(untied, tied=True), 1, first=True, last=True) == 50048 * 1024
     placed = replace(untied, positions=100)
-    assert placed.tables(4, first=True, last=False) == 50176 / 4 * 1024 + 100 * 1024, "every rank has all positions"
+    assert tables(placed, 4, first=True, last=False) == 50176 / 4 * 1024 + 100 * 1024, "every rank has all positions"
 
 
 def test_a_tied_embedding_is_summed_by_the_stages_that_hold_it() -> None:
     """No stage between them waits for it, none does where one stage has both ends, and ``zero1`` sums a share."""
-    model = Model(8, 1024, 16, 256, 1024)
+    model = gpt2(8, 1024, 16, 256, 1024)
 
     def reduction(stages: Sequence[int], counts: Sequence[int], **more: Any) -> float:
         layout = [
@@ -192,7 +203,7 @@ def waiting(seconds: float) -> Device:
 
 def test_a_table_that_two_stages_hold_is_reduced_by_itself() -> None:
     """Layers and table over two copies of the model, then the table between the stages; one sum if untied."""
-    model, split = Model(8, 1024, 16, 256, 1024), Split(pipeline=2, data=2, micro_batch=1, global_batch=16)
+    model, split = gpt2(8, 1024, 16, 256, 1024), Split(pipeline=2, data=2, micro_batch=1, global_batch=16)
     layout = looped_layout(LayoutSpec(2, 1, 8, (4, 4)))
     assert after_backward(model, split, waiting(1.0), layout)[1] == pytest.approx(3)
     assert after_backward(replace(model, tied=False), split, waiting(1.0), layout)[1] == pytest.approx(1)

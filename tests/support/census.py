@@ -33,6 +33,9 @@ _NOT_OURS = {
 #: Threads of tqdm, and of the telemetry of a library that is imported.
 _LIBRARIES = ("tqdm_monitor", "Otel")
 
+#: Fork servers, which live as long as this process.
+SERVERS: list[Any] = [forkserver._forkserver]
+
 #: What there is, and its name or value.
 Entries = Mapping[str, object]
 
@@ -83,9 +86,9 @@ class Census:
 
 
 def _descriptors() -> Iterator[tuple[str, str]]:
-    """Open files by number, but those of multiprocessing's two servers, which live as long as this process."""
+    """Open files by number, but those of multiprocessing's servers, which live as long as this process."""
     servers = {
-        forkserver._forkserver._forkserver_alive_fd,  # type: ignore[attr-defined]
+        *(server._forkserver_alive_fd for server in SERVERS),
         resource_tracker._resource_tracker._fd,  # type: ignore[attr-defined]
     }
     for path in (_SELF / "fd").glob("*"):

@@ -28,7 +28,7 @@ from unittest import mock
 from megatron_run.config.request import Request
 from megatron_run_engine.checkpoint.step_folder import Checkpoints
 from megatron_run_engine.launch.fork_server import become_rank
-from megatron_run_engine.launch.start import RankStart
+from megatron_run_engine.launch.rank import Job
 from tests.support.processes import alive, wait_until
 from tests.support.ranks import CONTEXT, start_server
 from tests.support.resuming import COMPARED
@@ -131,6 +131,7 @@ def run_forked(request: Request, fault: str = "", timeout: float = 60.0, max_res
 
 #: Programs that can be forked, by the function that they call.
 MEGATRON_RUN, TORCHRUN_AGENT = "megatron_run_cli.__main__:program", "torch.distributed.run:main"
+FORKING_AGENT = f"{__name__}:forking_agent"
 
 
 class ForkedCommand:
@@ -192,6 +193,25 @@ def forked_command(
         return subprocess.CompletedProcess(command.args, command.returncode, out, err)
 
 
+def forking_agent() -> None:
+    """torchrun, but for its ranks, which are forked from the agent and need not import torch anew."""
+    from torch.distributed import run
+    from torch.distributed.launcher.api import elastic_launch
+
+    from megatron_run_cli.main import main
+
+    def rank(*words: str) -> None:
+        if code := main(words[words.index("megatron_run_cli") + 1 :]):
+            sys.exit(code)
+
+    def launch_forked(config: Any, entrypoint: str) -> Any:
+        config.start_method = "fork"
+        return elastic_launch(config, rank)
+
+    with mock.patch.object(run, "elastic_launch", launch_forked):
+        run.main()
+
+
 def _command(program: str, words: tuple[str, ...], folder: str, environment: Mapping[str, str], said: str) -> None:
     """What is between a fork and the command's program."""
     os.setsid()
@@ -230,12 +250,10 @@ def _forking_ranks(tell: Callable[[int], None]) -> Iterator[None]:
     """Within: the launcher forks its ranks itself, and tells the process of each."""
 
     @contextmanager
-    def started(
-        job: Path, lifeline: int, environment: Mapping[str, str], starts: Sequence[RankStart]
-    ) -> Iterator[Sequence[ForkedProcess]]:
+    def started(path: Path, job: Job, environment: Mapping[str, str]) -> Iterator[Sequence[ForkedProcess]]:
         ranks = []
-        for start in starts:
-            ranks.append(ForkedProcess(job, lifeline, environment, start))
+        for rank in range(job.size):
+            ranks.append(ForkedProcess(path, job, environment, rank))
             tell(ranks[-1].pid)
         yield ranks
 
@@ -264,7 +282,7 @@ def _resolving_once() -> Iterator[None]:
 class ForkedProcess:
     """A rank that the launcher forks from itself, and not from a server: a ``RankProcess`` to it."""
 
-    def __init__(self, job: Path, lifeline: int, environment: Mapping[str, str], start: RankStart) -> None:
+    def __init__(self, path: Path, job: Job, environment: Mapping[str, str], rank: int) -> None:
         ears = [thread for thread in threading.enumerate() if thread.name == "signals"]  # the command's alone
         others = len(list(Path("/proc/self/task").iterdir())) - 1 - len(ears)
         assert not others, "a thread would be missing in the rank"
@@ -272,7 +290,7 @@ class ForkedProcess:
         masked = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1))
         self.pid = os.fork()
         if self.pid == 0:
-            _become_rank(job, lifeline, environment, start, masked)
+            _become_rank(path, job, environment, rank, masked)
         signal.pthread_sigmask(signal.SIG_SETMASK, masked)
 
     def poll(self) -> int | None:
@@ -302,13 +320,11 @@ class ForkedProcess:
         return self.returncode
 
 
-def _become_rank(
-    job: Path, lifeline: int, environment: Mapping[str, str], start: RankStart, masked: Iterable[int]
-) -> NoReturn:
+def _become_rank(path: Path, job: Job, environment: Mapping[str, str], rank: int, masked: Iterable[int]) -> NoReturn:
     """Undo what a rank of the server never had: the launcher's files, environment and signals."""
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     for handle in map(int, os.listdir("/proc/self/fd")):  # noqa: PTH208  # numbers, and not paths
-        if handle > 2 and handle != lifeline:  # the launcher's end of the lifeline among them
+        if handle > 2 and handle != job.lifeline:  # the launcher's end of the lifeline among them
             with suppress(OSError):
                 os.close(handle)
     os.environ.clear()
@@ -316,7 +332,7 @@ def _become_rank(
     for number in (signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, masked)
-    become_rank(job, start)
+    become_rank(path, job, rank)
 
 
 def learned(folder: Path) -> dict[int, dict[str, Any]]:

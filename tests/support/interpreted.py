@@ -1,26 +1,32 @@
 """Runs a function in a process of its own where Triton's interpreter runs the kernels, on CPU tensors.
 
-Triton decides when it is imported, and torch imports it with its compiler, so the process is a new one and not forked.
-The interpreter of Triton 3.6 fails at loops with numpy 2.5; `make te` has both, and compiles the kernels only.
+Triton decides when it is imported, and torch imports it with its compiler, so these processes are forked from a server
+of their own. The interpreter of Triton 3.6 fails at loops with numpy 2.5; `make te` has both, and compiles the kernels
+only.
 """
 
 from __future__ import annotations
 
 import os
 import pickle
-import subprocess
-import sys
-import tempfile
+import traceback
 from collections.abc import Callable
-from importlib import import_module
-from pathlib import Path
+from multiprocessing import forkserver, resource_tracker
+from multiprocessing.connection import Connection
 from typing import Any, TypeVar
+from unittest import mock
 
 import pytest
 
-from tests.support.checkout import ROOT
+from megatron_run_testing.ranks import by_value, end_process
+from tests.support.census import SERVERS
+from tests.support.ranks import CONTEXT
 
 T = TypeVar("T")
+
+_SERVER = forkserver.ForkServer()
+_SERVER.set_forkserver_preload(["pytest", "torch", "triton", "megatron_run_testing.ranks"])
+SERVERS.append(_SERVER)
 
 
 def interpreted(function: Callable[..., T], *arguments: Any, timeout: float = 240) -> T:
@@ -29,28 +35,33 @@ def interpreted(function: Callable[..., T], *arguments: Any, timeout: float = 24
     Skips the test without Triton.
     """
     pytest.importorskip("triton")
-    with tempfile.TemporaryDirectory() as folder:
-        given, found = Path(folder) / "given", Path(folder) / "found"
-        given.write_bytes(pickle.dumps((function.__module__, function.__qualname__, arguments)))
-        done = subprocess.run(
-            [sys.executable, "-m", __name__, given, found],
-            cwd=ROOT,
-            env={**os.environ, "TRITON_INTERPRET": "1"},
-            capture_output=True,
-            text=True,
-            timeout=timeout,
-            check=False,  # what it said is in the message
-        )
-        assert done.returncode == 0, done.stderr
-        result: T = pickle.loads(found.read_bytes())
-        return result
+    reader, writer = CONTEXT.Pipe(duplex=False)
+    with reader:
+        with writer, mock.patch.object(forkserver, "connect_to_new_process", _SERVER.connect_to_new_process):
+            _start_server()
+            process = CONTEXT.Process(target=_answer, args=(writer, function, arguments))
+            process.start()
+        try:
+            assert reader.poll(timeout), f"no result within {timeout:g} s"
+            failure, result = pickle.loads(reader.recv_bytes())
+        finally:
+            end_process(process)
+    assert not failure, failure
+    found: T = result
+    return found
 
 
-def _main(given: str, found: str) -> None:
-    module, name, arguments = pickle.loads(Path(given).read_bytes())
-    result = getattr(import_module(module), name)(*arguments)
-    Path(found).write_bytes(pickle.dumps(result))
+def _start_server() -> None:
+    """It outlives a test on purpose, and so has no mark by which leftovers are found."""
+    resource_tracker.ensure_running()
+    with mock.patch.dict(os.environ, {"TRITON_INTERPRET": "1"}):
+        os.environ.pop("TESTED_BY", None)
+        _SERVER.ensure_running()
 
 
-if __name__ == "__main__":
-    _main(*sys.argv[1:])
+def _answer(pipe: Connection, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    try:
+        answer = "", function(*arguments)
+    except BaseException:
+        answer = traceback.format_exc(), None
+    pipe.send_bytes(by_value(answer))

@@ -82,39 +82,39 @@ def norm(weights: Weights, name: str, x: Tensor, options: Any) -> Tensor:
     """X where the model has no such norm."""
     if f"{name}.weight" not in weights:
         return x
-    weight = weights[f"{name}.weight"] + (1 if options.norm.endswith("_1p") else 0)
-    if options.norm.startswith("rmsnorm"):
-        return x / torch.sqrt(x.pow(2).mean(-1, keepdim=True) + options.norm_eps) * weight
+    weight = weights[f"{name}.weight"] + (1 if options.norm.kind.endswith("_1p") else 0)
+    if options.norm.kind.startswith("rmsnorm"):
+        return x / torch.sqrt(x.pow(2).mean(-1, keepdim=True) + options.norm.eps) * weight
     centred = x - x.mean(-1, keepdim=True)
-    scaled = centred / torch.sqrt(centred.pow(2).mean(-1, keepdim=True) + options.norm_eps)
+    scaled = centred / torch.sqrt(centred.pow(2).mean(-1, keepdim=True) + options.norm.eps)
     return scaled * weight + weights[f"{name}.bias"]
 
 
 def attention(weights: Weights, x: Tensor, options: Any, layer: int = 0) -> Tensor:
     """One head at a time."""
     size = options.head_size or options.hidden_size // options.num_heads
-    windowed = options.attention_window is not None and in_layer(options.window_pattern, layer)
-    rotated = options.position == "rope" and in_layer(options.rope_pattern, layer)
+    windowed = options.attention.window is not None and in_layer(options.attention.window_pattern, layer)
+    rotated = options.position == "rope" and in_layer(options.rope.pattern, layer)
     share = options.num_heads // (options.num_kv_heads or options.num_heads)
     query, key, value = (linear(weights, f"attention.qkv.{name}", x) for name in ("query", "key", "value"))
-    if options.qk_norm == "full":
+    if options.attention.qk_norm == "full":
         query = norm(weights, "attention.qk_norm.query", query, options)
         key = norm(weights, "attention.qk_norm.key", key, options)
     visible = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril()
     if windowed:
         for row in range(x.shape[1]):
-            visible[row, : max(0, row + 1 - options.attention_window)] = False
+            visible[row, : max(0, row + 1 - options.attention.window)] = False
     heads = []
     for head in range(options.num_heads):
         mine, theirs = slice(head * size, (head + 1) * size), slice(head // share * size, (head // share + 1) * size)
         q, k, v = query[..., mine], key[..., theirs], value[..., theirs]
-        if options.qk_norm == "head":
+        if options.attention.qk_norm == "head":
             q = norm(weights, "attention.qk_norm.query", q, options)
             k = norm(weights, "attention.qk_norm.key", k, options)
         if rotated:
             q, k = (rotate_part(each, options, local=windowed) for each in (q, k))
-        scale = options.attention_scale or 1 / math.sqrt(size)
-        scores = capped(scale * (q @ k.transpose(1, 2)), options.attention_softcap)
+        scale = options.attention.scale or 1 / math.sqrt(size)
+        scores = capped(scale * (q @ k.transpose(1, 2)), options.attention.softcap)
         heads.append(torch.softmax(scores.masked_fill(~visible, float("-inf")), dim=-1) @ v)
     return linear(weights, "attention.output", torch.cat(heads, dim=-1))
 
@@ -125,36 +125,36 @@ def in_layer(pattern: tuple[int, ...], layer: int) -> bool:
 
 def rotate_part(x: Tensor, options: Any, *, local: bool) -> Tensor:
     """The first features turn, the others stay."""
-    size = int(x.shape[-1] * options.rope_fraction)
-    theta, factor = options.rope_theta, 1.0
-    if local and options.window_rope_theta is not None:
-        return torch.cat((rotate(x[..., :size], options.window_rope_theta), x[..., size:]), dim=-1)
+    size = int(x.shape[-1] * options.rope.fraction)
+    theta, factor = options.rope.theta, 1.0
+    if local and options.rope.window_theta is not None:
+        return torch.cat((rotate(x[..., :size], options.rope.window_theta), x[..., size:]), dim=-1)
     speeds = [theta ** (-2 * pair / size) for pair in range(size // 2)]
-    if options.rope_scaling == "linear":
-        speeds = [speed / options.rope_factor for speed in speeds]
-    if options.rope_scaling == "llama3":
+    if options.rope.scaling == "linear":
+        speeds = [speed / options.rope.factor for speed in speeds]
+    if options.rope.scaling == "llama3":
         speeds = [llama3_speed(speed, options) for speed in speeds]
-    if options.rope_scaling == "yarn":
+    if options.rope.scaling == "yarn":
         speeds = [yarn_speed(speed, pair, size, options) for pair, speed in enumerate(speeds)]
-        factor = 0.1 * math.log(options.rope_factor) + 1
-    if options.rope_scaling == "longrope":
-        longer = x.shape[-2] > options.rope_original_length
-        slower = options.rope_long_factors if longer else options.rope_short_factors
+        factor = 0.1 * math.log(options.rope.factor) + 1
+    if options.rope.scaling == "longrope":
+        longer = x.shape[-2] > options.rope.original_length
+        slower = options.rope.long_factors if longer else options.rope.short_factors
         speeds = [speed / each for speed, each in zip(speeds, slower, strict=True)]
-        factor = math.sqrt(1 + math.log(options.rope_factor) / math.log(options.rope_original_length))
+        factor = math.sqrt(1 + math.log(options.rope.factor) / math.log(options.rope.original_length))
     turned = rotate(x[..., :size], theta, torch.tensor(speeds, dtype=x.dtype))
     return torch.cat((factor * turned, x[..., size:]), dim=-1)
 
 
 def llama3_speed(speed: float, options: Any) -> float:
     """By the wavelength in tokens, as Meta's code says it."""
-    wavelength, length = 2 * math.pi / speed, options.rope_original_length
-    slow: float = speed / options.rope_factor
-    if wavelength < length / options.rope_high_freq:
+    wavelength, length = 2 * math.pi / speed, options.rope.original_length
+    slow: float = speed / options.rope.factor
+    if wavelength < length / options.rope.high_freq:
         return speed
-    if wavelength > length / options.rope_low_freq:
+    if wavelength > length / options.rope.low_freq:
         return slow
-    smooth = (length / wavelength - options.rope_low_freq) / (options.rope_high_freq - options.rope_low_freq)
+    smooth = (length / wavelength - options.rope.low_freq) / (options.rope.high_freq - options.rope.low_freq)
     mixed: float = (1 - smooth) * slow + smooth * speed
     return mixed
 
@@ -164,13 +164,13 @@ def yarn_speed(speed: float, pair: int, size: int, options: Any) -> float:
 
     def place(turns: float) -> float:
         return (
-            size * math.log(options.rope_original_length / (turns * 2 * math.pi)) / (2 * math.log(options.rope_theta))
+            size * math.log(options.rope.original_length / (turns * 2 * math.pi)) / (2 * math.log(options.rope.theta))
         )
 
-    low = max(math.floor(place(options.rope_high_freq)), 0)
-    high = min(math.ceil(place(options.rope_low_freq)), size - 1)
+    low = max(math.floor(place(options.rope.high_freq)), 0)
+    high = min(math.ceil(place(options.rope.low_freq)), size - 1)
     ramp = min(max((pair - low) / (high - low if high != low else 0.001), 0), 1)
-    mixed: float = speed / options.rope_factor * ramp + speed * (1 - ramp)
+    mixed: float = speed / options.rope.factor * ramp + speed * (1 - ramp)
     return mixed
 
 

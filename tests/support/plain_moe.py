@@ -45,56 +45,56 @@ def mixture(weights: Weights, y: Tensor, options: Any) -> Mixed:
         rows.append(out + _shared(weights, token, options))
     out = torch.stack(rows).view(y.shape[1], y.shape[0], -1).transpose(0, 1)
     balance = _balance(logits, choices, options)
-    load = [sum(e == expert for chosen in choices for e, _ in chosen) for expert in range(options.experts)]
+    load = [sum(e == expert for chosen in choices for e, _ in chosen) for expert in range(options.experts.count)]
     return Mixed(out, balance, torch.logsumexp(logits, -1).pow(2).mean(), sum(load) - len(kept), load)
 
 
 def _choose(row: Tensor, bias: Tensor | None, options: Any) -> list[tuple[int, Tensor]]:
     """The experts of one token with their weights, from its logits [e]."""
-    sigmoid = options.router_score_function == "sigmoid"
+    sigmoid = options.experts.router.score_function == "sigmoid"
     scores = (torch.sigmoid(row) if sigmoid else torch.softmax(row, -1)).tolist()
     if bias is not None:
         scores = [score + moved for score, moved in zip(scores, bias.tolist(), strict=True)]
-    size = len(scores) // options.router_groups
+    size = len(scores) // options.experts.router.groups
     groups = [range(first, first + size) for first in range(0, len(scores), size)]
-    if options.router_groups > 1:
-        best = options.router_group_best
+    if options.experts.router.groups > 1:
+        best = options.experts.router.group_best
         groups.sort(key=lambda group: -sum(sorted(scores[e] for e in group)[-best:]))
-        groups = groups[: options.router_top_groups]
-    numbers = sorted((e for group in groups for e in group), key=lambda e: -scores[e])[: options.top_k]
+        groups = groups[: options.experts.router.top_groups]
+    numbers = sorted((e for group in groups for e in group), key=lambda e: -scores[e])[: options.experts.top_k]
     if sigmoid:
         weights = [torch.sigmoid(row[e]) for e in numbers]
-        if options.top_k > 1 and options.router_norm_weights:
+        if options.experts.top_k > 1 and options.experts.router.norm_weights:
             weights = [weight / torch.stack(weights).sum() for weight in weights]
     else:
-        among = row if options.router_pre_softmax else row[numbers]
+        among = row if options.experts.router.pre_softmax else row[numbers]
         weights = [torch.exp(row[e]) / torch.exp(among).sum() for e in numbers]
-    return [(e, options.router_topk_scaling_factor * weight) for e, weight in zip(numbers, weights, strict=True)]
+    return [(e, options.experts.router.scaling_factor * weight) for e, weight in zip(numbers, weights, strict=True)]
 
 
 def _kept(choices: list[list[tuple[int, Tensor]]], options: Any) -> set[tuple[int, int]]:
     """(token, expert) of everything that a full expert does not drop."""
     kept = set()
-    for expert in range(options.experts):
+    for expert in range(options.experts.count):
         mine = [(token, weight.item()) for token, chosen in enumerate(choices) for e, weight in chosen if e == expert]
-        if options.expert_capacity_factor is not None:
-            if options.token_drop_policy == "probs":
+        if options.experts.capacity_factor is not None:
+            if options.experts.drop_policy == "probs":
                 mine.sort(key=lambda item: -item[1])
-            even = len(choices) * options.top_k / options.experts
-            mine = mine[: math.ceil(even * options.expert_capacity_factor)]
+            even = len(choices) * options.experts.top_k / options.experts.count
+            mine = mine[: math.ceil(even * options.experts.capacity_factor)]
         kept |= {(token, expert) for token, _ in mine}
     return kept
 
 
 def _balance(logits: Tensor, choices: list[list[tuple[int, Tensor]]], options: Any) -> Tensor:
-    if options.router_score_function == "sigmoid":
+    if options.experts.router.score_function == "sigmoid":
         scores = torch.sigmoid(logits) / torch.sigmoid(logits).sum(-1, keepdim=True)
     else:
         scores = torch.softmax(logits, -1)
     total = logits.new_zeros(())
-    for expert in range(options.experts):
-        share = sum(e == expert for chosen in choices for e, _ in chosen) / (len(choices) * options.top_k)
-        total = total + options.experts * share * scores[:, expert].mean()
+    for expert in range(options.experts.count):
+        share = sum(e == expert for chosen in choices for e, _ in chosen) / (len(choices) * options.experts.top_k)
+        total = total + options.experts.count * share * scores[:, expert].mean()
     return total
 
 
@@ -113,7 +113,7 @@ def _expert(weights: Weights, prefix: str, token: Tensor, options: Any) -> Tenso
 
 
 def _shared(weights: Weights, token: Tensor, options: Any) -> Tensor:
-    if not options.shared_expert_ffn_size:
+    if not options.experts.shared.ffn_size:
         return torch.zeros_like(token)
     out = _expert(weights, "shared.mlp.{}", token, options)
-    return torch.sigmoid(weights["shared.gate.weight"][0] @ token) * out if options.shared_expert_gate else out
+    return torch.sigmoid(weights["shared.gate.weight"][0] @ token) * out if options.experts.shared.gate else out

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_run.config.values import flat, nested
 from megatron_run.contracts import Microbatch, Model
 from megatron_run.contracts.optimizer import StatePiece
 from megatron_run_engine.builtin.model.gpt import Gpt, GptOptions
@@ -27,9 +28,9 @@ LLAMA: Mapping[str, Any] = {
     "num_heads": 6,
     "num_kv_heads": 2,
     "position": "rope",
-    "rope_theta": 500.0,
-    "norm": "rmsnorm",
-    "norm_eps": 3e-5,
+    "rope.theta": 500.0,
+    "norm.kind": "rmsnorm",
+    "norm.eps": 3e-5,
     "activation": "swiglu",
     "bias": False,
     "tie_embeddings": False,
@@ -39,7 +40,7 @@ LENGTH = 16
 
 def options_of(given: Mapping[str, Any]) -> GptOptions:
     """A standard deviation of 0.3 makes every path matter."""
-    return GptOptions.model_validate({"init_std": 0.3, **given})
+    return GptOptions.model_validate(nested({"init_std": 0.3, **given}))
 
 
 def network(options: GptOptions) -> Built:
@@ -93,7 +94,7 @@ def save_model(
             value = made(tensor)
             pieces.append(StatePiece(name, field, (0,) * value.ndim, tuple(value.shape), value))
     identity = {"train.sequence_length": LENGTH, "model.use": use}
-    identity |= {f"model.{key}": value for key, value in options.model_dump(mode="json").items()}
+    identity |= flat({"model": options.model_dump(mode="json")})
     shapes = {name: tuple(tensor.shape) for name, tensor in values.items()}
     path.mkdir(parents=True, exist_ok=True)
     Saver(checkpoints, Alone(), RUN).save(about(step, identity=identity), pieces, shapes)

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from megatron_run.config.values import nested
 from megatron_run.contracts import ParallelLayers
 from megatron_run.contracts.schedule import LayoutSpec, looped_layout
 from megatron_run.contracts.topology import Sizes, Topology
@@ -55,7 +56,7 @@ def gpt_context(
     **train: Any,
 ) -> BuildContext:
     """The context of a rank that trains a small model with these ``options`` besides :data:`GPT`."""
-    model = GptOptions.model_validate({**GPT, **options})
+    model = GptOptions.model_validate(nested({**GPT, **options}))
     return context_at(topology, groups, model, sequence=sequence, dtype=dtype, train=train)
 
 

@@ -12,8 +12,9 @@ from megatron_run.contracts import Boundary, Microbatch
 from megatron_run.contracts.schedule import Action
 from megatron_run.pipeline.lower import Instruction, lower
 from megatron_run.pipeline.plan import Plan
+from megatron_run_engine.optim.buckets import build_buckets
 from megatron_run_engine.runtime.execute import Executor, StepInputs, StepRecord
-from megatron_run_engine.runtime.gradients import GradientAccumulator, build_buckets, main_grad
+from megatron_run_engine.runtime.gradients import GradientAccumulator, main_grad
 from megatron_run_engine.runtime.messages import Messenger
 from megatron_run_engine.runtime.parameter_init import describe_parameters
 from tests.support.toy_chunks import PairedChunk, ToyChunk, by_autograd, toy_boundary

@@ -211,7 +211,7 @@ def test_what_is_equal_is_equal_and_what_differs_by_little_is_seen(everything: S
     for slight in (
         "train.weight_decay=0.051",
         "train.clip_norm=0.299",
-        "model.norm_eps=1.2e-5",
+        "model.norm.eps=1.2e-5",
         "optimizer.betas=0.9,0.9991",
     ):
         (found,) = compare([two], [slight])

@@ -46,7 +46,7 @@ class BeforeTorch:
 
 def _load_prepared(load: Callable[[ModuleType], None], module: ModuleType) -> None:
     with suppress(ModuleNotFoundError):  # without the engine
-        from megatron_run_engine.training.rank_environment import prepare_process
+        from megatron_run_engine.host.rank_environment import prepare_process
 
         prepare_process(os.environ)
     load(module)

@@ -145,7 +145,7 @@ def _cores(context: click.Context, _parameter: click.Parameter, workers: int | N
     """The number that was typed, else that of the cores of this process; a shell that asks needs neither."""
     if workers or context.resilient_parsing:
         return workers or 1
-    from megatron_run_engine.training.rank_environment import available_cores
+    from megatron_run_engine.host.rank_environment import available_cores
 
     return available_cores()
 

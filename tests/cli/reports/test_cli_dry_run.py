@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megatron_run.config.values import flat
 from megatron_run.errors import CheckpointError, DataError, ExitCode, InputError, Problems
 from megatron_run.planning import resolve
 from megatron_run_cli.main import main
@@ -57,7 +58,8 @@ def test_a_dry_run_refuses_a_folder_that_a_start_would_and_changes_nothing(tmp_p
 def test_a_dry_run_refuses_weights_with_other_positions_than_the_sequence(tmp_path: Path) -> None:
     given = {"num_layers": 1, "hidden_size": 16, "num_heads": 2, "vocab_size": 32, "position": "learned"}
     _, options = saved_network(tmp_path / "source", given)
-    model = {f"model.{key}": value for key, value in options.model_dump(mode="json").items() if value is not None}
+    said = flat({"model": options.model_dump(mode="json")})
+    model = {key: value for key, value in said.items() if value is not None}
     values = {**model, "run.init_from": str(tmp_path / "source"), "data.vocab_size": 32}
 
     def shown(length: int) -> str:

@@ -14,8 +14,8 @@ from megatron_run_cli.main import main
 from megatron_run_cli.reports import dry_run
 from megatron_run_cli.reports.dry_run import dry_run_json, dry_run_text
 from megatron_run_cli.reports.memory_report import ROLES
-from megatron_run_engine.training.memory_estimate import model_size
-from megatron_run_engine.training.step_memory import step_memory
+from megatron_run_engine.estimate.model_size import model_size
+from megatron_run_engine.estimate.step_memory import step_memory
 from megatron_run_planner.devices import Device, read_device
 from megatron_run_planner.memory import RESERVED, SLACK
 
@@ -136,7 +136,7 @@ def test_the_drawing_has_a_box_for_each_role_of_each_stage(tmp_path: Path, two_s
 
 
 def test_a_model_that_the_planner_does_not_know_is_still_judged() -> None:
-    run = resolved(**{"model.experts": 4})
+    run = resolved(**{"model.experts.count": 4})
     told = dry_run_json(run, device(MIB))["memory"]
     assert not told["fits"]
     assert told["needed_by_stage"][0] > RESERVED + MIB

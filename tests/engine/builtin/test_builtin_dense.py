@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_run.contracts import AttentionShape, Init, LinearPart, ParameterSpec
+from megatron_run.contracts import AttentionShape, Init, LinearPart, LinearSpec, ParameterSpec
 from megatron_run.registry.loaded_plugin import NoOptions
 from megatron_run_engine.builtin.parallel_layer.dense import DenseLayers
 from megatron_run_testing.build_contexts import single_process_context
@@ -27,7 +27,7 @@ def specs(module: torch.nn.Module) -> dict[str, ParameterSpec]:
 
 
 def test_parts_of_a_fused_layer_cover_its_rows_in_order(layers: DenseLayers) -> None:
-    linear = layers.column_linear(6, QKV, bias=True, init=INIT)
+    linear = layers.column_linear(LinearSpec(6, QKV, INIT, bias=True))
     weight, bias = specs(linear)["weight"], specs(linear)["bias"]
     assert [(part.name, part.shape, part.local) for part in weight.parts] == [
         ("query.weight", (8, 6), range(8)),
@@ -53,12 +53,12 @@ def test_the_vocabulary_is_padded_and_padding_belongs_to_no_logical_tensor(
 
 
 def test_a_linear_layer_without_bias_has_none(layers: DenseLayers) -> None:
-    assert [name for name, _ in layers.row_linear(4, 6, bias=False, init=INIT).named_parameters()] == ["weight"]
+    assert [name for name, _ in layers.row_linear(LinearSpec(4, 6, INIT, bias=False)).named_parameters()] == ["weight"]
 
 
 def test_parameters_are_made_on_the_meta_device_when_planning(layers: DenseLayers) -> None:
     with torch.device("meta"):
-        modules = [layers.row_linear(4, 6, bias=True, init=INIT), layers.norm("layernorm", 4)]
+        modules = [layers.row_linear(LinearSpec(4, 6, INIT, bias=True)), layers.norm("layernorm", 4)]
     assert {parameter.device.type for module in modules for parameter in module.parameters()} == {"meta"}
 
 

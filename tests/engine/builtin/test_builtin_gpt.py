@@ -9,6 +9,7 @@ import torch
 from pydantic import ValidationError
 from torch import Tensor, nn
 
+from megatron_run.config.values import nested
 from megatron_run.contracts import Microbatch, ParamInfo, StackedLayers
 from megatron_run.contracts.schedule import LayoutSpec, Place, looped_layout
 from megatron_run_engine.builtin.model.gpt import Gpt, GptOptions
@@ -23,8 +24,8 @@ GPT2 = {"num_layers": 2, "hidden_size": 24, "num_heads": 4, "vocab_size": 61}
 LLAMA = {
     "num_kv_heads": 2,
     "position": "rope",
-    "rope_theta": 500.0,
-    "norm": "rmsnorm",
+    "rope.theta": 500.0,
+    "norm.kind": "rmsnorm",
     "activation": "swiglu",
     "ffn_size": 40,
     "bias": False,
@@ -32,18 +33,18 @@ LLAMA = {
 }
 LONGROPE = {
     "position": "rope",
-    "rope_theta": 100.0,
-    "rope_scaling": "longrope",
-    "rope_factor": 4.0,
-    "rope_short_factors": (1.0, 1.5, 2.0),
-    "rope_long_factors": (1.0, 3.0, 5.0),
+    "rope.theta": 100.0,
+    "rope.scaling": "longrope",
+    "rope.factor": 4.0,
+    "rope.short_factors": (1.0, 1.5, 2.0),
+    "rope.long_factors": (1.0, 3.0, 5.0),
 }
 VARIANTS = {
     "gpt2": {},
     "llama": LLAMA,
     "tanh": {"activation": "gelu_tanh"},
     "one kv head, tied rope": {"num_kv_heads": 1, "position": "rope"},
-    **{f"longrope, of {length} tokens": {**LONGROPE, "rope_original_length": length} for length in (8, 16)},
+    **{f"longrope, of {length} tokens": {**LONGROPE, "rope.original_length": length} for length in (8, 16)},
     **{name: {**options, "num_layers": 3} for name, options in DECODERS.items()},
 }
 #: The reference has no dropout; a standard deviation of 0.3 makes every path matter.
@@ -51,7 +52,7 @@ EXACT = {"dropout": 0.0, "init_std": 0.3}
 
 
 def gpt(options: dict[str, Any], stages: int = 1, chunks: int = 1) -> tuple[GptOptions, Built]:
-    made = GptOptions.model_validate({**GPT2, **options})
+    made = GptOptions.model_validate(nested({**GPT2, **options}))
     return made, build_model(lambda context, _: Gpt(context, made), single_process_context(made), made, stages, chunks)
 
 
@@ -100,7 +101,7 @@ class DoublingDropout(StackedLayers):
 
 
 def test_dropout_acts_on_the_embedding_and_on_both_residual_additions() -> None:
-    options = GptOptions.model_validate({**GPT2, **EXACT})
+    options = GptOptions.model_validate(nested({**GPT2, **EXACT}))
     context = single_process_context(options)
     layout = (Place(0, 0, range(2)),)
     chunk = Gpt(context, options).build_chunk(0, layout, DoublingDropout(DenseLayers(context)), {})
@@ -189,7 +190,7 @@ def test_copies_on_two_stages_are_partial_and_the_first_counts() -> None:
 
 def test_the_last_position_may_be_built_before_the_first() -> None:
     """On a V-shaped layout both ends live on stage 0; whichever is built first gives its weight to the other."""
-    options = GptOptions.model_validate(GPT2)
+    options = GptOptions.model_validate(nested(GPT2))
     context = single_process_context(options)
     layout = (Place(0, 0, range(1)), Place(1, 0, range(1, 2)), Place(1, 1, range(0)), Place(0, 1, range(0)))
     model, layers, shared = Gpt(context, options), DenseLayers(context), dict[str, nn.Parameter]()
@@ -208,7 +209,7 @@ def test_an_untied_output_layer_has_a_weight_of_its_own() -> None:
 
 
 def test_fields_go_where_they_are_used() -> None:
-    options = GptOptions.model_validate(GPT2)
+    options = GptOptions.model_validate(nested(GPT2))
     model, layout = Gpt(single_process_context(options), options), looped_layout(LayoutSpec(3, 1, 3))
     assert [model.fields(position, layout) for position in range(3)] == [("tokens",), (), ("labels", "loss_mask")]
     assert model.fields(0, layout[:1]) == ("tokens", "labels", "loss_mask")
@@ -236,7 +237,7 @@ def test_fields_go_where_they_are_used() -> None:
 )
 def test_impossible_options_say_the_arithmetic_and_the_nearest_values(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValidationError) as refused:
-        GptOptions.model_validate({**GPT2, **options})
+        GptOptions.model_validate(nested({**GPT2, **options}))
     assert message in str(refused.value)
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from tests.support.resolving import resolved
 
-MIXTURE = ("model.experts=4", "model.num_layers=4")
+MIXTURE = ("model.experts.count=4", "model.num_layers=4")
 
 
 def notices(*sets: str) -> tuple[str, ...]:
@@ -16,12 +16,15 @@ def notices(*sets: str) -> tuple[str, ...]:
 @pytest.mark.parametrize(
     ("sets", "says"),
     [
-        (("router_pre_softmax=true", "router_score_function=sigmoid"), "router_score_function=sigmoid has no softmax"),
-        (("token_drop_policy=position",), "without model.expert_capacity_factor no token is dropped"),
-        (("expert_layer_pattern=0,1,0,1,1",), "5 values for 4 layers: those after the first 4 do nothing"),
-        (("expert_layer_freq=5",), "is above model.num_layers=4: layer 0 alone has experts"),
-        (("shared_expert_gate=true",), "without model.shared_expert_ffn_size there is no shared expert"),
-        (("token_dispatcher=allgather",), "with parallel.expert=1 every rank holds all experts"),
+        (
+            ("experts.router.pre_softmax=true", "experts.router.score_function=sigmoid"),
+            "experts.router.score_function=sigmoid has no softmax",
+        ),
+        (("experts.drop_policy=position",), "without model.experts.capacity_factor no token is dropped"),
+        (("experts.layer_pattern=0,1,0,1,1",), "5 values for 4 layers: those after the first 4 do nothing"),
+        (("experts.layer_freq=5",), "is above model.num_layers=4: layer 0 alone has experts"),
+        (("experts.shared.gate=true",), "without model.experts.shared.ffn_size there is no shared expert"),
+        (("experts.dispatcher=allgather",), "with parallel.expert=1 every rank holds all experts"),
     ],
 )
 def test_what_does_nothing_is_told(sets: tuple[str, ...], says: str) -> None:
@@ -33,10 +36,10 @@ def test_what_does_nothing_is_told(sets: tuple[str, ...], says: str) -> None:
 @pytest.mark.parametrize(
     "sets",
     [
-        ("router_pre_softmax=true",),
-        ("token_drop_policy=position", "expert_capacity_factor=0.5"),
-        ("expert_layer_pattern=0,1,0,1",),
-        ("expert_layer_freq=4",),
+        ("experts.router.pre_softmax=true",),
+        ("experts.drop_policy=position", "experts.capacity_factor=0.5"),
+        ("experts.layer_pattern=0,1,0,1",),
+        ("experts.layer_freq=4",),
     ],
 )
 def test_what_works_is_not(sets: tuple[str, ...]) -> None:
@@ -45,8 +48,8 @@ def test_what_works_is_not(sets: tuple[str, ...]) -> None:
 
 def test_a_capacity_that_drops_most_choices_is_told_with_its_arithmetic() -> None:
     """64 tokens that meet 2 of 4 experts are 128 choices, 32 an expert: a tenth is 3.2, rounded up."""
-    (notice,) = notices("model.expert_capacity_factor=0.1", "train.micro_batch_size=2", "train.sequence_length=32")
+    (notice,) = notices("model.experts.capacity_factor=0.1", "train.micro_batch_size=2", "train.sequence_length=32")
     assert notice == (
-        "model.expert_capacity_factor=0.1 drops most choices: 4 experts x 4 tokens keep at most 16 of the 128 choices "
+        "model.experts.capacity_factor=0.1 drops most choices: 4 experts x 4 tokens keep at most 16 of the 128 choices "
         "of a microbatch, 12%"
     )

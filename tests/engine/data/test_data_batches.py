@@ -32,6 +32,12 @@ def test_the_tensors_are_copies_of_the_data() -> None:
     assert DATASET[1]["tokens"].tolist() == [1, 1, 1, 1]
 
 
+class Samples(list[Any]):
+    """Samples that a run shuffles."""
+
+    in_order = False
+
+
 class Buffered(list[Any]):
     """Every sample in the same arrays."""
 
@@ -82,12 +88,12 @@ def test_a_field_that_the_data_lacks_is_named() -> None:
 
 
 def test_a_stream_follows_the_sampler_over_the_end_of_an_epoch() -> None:
-    stream = SampleStream(DATASET, seed=11)
+    stream = SampleStream(Samples(DATASET), seed=11)
     found = stream.fields(range(3, 9), ("tokens",), CPU)["tokens"][:, 0].tolist()
     assert found == [sample_index(5, 11, position) for position in range(3, 9)]
 
 
-class Ordered(list[Any]):
+class Ordered(Samples):
     """Samples in the order of the run."""
 
     in_order = True

@@ -13,9 +13,9 @@ import pytest
 import xxhash
 
 from megatron_run.errors import DataError
+from megatron_run.files.user_cache import YOUNG, user_cache
 from megatron_run_engine.data import contents
 from megatron_run_engine.data.contents import contents_hash
-from megatron_run_engine.data.user_cache import YOUNG, user_cache
 
 LENGTH = 4096
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron_run.config.values import nested
 from megatron_run.config.yaml import bare, parse
 from megatron_run.contracts import Weights
 from megatron_run.errors import CheckpointError, InputError
@@ -32,7 +33,7 @@ def random_weights(step: int = 3) -> Weights:
 
     readers = {name: partial(read, name) for name in values}
     steps = {name: partial(torch.tensor, 3.0) for name in values}
-    return Weights(LLAMA, readers, step, LENGTH, moments={"exp_avg": readers, "step": steps})
+    return Weights(nested(LLAMA), readers, step, LENGTH, moments={"exp_avg": readers, "step": steps})
 
 
 def test_every_bit_arrives_in_parts_of_bounded_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -55,9 +56,11 @@ def test_the_configuration_says_the_whole_model(tmp_path: Path) -> None:
     text = (tmp_path / "ours" / "config.yaml").read_text()
     said = {name: bare(node) for name, node in parse(text, "config.yaml").items()}
     assert said["train"] == {"sequence_length": LENGTH}
-    assert said["model"] == {"use": "gpt", **LLAMA}
+    assert said["model"] == nested({"use": "gpt", **LLAMA})
     identity = Checkpoints(tmp_path / "ours" / "checkpoints").manifest(3).about.identity
     assert identity["model.dropout"] == options_of(LLAMA).dropout, "the step says the defaults too"
+    assert (identity["model.rope.theta"], identity["model.experts.router.groups"]) == (500.0, 1)
+    assert "model.rope" not in identity
 
 
 def test_nothing_is_overwritten_and_nothing_left_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,7 +110,7 @@ def test_a_source_that_is_no_whole_model_is_refused(wrong: str, tmp_path: Path) 
     if wrong != "missing":
         tensors[name] = lambda: value.t() if wrong == "shape" else value.double()
     with pytest.raises(CheckpointError, match=name):
-        write_folder(Weights(LLAMA, tensors, sequence_length=LENGTH), tmp_path / "ours", "x")
+        write_folder(Weights(nested(LLAMA), tensors, sequence_length=LENGTH), tmp_path / "ours", "x")
     assert not (tmp_path / "ours").exists()
 
 

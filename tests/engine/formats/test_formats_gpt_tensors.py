@@ -54,7 +54,7 @@ def test_shapes_follow_from_the_options(given: Mapping[str, Any], shapes: Mappin
 
 
 def test_experts_are_tensors_of_the_model_too() -> None:
-    options = options_of({**LLAMA, "experts": 4})
+    options = options_of({**LLAMA, "experts.count": 4})
     built = {name: tuple(tensor.shape) for name, tensor in logical_values(network(options).infos).items()}
     assert logical_shapes(options, LENGTH) == built
     assert built != OF_LLAMA

@@ -9,9 +9,11 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from megatron_run.config.request import Request
-from megatron_run_engine.launch.local import LocalPlan, run_local
+from megatron_run_engine.launch.local import run_local
+from megatron_run_engine.launch.rank import Job
 from megatron_run_engine.launch.results import RunResult
 from megatron_run_engine.run_folder import RunFolder
 from tests.support.processes import alive, process_ids, wait_until
@@ -30,19 +32,11 @@ class Launcher:
         self.shown: list[bytes] = []
         self.told: list[str] = []
 
-    def __call__(self, *behaviours: str, size: int = 2, grace: float = 1.0, **changes: object) -> RunResult:
-        arguments: dict[str, object] = {
-            "request": Request(),
-            "folder": self.folder,
-            "size": size,
-            "threads": 1,
-            "environment": os.environ,
-            "show": self.shown.append,
-            "tell": self.told.append,
-            "program": (sys.executable, str(STAND_IN), str(self.pids), *behaviours),
-            "grace": grace,
-        }
-        return run_local(LocalPlan(**{**arguments, **changes}))  # type: ignore[arg-type]  # made from a mapping
+    def __call__(self, *behaviours: str, size: int = 2, grace: float = 1.0, **changes: Any) -> RunResult:
+        program = sys.executable, str(STAND_IN), str(self.pids), *behaviours
+        show, environment = changes.pop("show", self.shown.append), changes.pop("environment", os.environ)
+        job = Job(Request(), self.folder.path, self.folder.attempt, size, **changes)
+        return run_local(job, self.told.append, show, program=program, environment=environment, grace=grace)
 
     def ready(self, ranks: int = 2) -> bool:
         return len(list(self.pids.glob("*.ready"))) == ranks

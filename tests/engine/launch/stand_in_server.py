@@ -23,7 +23,7 @@ from tests.engine.launch import stand_in_rank
 _, PIDS, HOW, *TOLD, JOB, CONTROL, LAUNCHER = sys.argv
 
 
-def preload(_job: Job, _size: int) -> None:
+def preload(_job: Job) -> None:
     import numpy.random  # noqa: F401  # has a generator that is seeded when it is imported
 
     if HOW == "thread":

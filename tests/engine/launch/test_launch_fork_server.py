@@ -46,7 +46,7 @@ def test_a_forked_rank_has_what_a_new_process_has(tmp_path: Path) -> None:
     for name in ("spawned", "forked"):
         (tmp_path / name).mkdir()
         launcher = Launcher(tmp_path / name)
-        changes: dict[str, Any] = {"size": 3, "shown_environment": {"FORCE_COLOR": "1"}}
+        changes: dict[str, Any] = {"size": 3, "shown": {"FORCE_COLOR": "1"}}
         if name == "forked":
             result = forked(launcher, "*:describe", **changes)
         else:
@@ -135,7 +135,7 @@ from megatron_run.config.request import Request
 from megatron_run_engine.launch.fork_server import can_fork, preload
 from megatron_run_engine.launch.rank import Job
 before = dict(os.environ)
-assert preload(Job(Request(configs=("preset:tiny",)), Path("run"), 1, "", 0), 2) is not None
+assert preload(Job(Request(configs=("preset:tiny",)), Path("run"), 1, 2)) is not None
 os.environ.pop("TORCHINDUCTOR_CACHE_DIR")  # which torch's compiler sets in every process
 assert os.environ == before
 print(can_fork())

@@ -18,10 +18,10 @@ from typing import Any
 import pytest
 
 from megatron_run.errors import ExitCode, InputError
+from megatron_run_engine.host.rank_environment import rank_environment
 from megatron_run_engine.launch.rank_output import flush_output, terminal_writer
 from megatron_run_engine.launch.start import scratch_folder
 from megatron_run_engine.launch.watchdog.monitor import is_stopped
-from megatron_run_engine.training.rank_environment import rank_environment
 from tests.engine.launch.launcher import Launcher, no_process_left
 from tests.support.processes import alive, kill_when_begun, process_ids, wait_until
 
@@ -72,7 +72,7 @@ def test_ranks_get_torchruns_variables_and_their_threads(launcher: Launcher) -> 
     names = "RANK,LOCAL_RANK,WORLD_SIZE,LOCAL_WORLD_SIZE,OMP_NUM_THREADS,MKL_NUM_THREADS,OMP_WAIT_POLICY,FORCE_COLOR"
     changes: dict[str, Any] = {
         "threads": 500,
-        "shown_environment": {"FORCE_COLOR": "1"},
+        "shown": {"FORCE_COLOR": "1"},
         "environment": {"PATH": os.environ["PATH"]},
     }
     launcher(f"*:environment {names}", **changes)

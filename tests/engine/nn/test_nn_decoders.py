@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
+from megatron_run.config.values import nested
 from megatron_run.contracts import AttentionShape, Decoding, Microbatch, ParamInfo, StackedLayers
 from megatron_run.contracts.schedule import Place
 from megatron_run.errors import InputError
@@ -48,7 +49,7 @@ SMALL: Mapping[str, Any] = {
 
 
 def options_of(name: str) -> GptOptions:
-    return GptOptions.model_validate({**SMALL, **DECODERS[name]})
+    return GptOptions.model_validate(nested({**SMALL, **DECODERS[name]}))
 
 
 def built(name: str, **train: Any) -> Built:
@@ -171,7 +172,7 @@ def test_windows_and_caps_are_the_same_by_every_way_of_attention(columns: int, d
     query, key, value = (torch.randn(columns, 2, heads, 4, generator=generator).double() for heads in (4, 2, 2))
     shape = AttentionShape(4, 2, 4, 0, scale=0.7, window=9, softcap=3.0)
     for each in (shape, replace(shape, softcap=None)):
-        core = CoreAttention.of(each, dropout).train(mode=False)
+        core = CoreAttention.shaped(each, dropout).train(mode=False)
         keys, values = (x.repeat_interleave(2, dim=2) for x in (key, value))
         scores = 0.7 * torch.einsum("sbnd,cbnd->bnsc", query, keys)
         scores = scores if each.softcap is None else 3 * torch.tanh(scores / 3)
@@ -201,13 +202,13 @@ class PlainLayers(StackedLayers):
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"attention_window": 4}, "model.attention_window"),
-        ({"attention_softcap": 4.0}, "model.attention_softcap"),
-        ({"attention_scale": 4.0}, "model.attention_scale"),
+        ({"attention.window": 4}, "model.attention.window"),
+        ({"attention.softcap": 4.0}, "model.attention.softcap"),
+        ({"attention.scale": 4.0}, "model.attention.scale"),
     ],
 )
 def test_layers_that_do_not_know_an_option_are_refused_when_they_are_built(options: dict[str, Any], said: str) -> None:
-    made = GptOptions.model_validate({**SMALL, **options})
+    made = GptOptions.model_validate(nested({**SMALL, **options}))
     context = single_process_context(made)
     with pytest.raises(InputError) as refused:
         Gpt(context, made).build_chunk(0, (Place(0, 0, range(3)),), PlainLayers(DenseLayers(context)), {})
@@ -220,9 +221,9 @@ class PlainNorms(StackedLayers):
 
 
 def test_a_factory_whose_norms_know_no_one_plus_weight_is_refused() -> None:
-    made = GptOptions.model_validate({**SMALL, "norm": "rmsnorm_1p"})
+    made = GptOptions.model_validate(nested({**SMALL, "norm.kind": "rmsnorm_1p"}))
     context = single_process_context(made)
-    with pytest.raises(InputError, match=r"model\.norm=rmsnorm_1p"):
+    with pytest.raises(InputError, match=r"model\.norm\.kind=rmsnorm_1p"):
         Gpt(context, made).build_chunk(0, (Place(0, 0, range(3)),), PlainNorms(DenseLayers(context)), {})
 
 
@@ -233,7 +234,7 @@ def _gpt(options: GptOptions, context: BuildContext, _: object) -> Gpt:
 def test_the_chunked_loss_scales_logits_too() -> None:
     losses = []
     for chunks in (1, 4):
-        options = GptOptions.model_validate({**SMALL, "logits_scale": 0.4, "loss_chunks": chunks})
+        options = GptOptions.model_validate(nested({**SMALL, "logits_scale": 0.4, "loss_chunks": chunks}))
         made = build_model(partial(_gpt, options), single_process_context(options), options)
         losses.append(made.train(mode=True).step(example_microbatch(VOCAB)))
     torch.testing.assert_close(losses[0][0], losses[1][0])

@@ -6,12 +6,12 @@ import ast
 
 import torch
 
+from megatron_run_engine.estimate.step_memory import LiveBytes
 from megatron_run_engine.nn.attention import CoreAttention, matmuls_are_faster
 from megatron_run_engine.nn.device import PlannedMode, device_type, on_cpu, on_gpu
 from megatron_run_engine.nn.dropout import Dropout
 from megatron_run_engine.nn.fused import fuses
 from megatron_run_engine.nn.linear import can_widen, widening_pays
-from megatron_run_engine.training.step_memory import LiveBytes
 from tests.support.checkout import ENGINE
 
 BF16 = torch.bfloat16

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from functools import cache
 from importlib import import_module
 from typing import Any
 
@@ -38,6 +39,7 @@ KERNELS = {
 WRITERS = ("row_gradient", "norm_gradient", "gelu", "gelu_gradient", "swiglu", "swiglu_gradient", "rotate")
 
 
+@cache
 def compiled(name: str, dtype: str) -> Mapping[str, Any]:
     """The stages of a kernel, by their names; the last is ``cubin``."""
     pytest.importorskip("triton")  # which the kernels' modules import
@@ -54,7 +56,7 @@ def accesses(stages: Mapping[str, Any], kind: str) -> set[str]:
 
 
 @pytest.mark.te
-@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("dtype", ["bf16", *(pytest.param(each, marks=pytest.mark.nightly) for each in TYPES[1:])])
 @pytest.mark.parametrize("name", KERNELS)
 def test_a_kernel_compiles_and_reads_16_bytes_at_a_time(name: str, dtype: str) -> None:
     stages = compiled(name, dtype)

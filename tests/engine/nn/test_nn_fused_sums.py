@@ -5,7 +5,8 @@ All of what is interpreted runs in one process, once for the file.
 
 from __future__ import annotations
 
-from itertools import product
+from collections.abc import Sequence
+from itertools import cycle, product
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -43,6 +44,9 @@ CASES = [Norm(*each) for each in product(TYPES, KINDS, NORMS)]
 #: More rows than programs, which take them in turns.
 CASES.append(Norm("bf16", "rmsnorm", (540, 2100)))
 CASES += [Norm(*each, (70, 96), beside=True) for each in product(TYPES, KINDS)]
+#: Each kind with each shape, in one type after the other: those that the interpreter runs every time.
+FEW = [Norm(dtype, *each) for each, dtype in zip(product(KINDS, NORMS), cycle(TYPES), strict=False)]
+FEW += [Norm("bf16", "rmsnorm", (540, 2100)), *(Norm("bf16", kind, (70, 96), beside=True) for kind in KINDS)]
 
 
 def matrix(shape: tuple[int, int], dtype: str, seed: int = 1) -> Tensor:
@@ -74,10 +78,10 @@ def statistics(x: Tensor, kind: str) -> tuple[Tensor | None, Tensor]:
     return mean, (centred.square().mean(1) + 1e-5).rsqrt()
 
 
-def normed(device: str = "cpu") -> list[tuple[Tensor, ...]]:
+def normed(cases: Sequence[Norm], device: str = "cpu") -> list[tuple[Tensor, ...]]:
     """The gradients of x, weight and bias of each case, by the kernels."""
     found = []
-    for dtype, kind, shape, beside in CASES:
+    for dtype, kind, shape, beside in cases:
         x, grad = (matrix(shape, dtype, seed).to(device) for seed in (1, 2))
         weight = matrix((1, shape[1]), dtype, 3)[0].to(device)
         mean, scale = statistics(x.double(), kind)
@@ -126,7 +130,7 @@ def everything() -> dict[str, Any]:
     return {
         "sums": summed(),
         "sums by few": summed_by_few(),
-        "norms": normed(),
+        "norms": normed(FEW),
         "layers": in_layers(),
         "narrow": in_layers(totals=torch.bfloat16),
     }
@@ -176,9 +180,14 @@ class TestInterpreted:
         check_sums(found["sums"])
         check_sums(found["sums by few"])
 
-    @pytest.mark.parametrize("case", CASES, ids=str)
+    @pytest.mark.parametrize("case", FEW, ids=str)
     def test_gradients_of_a_norm_are_those_of_float64(self, found: dict[str, Any], case: Norm) -> None:
-        check_norm(found["norms"][CASES.index(case)], case)
+        check_norm(found["norms"][FEW.index(case)], case)
+
+    @pytest.mark.nightly
+    def test_gradients_of_norms_of_each_type_and_shape_are_those_of_float64(self) -> None:
+        for case, result in zip(CASES, interpreted(normed, CASES), strict=True):
+            check_norm(result, case)
 
     def test_layers_leave_them_in_main_grad(self, found: dict[str, Any]) -> None:
         check_layers(found["layers"])
@@ -195,7 +204,7 @@ class TestOnGpu:
         check_sums(summed_by_few("cuda"))
 
     def test_gradients_of_norms_are_those_of_float64(self) -> None:
-        for case, result in zip(CASES, normed("cuda"), strict=True):
+        for case, result in zip(CASES, normed(CASES, "cuda"), strict=True):
             check_norm(result, case)
 
     def test_layers_leave_them_in_main_grad(self) -> None:

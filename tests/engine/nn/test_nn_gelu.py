@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from megatron_run.contracts import Init, LinearPart
+from megatron_run.contracts import Init, LinearPart, LinearSpec
 from megatron_run_engine.builtin.parallel_layer.dense import DenseLayers
 from megatron_run_engine.nn.fused import fused_gelu, fused_gelu_gradient, fuses, gelu_rows
 from megatron_run_engine.nn.gelu import Gelu, Terms
@@ -222,7 +222,7 @@ def test_a_feed_forward_layer_hands_its_activation_only_to_layers_that_take_it()
     spec: Any = mock.Mock(hidden=12, bias=True, activation="gelu", init=Init("zeros"), residual_init=Init("zeros"))
     mlp = Mlp(DenseLayers(context), spec, 8)
     assert mlp.activates
-    plain = DenseLayers(context).column_linear(12, part, bias=True, init=Init("zeros"))
+    plain = DenseLayers(context).column_linear(LinearSpec(12, part, Init("zeros"), bias=True))
     mlp.input = nn.Sequential(plain)  # as layers of other factories, or wrapped ones, are
     assert not mlp.activates
     assert mlp(torch.zeros(3, 1, 12, dtype=torch.float64)).shape == (3, 1, 12)

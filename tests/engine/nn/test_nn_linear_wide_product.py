@@ -1,5 +1,7 @@
 """MKL's product of bf16 matrices with an fp32 result against float64."""
 
+from itertools import product
+
 import pytest
 import torch
 from torch import Tensor
@@ -23,18 +25,17 @@ def laid(rows: int, columns: int, how: str) -> Tensor:
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("left", ["rows", "columns", "repeated", "apart"])
-@pytest.mark.parametrize("right", ["rows", "columns", "repeated", "apart"])
-def test_the_product_is_added_however_the_matrices_lie(shape: tuple[int, int, int], left: str, right: str) -> None:
+def test_the_product_is_added_however_the_matrices_lie(shape: tuple[int, int, int]) -> None:
     m, n, k = shape
-    one, other = laid(m, k, left), laid(k, n, right)
-    around = torch.randn(m, n + 2)
-    total = around[:, :n]
-    expected, beside = total.double() + one.double() @ other.double(), around[:, n:].clone()
-    assert can_add(total, one, other)
-    add_wide_product(total, one, other)
-    torch.testing.assert_close(total.double(), expected, rtol=1e-5, atol=1e-4)
-    assert torch.equal(around[:, n:], beside)
+    for left, right in product(("rows", "columns", "repeated", "apart"), repeat=2):
+        one, other = laid(m, k, left), laid(k, n, right)
+        around = torch.randn(m, n + 2)
+        total = around[:, :n]
+        expected, beside = total.double() + one.double() @ other.double(), around[:, n:].clone()
+        assert can_add(total, one, other), (left, right)
+        add_wide_product(total, one, other)
+        torch.testing.assert_close(total.double(), expected, rtol=1e-5, atol=1e-4)
+        assert torch.equal(around[:, n:], beside), (left, right)
 
 
 def test_other_types_and_places_are_left_to_others() -> None:

@@ -137,7 +137,7 @@ def test_one_rank_without_a_capacity_lets_the_host_read_nothing(host: Host) -> N
     [
         (ALONE, {}, True, OneRank, ""),
         (ALONE, {"dispatch": "allgather"}, True, OneRank, ""),
-        (ALONE, {"capacity_factor": 1.0}, True, AllToAll, "model.expert_capacity_factor drops some of them"),
+        (ALONE, {"capacity_factor": 1.0}, True, AllToAll, "model.experts.capacity_factor drops some of them"),
         (ALONE, {"capacity_factor": 1.0, "pad": True}, False, Padded, ""),
         (ALONE, {"dispatch": "allgather"}, False, AllGather, "the experts' layers need it there"),
         (Twins(0, 2), {}, True, AllToAll, "tokens travel among 2 expert-parallel ranks"),

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from megatron_run.config.values import nested
 from megatron_run.contracts.schedule import Place
 from megatron_run_engine.builtin.model.gpt import Gpt, GptOptions
 from megatron_run_engine.builtin.parallel_layer.dense import DenseLayers
@@ -18,19 +19,19 @@ FAMILIES: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
     "mixtral": ({}, "Mixtral", {"num_local_experts": EXPERTS, "intermediate_size": FFN}),
     "qwen3_moe": ({}, "Qwen3Moe", {"num_experts": EXPERTS, "moe_intermediate_size": FFN, "norm_topk_prob": True}),
     "qwen2_moe": (
-        {"router_pre_softmax": True, "shared_expert_ffn_size": 20, "shared_expert_gate": True},
+        {"experts.router.pre_softmax": True, "experts.shared.ffn_size": 20, "experts.shared.gate": True},
         "Qwen2Moe",
         {"num_experts": EXPERTS, "moe_intermediate_size": FFN, "shared_expert_intermediate_size": 20},
     ),
     "deepseek_v3": (
         {
-            "top_k": 3,
-            "router_score_function": "sigmoid",
-            "router_groups": 4,
-            "router_top_groups": 2,
-            "router_topk_scaling_factor": 2.5,
-            "router_bias_rate": 1e-3,
-            "shared_expert_ffn_size": 2 * FFN,
+            "experts.top_k": 3,
+            "experts.router.score_function": "sigmoid",
+            "experts.router.groups": 4,
+            "experts.router.top_groups": 2,
+            "experts.router.scaling_factor": 2.5,
+            "experts.router.bias_rate": 1e-3,
+            "experts.shared.ffn_size": 2 * FFN,
         },
         "DeepseekV3",
         {
@@ -47,10 +48,12 @@ FAMILIES: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
 
 def ours(more: dict[str, Any]) -> Any:
     """The feed-forward half of a block, without a norm."""
-    sizes = {"num_layers": 1, "hidden_size": HIDDEN, "num_heads": 2, "vocab_size": 61, "expert_ffn_size": FFN}
+    sizes = {"num_layers": 1, "hidden_size": HIDDEN, "num_heads": 2, "vocab_size": 61, "experts.ffn_size": FFN}
     network = {"activation": "swiglu", "bias": False, "dropout": 0.0, "init_std": 0.3}
     options = GptOptions.model_validate(
-        {**sizes, **network, "experts": EXPERTS, "top_k": 2, "aux_loss_coeff": 0.0, **more}
+        nested(
+            {**sizes, **network, "experts.count": EXPERTS, "experts.top_k": 2, "experts.aux_loss_coeff": 0.0, **more}
+        )
     )
     context = single_process_context(options, dtype=torch.float32)
     chunk: Any = Gpt(context, options).build_chunk(0, (Place(0, 0, range(1)),), DenseLayers(context), {})

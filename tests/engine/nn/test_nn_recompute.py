@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from megatron_run.config.values import nested
 from megatron_run.contracts import Microbatch
 from megatron_run_engine.builtin.model.gpt import Gpt, GptOptions
 from megatron_run_engine.nn.moe import dispatch
@@ -16,12 +17,12 @@ from megatron_run_testing.build_contexts import example_microbatch, logical_grad
 from megatron_run_testing.model import Built, build_model
 
 VOCAB, LAYERS, HIDDEN, HEADS, LENGTH, BATCH = 61, 2, 32, 4, 64, 2
-EXPERTS = {"experts": 4, "top_k": 2, "expert_ffn_size": 32, "aux_loss_coeff": 0.1}
+EXPERTS = {"experts.count": 4, "experts.top_k": 2, "experts.ffn_size": 32, "experts.aux_loss_coeff": 0.1}
 
 
 def built(dtype: torch.dtype = torch.float32, model: dict[str, Any] | None = None, **train: Any) -> Built:
     sizes = {"num_layers": LAYERS, "hidden_size": HIDDEN, "num_heads": HEADS, "vocab_size": VOCAB}
-    options = GptOptions.model_validate({**sizes, **(model or {})})
+    options = GptOptions.model_validate(nested({**sizes, **(model or {})}))
     train = {"sequence_length": LENGTH, "micro_batch_size": BATCH, **train}
     context = single_process_context(options, dtype=dtype, train=train)
     return build_model(lambda context, _: Gpt(context, options), context, options).train(mode=True)
@@ -103,7 +104,7 @@ def test_messages_are_sent_again_only_where_their_content_is_gone(
         return exchange(*arguments)
 
     monkeypatch.setattr(dispatch, "_exchange", counted)
-    model = {"dropout": 0.1, "expert_capacity_factor": 4.0, **EXPERTS}
+    model = {"dropout": 0.1, "experts.capacity_factor": 4.0, **EXPERTS}
     built(model=model, recompute=names).step(microbatch())
     assert len(calls) == sent * LAYERS
 
@@ -121,8 +122,8 @@ def test_messages_are_sent_again_only_where_their_content_is_gone(
 )
 @pytest.mark.parametrize("dispatcher", ["alltoall", "allgather"])
 def test_experts_have_the_bits_of_a_run_without(train: dict[str, Any], dispatcher: str) -> None:
-    model = {"dropout": 0.1, "position": "rope", "shared_expert_ffn_size": 16, **EXPERTS}
-    model["token_dispatcher"] = dispatcher
+    model = {"dropout": 0.1, "position": "rope", "experts.shared.ffn_size": 16, **EXPERTS}
+    model["experts.dispatcher"] = dispatcher
     plain, other = built(model=model), built(model=model, **train)
     for step in (1, 2):
         example = example_microbatch(VOCAB, batch=BATCH, length=LENGTH, step=step)

@@ -2,14 +2,16 @@
 
 import torch
 
-from megatron_run_engine.builtin.model.gpt import GptOptions
+from megatron_run_engine.builtin.model.gpt import GptOptions, RopeOptions
 from megatron_run_engine.nn.rotary import Rotary
 from megatron_run_testing.build_contexts import single_process_context
 from tests.support import plain_gpt
 
 
 def rotary(length: int, theta: float = 10000.0) -> Rotary:
-    options = GptOptions(num_layers=1, hidden_size=24, num_heads=3, vocab_size=5, position="rope", rope_theta=theta)
+    options = GptOptions(
+        num_layers=1, hidden_size=24, num_heads=3, vocab_size=5, position="rope", rope=RopeOptions(theta=theta)
+    )
     return Rotary(single_process_context(options), options.spec(length))
 
 

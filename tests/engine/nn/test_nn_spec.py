@@ -7,18 +7,19 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode, bmm_flop, mm_flop
 
+from megatron_run.config.values import nested
 from megatron_run_engine.builtin.model.gpt import Gpt, GptOptions
 from megatron_run_testing.build_contexts import example_microbatch, single_process_context
 from megatron_run_testing.model import build_model
 
 #: Two of three layers; the weighted sums over experts are products too, but not of weights.
 EXPERTS = {
-    "experts": 5,
-    "top_k": 3,
-    "expert_ffn_size": 24,
-    "expert_layer_freq": 2,
-    "shared_expert_ffn_size": 40,
-    "shared_expert_gate": True,
+    "experts.count": 5,
+    "experts.top_k": 3,
+    "experts.ffn_size": 24,
+    "experts.layer_freq": 2,
+    "experts.shared.ffn_size": 40,
+    "experts.shared.gate": True,
 }
 
 
@@ -30,12 +31,12 @@ EXPERTS = {
 def test_flops_are_those_that_torch_counts(extra: dict[str, object]) -> None:
     """A vocabulary of 128 needs no padding, and unfused attention has no recomputation: the formula is exact."""
     options = GptOptions.model_validate(
-        {"num_layers": 3, "hidden_size": 32, "num_heads": 4, "vocab_size": 128, "dropout": 0.0, **extra}
+        nested({"num_layers": 3, "hidden_size": 32, "num_heads": 4, "vocab_size": 128, "dropout": 0.0, **extra})
     )
     context = single_process_context(options, dtype=torch.float32)
     built = build_model(Gpt, context, options)  # type: ignore[arg-type]  # a Gpt takes GptOptions
     built.forward(example_microbatch(128))  # whether there are grouped products is found by trying one
-    choices = [options.experts, 32 * options.top_k]
+    choices = [options.experts.count, 32 * options.experts.top_k]
     # Weight gradients are accumulated in place; torch counts neither that nor our own operations by itself.
     accumulated = {
         # A product with [experts, choices] zeros and ones is the sum of a bias's gradients, which is not counted.
@@ -51,4 +52,4 @@ def test_flops_are_those_that_torch_counts(extra: dict[str, object]) -> None:
     }
     with FlopCounterMode(display=False, custom_mapping=accumulated) as counter, sdpa_kernel(SDPBackend.MATH):
         built.step(example_microbatch(128))
-    assert counter.get_total_flops() == 2 * 16 * built.model.flops_per_token(16)
+    assert counter.get_total_flops() == 2 * 16 * options.costs(16, 128).flops_per_token

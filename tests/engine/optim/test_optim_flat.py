@@ -9,8 +9,9 @@ from torch import Tensor, nn
 from megatron_run.contracts import ChunkOut, Init, ParameterSpec, Part
 from megatron_run.contracts.topology import Sizes, Topology
 from megatron_run_engine.optim import FlatOptimizer, Replicated, UpdateOptions
+from megatron_run_engine.optim.buckets import Bucket
 from megatron_run_engine.runtime.comm import Groups, ParallelGroup, Pending
-from megatron_run_engine.runtime.gradients import Bucket, main_grad
+from megatron_run_engine.runtime.gradients import main_grad
 from megatron_run_engine.runtime.parameter_init import describe_parameters
 from megatron_run_testing.build_contexts import context_at, single_process_context
 from megatron_run_testing.optimizer.alone import shapes

@@ -347,12 +347,12 @@ def test_a_folder_of_an_older_version_is_joined_and_its_added_options_are_kept_t
     path = tmp_path / "run"
     opened(tiny(path))
     record = read(path / "run.json")
-    added = {"model.attention_window", "model.rope_theta"}  # the folder's writer had neither
+    added = {"model.attention.window", "model.rope.theta"}  # the folder's writer had neither
     assert added <= record["identity"].keys()
     record["identity"] = {key: value for key, value in record["identity"].items() if key not in added}
     (path / "run.json").write_text(json.dumps(record))
     assert opened(tiny(path)).folder.attempt == 2
     assert read(path / "run.json")["attempts"][1]["changes"] == {}
     (path / "metrics.jsonl").touch()
-    with pytest.raises(InputError, match=r"model\.attention_window=unset, now 4"):
-        opened(tiny(path, model__attention_window=4))
+    with pytest.raises(InputError, match=r"model.attention.window=unset, now 4"):
+        opened(tiny(path, model__attention__window=4))

@@ -150,7 +150,7 @@ def test_a_pipe_in_the_place_of_a_record_is_not_waited_for(run: Path, name: str)
         open_run_folder(tiny(run)).lock.release()  # the status is replaced, whatever it was
 
 
-@pytest.mark.parametrize("attempts", [0, 1])
+@pytest.mark.parametrize("attempts", [pytest.param(0, marks=pytest.mark.nightly), 1])
 def test_whenever_the_launcher_is_killed_at_its_start_the_same_command_goes_on(tmp_path: Path, attempts: int) -> None:
     run = tiny(tmp_path / "run")
     for count in range(200):

@@ -9,7 +9,8 @@ from torch.nn import Parameter
 
 from megatron_run.contracts import Init, ParamInfo
 from megatron_run.errors import PluginError
-from megatron_run_engine.runtime.gradients import GradientAccumulator, build_buckets, main_grad
+from megatron_run_engine.optim.buckets import build_buckets
+from megatron_run_engine.runtime.gradients import GradientAccumulator, main_grad
 
 
 def make(*names: str) -> tuple[GradientAccumulator, list[Parameter]]:

@@ -14,12 +14,12 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from megatron_run.contracts import Microbatch, Segment
 from megatron_run_engine.builtin.model.gpt import Gpt, GptOptions
+from megatron_run_engine.estimate.step_memory import LiveBytes
+from megatron_run_engine.host.process import deterministic_kernels
 from megatron_run_engine.runtime.metrics import Metrics
 from megatron_run_engine.runtime.offload import METRICS, CpuCopies, Offload, make_offload
 from megatron_run_engine.runtime.rng import RandomStreams
 from megatron_run_engine.runtime.segments import SegmentRunner
-from megatron_run_engine.training.process import deterministic_kernels
-from megatron_run_engine.training.step_memory import LiveBytes
 from megatron_run_testing.build_contexts import example_microbatch, logical_gradients, single_process_context
 from megatron_run_testing.model import Built, build_model
 from tests.support.device_memory import Device
@@ -214,7 +214,10 @@ class Host(CpuCopies):
             return super().buffer(size)
 
 
-@pytest.mark.parametrize("recompute", ["none", "full", ("core_attn",), ("attn", "mlp")])
+@pytest.mark.parametrize(
+    "recompute",
+    ["none", *(pytest.param(each, marks=pytest.mark.nightly) for each in ("full", ("core_attn",))), ("attn", "mlp")],
+)
 def test_no_step_holds_more_with_offload_than_without(recompute: Any) -> None:
     """Bytes of tensors at the peak of forwards, and of backwards, of three microbatches in flight."""
     options = GptOptions(num_layers=6, hidden_size=64, num_heads=2, vocab_size=61)

@@ -13,6 +13,7 @@ from megatron_run.contracts import (
     AttentionShape,
     Init,
     LinearPart,
+    LinearSpec,
     ParallelLayers,
     ParameterSpec,
     StackedLayers,
@@ -20,10 +21,10 @@ from megatron_run.contracts import (
 from megatron_run.errors import ExitCode, PluginError
 from megatron_run.planning import load_config
 from megatron_run_engine.builtin.parallel_layer.dense import DenseLayers
+from megatron_run_engine.estimate.model_size import model_size
 from megatron_run_engine.runtime.context import BuildContext
 from megatron_run_engine.runtime.parameter_init import unspecified
 from megatron_run_engine.training.checked_plugins import CheckedLayers
-from megatron_run_engine.training.memory_estimate import model_size
 from megatron_run_testing import CheckFailed
 from megatron_run_testing.build_contexts import single_process_context
 from megatron_run_testing.parallel_layer import parallel_layer_checks
@@ -52,16 +53,16 @@ def megatron_run_create_parallel_layer(base):
 INIT, PARTS = Init("normal", 0.02), (LinearPart("up", 8),)
 #: Every method that makes a layer, and what it is given.
 MAKERS: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
-    "column_linear": ((4, PARTS), {"bias": True, "init": INIT}),
-    "row_linear": ((8, 4), {"bias": True, "init": INIT}),
+    "column_linear": ((LinearSpec(4, PARTS, INIT, bias=True),), {}),
+    "row_linear": ((LinearSpec(8, 4, INIT, bias=True),), {}),
     "vocab_embedding": ((16, 4), {"init": INIT}),
     "output_layer": ((16, 4), {"init": INIT}),
     "norm": (("layernorm", 4), {}),
     "dropout": ((0.1,), {}),
     "core_attention": ((AttentionShape(2, 2, 2, 0), 0.1), {}),
     "cross_entropy": ((16,), {}),
-    "expert_column_linear": ((range(2), 4, PARTS), {"bias": True, "init": INIT}),
-    "expert_row_linear": ((range(2), 8, 4), {"bias": True, "init": INIT}),
+    "expert_column_linear": ((range(2), LinearSpec(4, PARTS, INIT, bias=True)), {}),
+    "expert_row_linear": ((range(2), LinearSpec(8, 4, INIT, bias=True)), {}),
 }
 
 

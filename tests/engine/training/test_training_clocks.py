@@ -27,16 +27,16 @@ def barriers(offset: float, delays: list[list[float]]) -> tuple[Rounds, Rounds]:
     return first, rank
 
 
-@pytest.mark.parametrize("seed", range(50))
 @pytest.mark.parametrize("offset", [0.0, 0.25, -86400.0])
-def test_the_true_offset_is_within_the_error(seed: int, offset: float) -> None:
-    draw = random.Random(seed)
-    first, rank = barriers(offset, [[draw.expovariate(1000) for _ in range(4)] for _ in range(10)])
-    found = clock_offset(first, rank)
-    assert abs(found.seconds - offset) <= found.error + 1e-9
-    spent = [(b - a + d - c) / 2 for (a, b), (c, d) in zip(first, rank, strict=True)]
-    assert found.error <= min(spent) + 1e-9, "no worse than the mean time in the quickest barrier"
-    assert found.error <= clock_offset(first[:5], rank[:5]).error + 1e-9, "more barriers tell more"
+def test_the_true_offset_is_within_the_error(offset: float) -> None:
+    for seed in range(50):
+        draw = random.Random(seed)
+        first, rank = barriers(offset, [[draw.expovariate(1000) for _ in range(4)] for _ in range(10)])
+        found = clock_offset(first, rank)
+        assert abs(found.seconds - offset) <= found.error + 1e-9, seed
+        spent = [(b - a + d - c) / 2 for (a, b), (c, d) in zip(first, rank, strict=True)]
+        assert found.error <= min(spent) + 1e-9, "no worse than the mean time in the quickest barrier"
+        assert found.error <= clock_offset(first[:5], rank[:5]).error + 1e-9, "more barriers tell more"
 
 
 def test_one_prompt_barrier_suffices() -> None:

@@ -133,7 +133,7 @@ def test_a_run_says_so_unless_its_steps_are_one_launch(said: Callable[..., list[
     [
         ((), 0.1, "the host positions the random streams before each segment that draws"),
         (("train.offload=mlp",), 0.0, "what a graph saves stays in its memory"),
-        (("model.experts=4", "model.top_k=2", "model.expert_capacity_factor=1.0"), 0.0, "moe_"),
+        (("model.experts.count=4", "model.experts.top_k=2", "model.experts.capacity_factor=1.0"), 0.0, "moe_"),
     ],
     ids=["dropout", "offload", "experts"],
 )

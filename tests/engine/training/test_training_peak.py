@@ -60,7 +60,7 @@ def test_the_mfu_of_a_step_is_a_fraction_of_the_peak(tmp_path: Path) -> None:
     bench.train()
     for step in bench.watch.steps:
         assert step.mfu == pytest.approx(4 * step.tflops_per_device)
-        expected = 32 * 8 * bench.assembly.model.flops_per_token(32) / step.step_time_s / 1e12
+        expected = 32 * 8 * bench.assembly.flops_per_token / step.step_time_s / 1e12
         assert step.tflops_per_device == pytest.approx(expected)
 
 

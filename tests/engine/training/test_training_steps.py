@@ -18,11 +18,12 @@ from megatron_run.errors import DataError, ExitCode, GuardError, InputError, Plu
 from megatron_run.planning import load_config, resolve
 from megatron_run.planning.batch_size import BatchSizes
 from megatron_run.planning.learning_rate import LearningRate
+from megatron_run_engine.evaluation.evaluator import Evaluator
+from megatron_run_engine.evaluation.sample_losses import _microbatch
+from megatron_run_engine.runtime.losses import Losses
 from megatron_run_engine.runtime.metrics import Metrics
 from megatron_run_engine.training.build import with_vocabulary
-from megatron_run_engine.training.evaluate import Evaluator, network_of
-from megatron_run_engine.training.numbers import Losses
-from megatron_run_engine.training.sample_losses import _microbatch
+from megatron_run_engine.training.checked_plugins import open_split
 from megatron_run_testing.build_contexts import logical_values
 from tests.support import plain_gpt
 from tests.support.training_bench import Bench, gradients_of_one_step
@@ -132,7 +133,7 @@ def test_a_split_smaller_than_a_batch_is_scored_whole_by_every_layout(tmp_path: 
 
 def test_a_rank_beyond_the_last_sample_gets_samples_that_do_not_count(tmp_path: Path) -> None:
     bench = Bench(tmp_path, "data.samples=5")
-    network = network_of(bench.run, bench.assembly)
+    network = bench.assembly.network
     dataset = bench.assembly.data.dataset("validation", 32, 0)
     counted = 0.0
     for rank in range(2):
@@ -224,10 +225,12 @@ def test_each_generated_token_is_the_likeliest_after_what_the_model_sees(tmp_pat
 def test_evaluation_reads_the_same_samples_for_every_layout(tmp_path: Path) -> None:
     sets = ("data.samples=15", "train.micro_batch_size=1", "train.global_batch_size=4", "eval.batches=9")
     bench = Bench(tmp_path, *sets)
-    dataset = bench.assembly.data.dataset("validation", 32, 1234)
+    source = bench.assembly.data
+    dataset = open_split(bench.run.one("data"), source, "validation", 32, 1234)
     for ranks in (2, 4):
         run = load_config("preset:tiny", sets=sets, nproc=ranks)
-        assert Evaluator(run, bench.assembly, dataset).samples == bench.trainer.validation_samples
+        evaluator = Evaluator(run, bench.assembly.network, source, dataset, source.dataset)
+        assert evaluator.samples == bench.trainer.validation_samples
     assert len(bench.trainer.validation_samples) == 12
 
 
@@ -292,7 +295,7 @@ def test_the_losses_of_routers_weigh_the_same_whatever_is_masked(tmp_path: Path)
     """They are means over all tokens that experts see, so loss_mean=token leaves them as they are."""
 
     def gradients(loss_mean: str, coefficient: float) -> dict[str, torch.Tensor]:
-        sets = ("model.experts=4", f"model.aux_loss_coeff={coefficient}", f"train.loss_mean={loss_mean}")
+        sets = ("model.experts.count=4", f"model.experts.aux_loss_coeff={coefficient}", f"train.loss_mean={loss_mean}")
         return gradients_of_one_step(Bench(tmp_path, "train.steps=1", "eval.interval=0", *sets), SHARES)[0]
 
     alone, both = gradients("token", 0.0), gradients("token", 1.0)

@@ -16,8 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from megatron_run.contracts import Dataset, DataSource, PluginInfo, Split
 from megatron_run.errors import DataError
 from megatron_run.hookspecs import hookimpl
-from megatron_run_engine.data.tokenizer import open_tokenizer
-from megatron_run_engine.data.tokenizer_base import Tokenizer
+from megatron_run_engine.data import Tokenizer, open_tokenizer
 
 
 class Options(BaseModel):

@@ -15,6 +15,7 @@ from megatron_run.contracts import (
     ChunkOut,
     Init,
     LinearPart,
+    LinearSpec,
     Microbatch,
     Model,
     ParallelLayers,
@@ -22,8 +23,9 @@ from megatron_run.contracts import (
     PluginInfo,
     Segment,
 )
+from megatron_run.contracts.costs import FeedForwardCosts, LayerCosts, ModelCosts
 from megatron_run.hookspecs import hookimpl
-from megatron_run_engine.runtime.context import BuildContext
+from megatron_run_engine.runtime import BuildContext
 
 INIT = Init("normal", 0.02)
 
@@ -35,13 +37,18 @@ class Options(BaseModel):
     hidden_size: int = Field(32, ge=1, description="features of the residual stream")
     vocab_size: int | None = Field(None, ge=1, description="token ids; unset: the data's")
 
+    def costs(self, sequence_length: int, vocab_size: int) -> ModelCosts:
+        feed = FeedForwardCosts(4 * self.hidden_size)
+        layer = LayerCosts(self.hidden_size, sequence_length, (feed,), dropout=False, biased=False)
+        return ModelCosts((layer,) * self.num_layers, vocab_size, tied=False)
+
 
 class Block(nn.Module):
     def __init__(self, layers: ParallelLayers, hidden: int) -> None:
         super().__init__()
-        self.norm = layers.norm("rmsnorm", hidden)
-        self.up = layers.column_linear(hidden, (LinearPart("up", 4 * hidden),), bias=False, init=INIT)
-        self.down = layers.row_linear(4 * hidden, hidden, bias=False, init=INIT)
+        self.norm = layers.norm("layernorm", hidden)
+        self.up = layers.column_linear(LinearSpec(hidden, (LinearPart("up", 4 * hidden),), INIT, bias=False))
+        self.down = layers.row_linear(LinearSpec(4 * hidden, hidden, INIT, bias=False))
 
     def forward(self, x: Tensor) -> Tensor:
         """[s, b, h] -> [s, b, h]."""
@@ -110,10 +117,6 @@ class TokenByToken(Model):
     def boundary(self, microbatch: Microbatch, micro_batch_size: int, sequence_length: int) -> Boundary:
         length = sequence_length // self._context.sequence_shards  # ranks may split the sequence between layers
         return Boundary((length, micro_batch_size, self._options.hidden_size), self._context.dtypes.param)
-
-    def flops_per_token(self, sequence_length: int) -> float:
-        hidden = self._options.hidden_size
-        return 6.0 * hidden * (8 * hidden * self._options.num_layers + (self._options.vocab_size or 0))
 
 
 @hookimpl

@@ -7,10 +7,8 @@ from torch import Tensor
 
 from megatron_run.contracts import Optimizer, PluginInfo
 from megatron_run.hookspecs import hookimpl
-from megatron_run_engine.optim import FlatOptimizer, ShardingStrategy, UpdateOptions, check_update
-from megatron_run_engine.runtime.comm import ParallelGroup, Pending
-from megatron_run_engine.runtime.context import BuildContext
-from megatron_run_engine.runtime.gradients import Bucket
+from megatron_run_engine.optim import Bucket, FlatOptimizer, ShardingStrategy, UpdateOptions, check_update
+from megatron_run_engine.runtime import BuildContext, ParallelGroup, Pending
 
 
 class HalfTheBytes(ShardingStrategy):

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from megatron_run.contracts import Init, NormKind, ParallelLayers, ParameterSpec, PluginInfo, StackedLayers
 from megatron_run.hookspecs import hookimpl
 from megatron_run_engine.nn import empty_parameter
-from megatron_run_engine.runtime.context import BuildContext
+from megatron_run_engine.runtime import BuildContext
 
 
 class PreciseRmsNorm(nn.Module):

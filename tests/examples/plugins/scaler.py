@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from megatron_run.contracts import PluginInfo, Scaler
 from megatron_run.hookspecs import hookimpl
-from megatron_run_engine.runtime.context import BuildContext
+from megatron_run_engine.runtime import BuildContext
 
 
 class Options(BaseModel):

@@ -12,7 +12,7 @@ from megatron_run_engine.optim import FlatOptimizer, Replicated, UpdateOptions, 
 
 if TYPE_CHECKING:
     from megatron_run.contracts import Optimizer
-    from megatron_run_engine.runtime.context import BuildContext
+    from megatron_run_engine.runtime import BuildContext
 
 
 class LionOptions(UpdateOptions):

@@ -124,17 +124,17 @@ def test_a_size_that_no_plugin_serves(text: str, chosen: str, fix: str) -> None:
 def test_ranks_that_have_no_experts_to_split() -> None:
     line, code = mistake(sets=["parallel.expert=2"], nproc=2)
     assert line == (
-        "parallel.expert=2 splits experts over ranks: the model has none: model.experts=0 "
-        "(from --set parallel.expert); set model.experts to a multiple of 2, or parallel.expert=1"
+        "parallel.expert=2 splits experts over ranks: the model has none: model.experts.count=0 "
+        "(from --set parallel.expert); set model.experts.count to a multiple of 2, or parallel.expert=1"
     )
     assert code == ExitCode.INPUT
 
 
 def test_experts_that_ranks_cannot_split() -> None:
-    line, code = mistake(sets=["parallel.expert=4", "model.experts=6", "train.global_batch_size=8"], nproc=4)
+    line, code = mistake(sets=["parallel.expert=4", "model.experts.count=6", "train.global_batch_size=8"], nproc=4)
     assert line == (
-        "model.experts=6 do not split over parallel.expert=4 ranks: 6 / 4 = 1.5 (from --set parallel.expert and --set "
-        "model.experts); set parallel.expert to 2, or model.experts to 4 or 8"
+        "model.experts.count=6 do not split over parallel.expert=4 ranks: 6 / 4 = 1.5 (from --set parallel.expert and "
+        "--set model.experts.count); set parallel.expert to 2, or model.experts.count to 4 or 8"
     )
     assert code == ExitCode.INPUT
 
@@ -144,7 +144,7 @@ def test_experts_that_ranks_cannot_split() -> None:
     [
         (4, 3, None, [], "4 / 3 = 1.33333", "set parallel.expert to 2 or 4"),
         (4, 8, None, [], "4 / 8 = 0.5", "set parallel.expert to 4"),
-        (6, 4, None, [], "6 / 4 = 1.5", "set parallel.expert to 2, or model.experts to 4 or 8"),
+        (6, 4, None, [], "6 / 4 = 1.5", "set parallel.expert to 2, or model.experts.count to 4 or 8"),
         (
             4,
             3,
@@ -175,7 +175,7 @@ def test_ways_to_split_experts_that_work_with_everything_else(
     experts: int, ways: int, nproc: int | None, sets: list[str], what: str, fix: str
 ) -> None:
     """Nothing else is told: a batch of 8 in micro batches of 2 divides over each size that is offered."""
-    sets = [f"model.experts={experts}", f"parallel.expert={ways}", *sets]
+    sets = [f"model.experts.count={experts}", f"parallel.expert={ways}", *sets]
     line, code = mistake(sets=sets, nproc=nproc)
     assert what in line
     assert line.endswith(f"; {fix}")
@@ -184,7 +184,7 @@ def test_ways_to_split_experts_that_work_with_everything_else(
 
 def test_a_batch_that_does_not_divide_over_the_ranks_that_experts_ask_for() -> None:
     """Nobody gave a number of ranks, so the key that did is named."""
-    sets = ["model.experts=6", "parallel.expert=6", "train.global_batch_size=8", "train.micro_batch_size=1"]
+    sets = ["model.experts.count=6", "parallel.expert=6", "train.global_batch_size=8", "train.micro_batch_size=1"]
     line, code = mistake(sets=sets, nproc=None)
     assert "data parallel is 6 for parallel.expert=6 (from" in line
     assert "--set parallel.expert" in line
@@ -195,7 +195,7 @@ def test_a_batch_that_does_not_divide_over_the_ranks_that_experts_ask_for() -> N
 
 
 def test_experts_and_ranks_that_nothing_divides_are_told_with_the_batch() -> None:
-    experts, batch = mistakes(sets=["model.experts=4", "parallel.expert=2"], nproc=3)
+    experts, batch = mistakes(sets=["model.experts.count=4", "parallel.expert=2"], nproc=3)
     assert str(experts) == (
         "parallel.expert=2 does not divide the data-parallel size 3: nothing above 1 divides both 4 experts and 3 "
         "ranks (from --set parallel.expert); set parallel.expert to 1, or start 2 or 4 ranks (--nproc 2)"
@@ -208,10 +208,16 @@ def test_experts_and_ranks_that_nothing_divides_are_told_with_the_batch() -> Non
 @pytest.mark.parametrize(
     ("sets", "fix"),
     [
-        (["model.experts=8", "model.top_k=1"], "set model.router_pre_softmax to true (from --set model.top_k)"),
-        (["model.experts=1"], "; set model.experts to 2 or more, or to 0 for the one network "),
-        (["model.experts=1", "model.top_k=1"], "; set model.experts to 2 or more, or to 0 for the one network "),
-        (["model.experts=4", "model.top_k=5"], "; set it to at most 4 "),
+        (
+            ["model.experts.count=8", "model.experts.top_k=1"],
+            "set model.experts.router.pre_softmax to true (from --set model.experts.top_k)",
+        ),
+        (["model.experts.count=1"], "; set model.experts.count to 2 or more, or to 0 for the one network "),
+        (
+            ["model.experts.count=1", "model.experts.top_k=1"],
+            "; set model.experts.count to 2 or more, or to 0 for the one network ",
+        ),
+        (["model.experts.count=4", "model.experts.top_k=5"], "; set it to at most 4 "),
     ],
 )
 def test_a_router_that_cannot_choose(sets: list[str], fix: str) -> None:

@@ -40,7 +40,7 @@ def test_a_stand_in_makes_nothing_and_says_what_to_install() -> None:
 
 
 def test_sizes_that_a_known_plugin_serves_can_be_planned() -> None:
-    run = planned("schedule=1f1b", sets=("parallel.expert=2", "model.experts=4", "parallel.pipeline=2"))
+    run = planned("schedule=1f1b", sets=("parallel.expert=2", "model.experts.count=4", "parallel.pipeline=2"))
     assert (run.sizes.expert, run.sizes.world) == (2, 4)
     with pytest.raises(Problems, match=r"parallel\.tensor=2 needs a plugin that serves it: parallel-layer=dense"):
         planned(sets=("parallel.tensor=2",))

@@ -223,7 +223,7 @@ def test_ranks_that_hold_the_same_are_one_row_of_the_description() -> None:
 
 def test_the_ranks_of_a_row_are_counted_up_to_the_most_that_a_run_may_have() -> None:
     most = 10**6
-    sets = [f"train.global_batch_size={8 * most}", "model.experts=4", "parallel.expert=2"]
+    sets = [f"train.global_batch_size={8 * most}", "model.experts.count=4", "parallel.expert=2"]
     assert topology_rows([], sets, most) == [
         f"ranks 0, 2, ..., {most - 2} stage 0 data 0, 2, ..., {most - 2} experts 0-1 of 4 layers 0-3",
         f"ranks 1, 3, ..., {most - 1} stage 0 data 1, 3, ..., {most - 1} experts 2-3 of 4 layers 0-3",
@@ -233,7 +233,7 @@ def test_the_ranks_of_a_row_are_counted_up_to_the_most_that_a_run_may_have() -> 
 
 
 def test_experts_tell_ranks_of_a_stage_apart() -> None:
-    sets = ["train.global_batch_size=32", "model.experts=4", "parallel.expert=2"]
+    sets = ["train.global_batch_size=32", "model.experts.count=4", "parallel.expert=2"]
     assert topology_rows([], sets, 4) == [
         "ranks 0, 2 stage 0 data 0, 2 experts 0-1 of 4 layers 0-3",
         "ranks 1, 3 stage 0 data 1, 3 experts 2-3 of 4 layers 0-3",

@@ -112,7 +112,7 @@ def _devices() -> str:
 
 
 def _threads() -> str:
-    from megatron_run_engine.training.rank_environment import available_cores
+    from megatron_run_engine.host.rank_environment import available_cores
 
     return f"{available_cores()} cores for this process"
 

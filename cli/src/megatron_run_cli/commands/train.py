@@ -163,6 +163,7 @@ def _finetune(  # one argument an option: so click calls it
 ) -> int:
     """Start from FOLDER's weights, which are imported first where they are another program's."""
     from megatron_run.config.request import Found, Request
+    from megatron_run.config.values import nested
     from megatron_run.planning import check_keys
     from megatron_run.registry.discover import plain_name
     from megatron_run_engine.checkpoint.step_folder import find_step
@@ -176,7 +177,7 @@ def _finetune(  # one argument an option: so click calls it
     checkpoints, step = find_step(_ours(folder))
     about, home = checkpoints.manifest(step).about, checkpoints.path.parent
     identity = about.identity
-    model = {key.removeprefix("model."): value for key, value in identity.items() if key.startswith("model.")}
+    model = nested(identity).get("model", {})
     longest = about.longest or LONGEST
     if model.get("position") == "rope":
         longest = min(longest, LONGEST)
@@ -262,7 +263,7 @@ def _ours(folder: Path) -> Path:
     """``folder`` if it has saved steps, else its model imported into ``runs``, once for the files that it has."""
     from megatron_run_engine.checkpoint.step_folder import LATEST_STEP, find_step
     from megatron_run_engine.formats.convert import import_model
-    from megatron_run_engine.training.environments import find_world
+    from megatron_run_engine.host.environments import find_world
 
     try:
         return find_step(folder)[0].folder(find_step(folder)[1])

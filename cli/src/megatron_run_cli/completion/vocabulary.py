@@ -54,9 +54,9 @@ def learn(catalog: Catalog) -> bool:
     file = _file()
     if file is None:
         return False
+    from megatron_run.files.user_cache import keep
     from megatron_run_cli.reports.keys import Description
     from megatron_run_cli.reports.probe import probe
-    from megatron_run_engine.data.user_cache import keep
 
     plugins = {}
     for each in probe([entry for entry in catalog.entries if entry.kind in RUN_KINDS]):
@@ -71,7 +71,7 @@ def learn(catalog: Catalog) -> bool:
 def _file() -> Path | None:
     """Where the words are kept; None without a cache, or without the engine, which has it."""
     try:
-        from megatron_run_engine.data.user_cache import cached
+        from megatron_run.files.user_cache import cached
     except ModuleNotFoundError:
         return None
     return cached("completion", _NAME)

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any
 from pydantic import BaseModel
 
 from megatron_run.config.origin import DEFAULT, KIND_SECTIONS, Key, Origin, dotted
+from megatron_run.config.values import leaves
 from megatron_run.config.yaml import yaml_lines
 from megatron_run.contracts.plugin import RUN_KINDS, SEPARATORS
 from megatron_run.contracts.schema import SECTIONS, Header
-from megatron_run.planning.run import leaves, sections
+from megatron_run.planning.run import sections
 from megatron_run.registry.loaded_plugin import Plugin
 
 if TYPE_CHECKING:
@@ -36,7 +37,8 @@ def show_json(run: ResolvedRun) -> dict[str, Any]:
 
 def _origin(run: ResolvedRun, key: Key) -> Origin:
     """Where a key came from; an option of one of several plugins may have been written for all of them."""
-    candidates = (key, (key[0], *key[2:])) if len(key) > 2 else (key,)
+    several = len(key) > 2 and KIND_SECTIONS.get(key[0]) in SEPARATORS
+    candidates = (key, (key[0], *key[2:])) if several else (key,)
     known = [key[:end] for key in candidates for end in range(len(key), 1, -1)]
     return next((run.origins[each] for each in known if each in run.origins), DEFAULT)
 
@@ -49,7 +51,7 @@ def json_schema(plugins: Iterable[Plugin]) -> dict[str, Any]:
     definitions: dict[str, Any] = {}
     properties: dict[str, Any] = dict(Header.model_json_schema()["properties"])
     for name, model in SECTIONS.items():
-        properties[name] = _inlined(model, definitions)
+        properties[name] = _inlined(model, definitions, name)
         properties[name].pop("required", None)  # several files make one configuration
     for section, kind in KIND_SECTIONS.items():
         for spelling in dict.fromkeys((kind, section)):
@@ -73,7 +75,7 @@ def _kind_schema(kind: str, plugins: Mapping[str, type[BaseModel]], definitions:
         use = {"anyOf": [use, {"type": "array", "items": use}]}
     properties: dict[str, Any] = {"use": use}
     for name, model in plugins.items():
-        own = _inlined(model, definitions)
+        own = _inlined(model, definitions, f"{kind}={name}")
         for key, schema in own.get("properties", {}).items():
             described = {**schema, "title": f"{kind}={name}: {key}"}
             properties[key] = {"anyOf": [properties[key], described]} if key in properties else described
@@ -82,8 +84,8 @@ def _kind_schema(kind: str, plugins: Mapping[str, type[BaseModel]], definitions:
     return {"anyOf": [use, {"type": "object", "properties": properties, "additionalProperties": not plugins}]}
 
 
-def _inlined(model: type[BaseModel], definitions: dict[str, Any]) -> dict[str, Any]:
-    """The model's schema; models inside it move to the common definitions."""
-    schema = model.model_json_schema()
-    definitions.update(schema.pop("$defs", {}))
+def _inlined(model: type[BaseModel], definitions: dict[str, Any], owner: str) -> dict[str, Any]:
+    """The model's schema; models inside it move to the common definitions, where groups of two owners may be alike."""
+    schema = model.model_json_schema(ref_template=f"#/$defs/{owner}.{{model}}")
+    definitions.update({f"{owner}.{name}": inner for name, inner in schema.pop("$defs", {}).items()})
     return schema

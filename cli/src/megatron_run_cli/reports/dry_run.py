@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from megatron_run.planning import ResolvedRun
     from megatron_run_engine.capture import Pass
     from megatron_run_engine.capture.order import Slots
-    from megatron_run_engine.training.memory_estimate import Mixture, ModelSize, RankSize
+    from megatron_run_engine.estimate.model_size import Mixture, ModelSize, RankSize
     from megatron_run_planner.devices import Device
 
 
@@ -77,9 +77,9 @@ def _needs_engine() -> str:
 
 def open_data(run: ResolvedRun) -> None:
     """Find the initial weights and read a sample of each data split: what is missing or odd is told before a start."""
+    from megatron_run_engine.evaluation.tasks import check_files
     from megatron_run_engine.training.checked_plugins import open_split
     from megatron_run_engine.training.state.init_from import check_source
-    from megatron_run_engine.training.tasks import check_files
 
     check_source(run)
     check_files(run.config.eval.tasks)
@@ -120,8 +120,8 @@ def dry_run_json(run: ResolvedRun, device: Device | None = None, svg: Path | Non
 
 def _checked_size(run: ResolvedRun) -> ModelSize:
     """The sizes of the model, once all is checked that a start would refuse: run folder, data, and initial weights."""
+    from megatron_run_engine.estimate.model_size import model_size
     from megatron_run_engine.run_folder import check_run_folder
-    from megatron_run_engine.training.memory_estimate import model_size
     from megatron_run_engine.training.state.init_from import check_shapes
 
     check_run_folder(run)
@@ -133,7 +133,7 @@ def _checked_size(run: ResolvedRun) -> ModelSize:
 
 def _machine_notices(run: ResolvedRun, size: ModelSize) -> list[str]:
     """Why this machine could not train the run, if it could not."""
-    from megatron_run_engine.training.process import check_local_devices
+    from megatron_run_engine.host.process import check_local_devices
 
     try:
         devices = check_local_devices(run)
@@ -185,7 +185,7 @@ def _captures_text(size: ModelSize, plan: Plan) -> str:
 
 def _step_memory(run: ResolvedRun, device: Device | None = None) -> list[dict[str, int]] | None:
     """As the engine counts it for ``device``, or else for the one that the run is planned for."""
-    from megatron_run_engine.training.step_memory import step_memory
+    from megatron_run_engine.estimate.step_memory import step_memory
 
     return step_memory(run, gpu=device.cores is None if device else None)
 

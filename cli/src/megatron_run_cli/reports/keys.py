@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from megatron_run.config.fields import meanings, walk
 from megatron_run.config.origin import KIND_SECTIONS, Key, dotted, section_of
 from megatron_run.config.sources import DEFAULT_PLUGINS, RULES
-from megatron_run.config.validate import fields_of, submodel
 from megatron_run.config.values import members, plain, typed
 from megatron_run.contracts.plugin import RUN_KINDS, SEPARATORS
 from megatron_run.contracts.quantities import Duration, Span
@@ -57,7 +57,8 @@ class KeyInfo:
     """One key of the kernel or one option of a plugin, named as it is written.
 
     ``default`` is as a file writes it, None where the key must be set. ``owner`` is the plugin whose option it is.
-    ``choices`` are the words that it takes, where its type names some.
+    ``choices`` are the words that it takes, where its type names some; ``changes`` says whether a run that goes on, or
+    starts from weights, may have another value.
     """
 
     name: str
@@ -67,6 +68,7 @@ class KeyInfo:
     description: str
     owner: str = ""
     choices: tuple[str, ...] = ()
+    changes: str = ""
 
     @property
     def kind(self) -> str:
@@ -83,6 +85,7 @@ class KeyInfo:
             "type": self.kind,
             "default": self.default_text,
             "meaning": self.description,
+            "changes": self.changes,
             "option of": self.owner,
         }
         return "\n".join([self.name, *(f"  {name:10} {text}" for name, text in rows.items() if text)])
@@ -179,20 +182,17 @@ def _default_plugins(kind: str) -> str:
 
 
 def model_keys(model: type[BaseModel], prefix: Key, owner: str = "") -> Iterator[KeyInfo]:
-    """Every key of ``model``, and of the models inside it."""
-    for name, field in fields_of(model).items():
-        key = (*prefix, name)
+    """Every key of ``model``, and of the groups inside it."""
+    for key, field in walk(model, prefix):
         bounds = ", ".join(
             text.format(getattr(rule, attribute))
             for rule in field.metadata
             for attribute, text in _BOUNDS.items()
             if getattr(rule, attribute, None) is not None
         )
+        changes = "; ".join(each.text for each in meanings(field))
         described = (_type_text(field.annotation), _default(field), bounds, field.description or "", owner)
-        yield KeyInfo(dotted(key), *described, choices=tuple(_choices(field.annotation)))
-        inner = submodel(field.annotation)
-        if inner is not None:
-            yield from model_keys(inner, key, owner)
+        yield KeyInfo(dotted(key), *described, choices=tuple(_choices(field.annotation)), changes=changes)
 
 
 def _type_text(annotation: object) -> str:

@@ -17,7 +17,7 @@ from megatron_run_cli.reports.schedule_report import BAR, MARGIN, ROW, STAGE, sw
 
 if TYPE_CHECKING:
     from megatron_run.planning import ResolvedRun
-    from megatron_run_engine.training.memory_estimate import ModelSize
+    from megatron_run_engine.estimate.model_size import ModelSize
     from megatron_run_planner.devices import Device
     from megatron_run_planner.memory import RankMemory
     from megatron_run_planner.remedies import Remedies, Remedy
@@ -75,7 +75,7 @@ class StageMemory:
 
     @cached_property
     def remedies(self) -> Remedies | None:
-        """The remedies; None where it fits, or the planner does not know the model."""
+        """The remedies; None where it fits, or without the planner."""
         if self.fits or self.task is None or self.device is None:
             return None
         from megatron_run_planner.remedies import remedies
@@ -95,8 +95,6 @@ def stage_memories(
     With ``device``, what allocator, context and libraries take is part of it (``reserve``).
     """
     task = _task(run)
-    if task and size and not task.known:
-        task = task.with_parameters(size.parameters)
     planned = _planned(task, run) if task else None
     found = []
     for stage in range(run.sizes.pipeline):
@@ -125,7 +123,7 @@ def _planned(task: Task, run: ResolvedRun) -> list[RankMemory]:
 
 
 def _task(run: ResolvedRun) -> Task | None:
-    """The run as the planner sees it; None without the planner, and for a model without the names that it knows."""
+    """The run as the planner sees it; None without the planner, and where it reads none."""
     if find_spec("megatron_run_planner") is None:
         return None
     from megatron_run.config.request import Request

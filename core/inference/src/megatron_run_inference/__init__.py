@@ -13,13 +13,12 @@ from megatron_run.lazy import lazy_names
 
 __version__ = "0.1.0"
 
-#: Public name -> the module that holds it.
-_PUBLIC = {
-    "Completion": "megatron_run_inference.text_stream",
-    "LoadedModel": "megatron_run_inference.loaded_model",
-    "Writing": "megatron_run_inference.writing",
-    "load": "megatron_run_inference.loaded_model",
-}
-
-__all__ = ["__version__", *sorted(_PUBLIC)]  # noqa: PLE0604  # the names are the keys above
-__getattr__, __dir__ = lazy_names(__name__, _PUBLIC)
+__getattr__, __dir__ = lazy_names(
+    __name__,
+    {
+        "megatron_run_inference.loaded_model": ("LoadedModel", "load"),
+        "megatron_run_inference.text_stream": ("Completion",),
+        "megatron_run_inference.writing": ("Writing",),
+    },
+)
+__all__ = ["__version__", *__dir__()]  # noqa: PLE0604  # the names are those above

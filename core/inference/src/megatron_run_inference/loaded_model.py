@@ -17,12 +17,12 @@ from megatron_run.errors import DataError, InputError
 from megatron_run_engine.data.chat_template.of_source import is_silent
 from megatron_run_engine.data.chat_template.prompt import ChatPrompts
 from megatron_run_engine.data.contents import contents_hash
+from megatron_run_engine.evaluation.tasks import Reader, TaskResult, make_work, run_task
+from megatron_run_engine.host.environments import find_world
+from megatron_run_engine.host.process import join_world
 from megatron_run_engine.runtime.generation import Generation, TextTokens
 from megatron_run_engine.runtime.world import World
 from megatron_run_engine.training.checked_plugins import open_split
-from megatron_run_engine.training.environments import find_world
-from megatron_run_engine.training.process import join_world
-from megatron_run_engine.training.tasks import Reader, TaskResult, make_work, run_task
 from megatron_run_inference.network import build_network, plan
 from megatron_run_inference.source import find_source
 from megatron_run_inference.stepping import Stepper
@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 
     from megatron_run.contracts import DataSource
     from megatron_run.planning import ResolvedRun
+    from megatron_run_engine.evaluation.tasks import ReportProgress
     from megatron_run_engine.runtime.generation import Network
-    from megatron_run_engine.training.tasks import ReportProgress
     from megatron_run_inference.source import Source
 
 

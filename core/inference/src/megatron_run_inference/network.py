@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -15,6 +15,7 @@ from megatron_run.contracts.schedule import Action, ScheduleSpec
 from megatron_run.contracts.topology import Topology
 from megatron_run.errors import CheckpointError, DataError, InputError
 from megatron_run.planning import resolve
+from megatron_run_engine.host.process import rounded_products
 from megatron_run_engine.runtime.comm import create_groups, patience
 from megatron_run_engine.runtime.execute import Executor
 from megatron_run_engine.runtime.generation import Network
@@ -28,7 +29,6 @@ from megatron_run_engine.training.build import (
     read_fields,
     with_vocabulary,
 )
-from megatron_run_engine.training.process import rounded_products
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -131,7 +131,7 @@ def build_network(
     activity.enter("start", "the process groups")
     groups = create_groups(topology, timedelta(seconds=patience(run.config.run.timeout)), activity)
     activity.enter("start", "the model")
-    made = cast("DataSource", run.one("data").create())
+    made = run.make_data()
     data = None if isinstance(made, _NoText) else made
     options = run.one("model").options
     assert options is not None  # planning has validated them

@@ -8,6 +8,7 @@ from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING, Any
 
+from megatron_run.config.values import nested
 from megatron_run.config.yaml import bare, parse
 from megatron_run.contracts.optimizer import MASTER
 from megatron_run.errors import CheckpointError, DataError, InputError
@@ -18,7 +19,6 @@ from megatron_run_engine.checkpoint.kept_files import SOURCE, tokenizer_of
 from megatron_run_engine.checkpoint.step_folder import find_step
 from megatron_run_engine.data.tokenizer_folder.record import AUTO, CHAT_TEMPLATE
 from megatron_run_engine.formats.end_tokens import end_tokens, sampling_defaults
-from megatron_run_engine.run_folder.changes import nested
 from megatron_run_engine.run_folder.folder import last_config
 
 if TYPE_CHECKING:

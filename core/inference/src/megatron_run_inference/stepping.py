@@ -11,9 +11,9 @@ from megatron_run.contracts import Microbatch
 from megatron_run.errors import InputError
 from megatron_run_engine.runtime.execute import StepInputs
 from megatron_run_engine.runtime.gradients import main_grad, own_main_grad
+from megatron_run_engine.runtime.losses import LANGUAGE_MODEL
 from megatron_run_engine.runtime.parameter_init import describe_parameters, trained
 from megatron_run_engine.training.build import Programs
-from megatron_run_engine.training.numbers import LANGUAGE_MODEL
 
 if TYPE_CHECKING:
     from torch import Tensor

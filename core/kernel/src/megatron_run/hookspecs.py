@@ -33,7 +33,7 @@ if TYPE_CHECKING:
         Schedule,
     )
 
-    #: `megatron_run_engine.BuildContext`. Its fields need torch, so the kernel cannot import it.
+    #: `megatron_run_engine.runtime.BuildContext`. Its fields need torch, so the kernel cannot import it.
     BuildContext: TypeAlias = Any
     #: `click.Command`. The kernel needs no click.
     Command: TypeAlias = Any

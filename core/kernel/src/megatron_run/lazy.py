@@ -2,29 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from typing import Any
 
 from megatron_run.errors.install_hint import check_installed
 
 
-def lazy_names(package: str, modules: Mapping[str, str]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """The ``__getattr__`` and ``__dir__`` of ``package``; ``modules`` maps each public name to its module.
+def lazy_names(
+    package: str, modules: Mapping[str, Sequence[str]]
+) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """The ``__getattr__`` and ``__dir__`` of ``package``; ``modules`` maps each module to those of its names.
 
-    Python calls a module's ``__getattr__`` only for names that the module lacks (PEP 562).
+    Python calls a module's ``__getattr__`` only for names that the module lacks (PEP 562). Type checkers do not follow
+    it: a package that wants its names typed also imports them for these.
     """
+    holders = {name: module for module, names in modules.items() for name in names}
 
     def load(name: str) -> Any:
-        if name not in modules:
+        if name not in holders:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         try:
-            return getattr(import_module(modules[name]), name)
+            return getattr(import_module(holders[name]), name)
         except ModuleNotFoundError as missing:
             check_installed(missing, f"{package}.{name} cannot be used")
             raise
 
-    def names() -> list[str]:
-        return sorted(("__version__", *modules))
-
-    return load, names
+    return load, lambda: sorted(holders)

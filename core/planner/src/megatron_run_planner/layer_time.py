@@ -17,9 +17,10 @@ from collections.abc import Iterable
 from math import log2
 from typing import NamedTuple
 
+from megatron_run.contracts.costs import AttentionCosts, FeedForwardCosts, LayerCosts, ModelCosts, SegmentCosts
 from megatron_run_planner.devices import Device, LayerShape, Links
 from megatron_run_planner.passes import Pass, layer_passes, loss_pass, norm_pass
-from megatron_run_planner.workload import Model, Split
+from megatron_run_planner.workload import Split, gpt2_heads
 
 #: Bytes of an activation.
 _WIDTH = 2
@@ -51,56 +52,84 @@ class Sweep(NamedTuple):
 class Operators(NamedTuple):
     """One forward: ``attention`` FLOPs of scores and context, and whether the softmax is ``unfused``.
 
-    ``products`` are ``attending`` of the attention and then those of the feed-forward layer; ``sweeps`` the norms, the
-    residual connections, the activation, the heads' layouts, and then those of stored scores.
+    ``feeding`` are the products of feed-forward parts, ``mixing`` those of the others; ``sweeps`` the norms, the
+    residual connections and the heads' layouts, ``activations`` of feed-forward parts, and ``scores`` that are stored.
     """
 
-    products: tuple[Product, ...]
-    attention: float
-    sweeps: tuple[Sweep, ...]
+    mixing: tuple[Product, ...] = ()
+    feeding: tuple[Product, ...] = ()
+    attention: float = 0.0
+    sweeps: tuple[Sweep, ...] = ()
+    activations: tuple[Sweep, ...] = ()
+    scores: tuple[Sweep, ...] = ()
     unfused: bool = False
-    attending: int = 2
+
+    @property
+    def products(self) -> tuple[Product, ...]:
+        """All of them."""
+        return self.mixing + self.feeding
+
+    @property
+    def moved(self) -> tuple[Sweep, ...]:
+        """All sweeps."""
+        return self.sweeps + self.activations + self.scores
 
 
-def layer_operators(model: Model, micro_batch: int, tensor: int, expert: int = 1) -> Operators:
+def layer_operators(layer: LayerCosts, micro_batch: int, tensor: int, expert: int = 1) -> Operators:
     """The forward of one layer for ``micro_batch`` samples on one of ``tensor`` ranks.
 
     With experts, every rank computes as many choices of tokens as it brings (an even load over ``expert`` ranks).
     """
-    n, h, t = micro_batch * model.sequence, model.hidden, tensor
-    wide = model.ffn_width
-    up = wide * (model.matrices - 1)
-    if model.experts:
-        held = max(1.0, model.experts / expert)
-        rows = n * model.top_k / held
-        feed = [Product(rows, up / t, h, held), Product(rows, h, wide / t, held)]
-    else:
-        held, rows = 1.0, n
-        feed = [Product(n, up / t, h), Product(n, h, wide / t)]
-    if model.experts and model.shared_ffn:
-        shared = model.shared_ffn
-        feed += [Product(n, shared * (model.matrices - 1) / t, h), Product(n, h, shared / t)]
-    width = model.context_width / t
-    attending = [Product(n, model.qkv_width / t, h), Product(n, h, width)]
-    if model.across:  # queries and output, then keys and values of the encoder's tokens
-        attending += [Product(n, width, h), Product(n, h, width), Product(micro_batch * model.across, 2 * width, h)]
-    scores = micro_batch * model.heads / t * model.sequence**2
-    parts = 3 if model.across else 2
-    sweeps = [
-        Sweep(2 * _WIDTH * n * h, parts),  # the norms
-        Sweep(3.5 * _WIDTH * n * h, parts),  # bias, dropout and residual, with the dropout's mask
-        Sweep(2 * _WIDTH * rows * held * up / t),  # bias and activation
-        Sweep(2 * _WIDTH * n * width, 3 * (parts - 1)),  # queries, keys and values, each to its own layout
-    ]
-    if not model.flash:
-        sweeps += [Sweep(2 * _WIDTH * scores), Sweep(2.5 * _WIDTH * scores)]  # softmax; dropout with its mask
+    stream = _WIDTH * micro_batch * layer.tokens * layer.hidden
+    # The norms; then bias, dropout and residual, with the dropout's mask.
+    sweeps = Sweep(2 * stream, len(layer.parts)), Sweep(3.5 * stream, len(layer.parts))
+    parts = [Operators(sweeps=sweeps)]
+    for part in layer.parts:
+        match part:
+            case AttentionCosts():
+                parts.append(_attending(part, layer, micro_batch, tensor))
+            case FeedForwardCosts():
+                parts.append(_feeding(part, layer, micro_batch * layer.tokens, tensor, expert))
+            case SegmentCosts():
+                parts.append(_segment(part, micro_batch * layer.tokens, tensor))
+    return Operators(*(sum(each, type(each[0])()) for each in zip(*parts, strict=True)))
+
+
+def _attending(part: AttentionCosts, layer: LayerCosts, micro_batch: int, t: int) -> Operators:
+    n, h, width = micro_batch * layer.tokens, layer.hidden, part.context / t
+    # Queries, keys and values, each to its own layout.
+    sweeps = (Sweep(2 * _WIDTH * n * width, 3),)
+    pairs = micro_batch * part.heads / t * layer.tokens * (part.across or layer.tokens)
+    flops = 4 * pairs * part.head_size
+    if part.across:  # queries and output, then keys and values of the others' tokens
+        products = Product(n, width, h), Product(n, h, width), Product(micro_batch * part.across, 2 * width, h)
+        return Operators(products, attention=flops, sweeps=sweeps)
+    own = Product(n, part.columns / t, h), Product(n, h, width)
+    if part.flash:
+        return Operators(own, attention=flops, sweeps=sweeps)
+    stored = Sweep(2 * _WIDTH * pairs), Sweep(2.5 * _WIDTH * pairs)  # softmax; dropout with its mask
     # The fused softmax serves whole blocks of four heads; other shapes take six kernels of plain operators.
-    unfused = not model.flash and (micro_batch * model.heads / t) % 4 != 0
-    if unfused:
-        sweeps.append(Sweep(2 * _WIDTH * scores, 6))
-    looks = micro_batch * model.heads / t * model.sequence * model.across
-    flops = 4 * (scores + looks) * model.head_size
-    return Operators((*attending, *feed), flops, tuple(sweeps), unfused, len(attending))
+    unfused = (micro_batch * part.heads / t) % 4 != 0
+    more = (Sweep(2 * _WIDTH * pairs, 6),) if unfused else ()
+    return Operators(own, attention=flops, sweeps=sweeps, scores=(*stored, *more), unfused=unfused)
+
+
+def _feeding(part: FeedForwardCosts, layer: LayerCosts, n: int, t: int, expert: int) -> Operators:
+    h, wide = layer.hidden, part.features
+    up = wide * (part.matrices - 1)
+    held = max(1.0, part.experts / expert) if part.experts else 1
+    rows = n * part.routed / held if part.experts else n
+    feed: tuple[Product, ...] = (Product(rows, up / t, h, held), Product(rows, h, wide / t, held))
+    if part.experts and part.shared:
+        feed += (Product(n, part.shared * (part.matrices - 1) / t, h), Product(n, h, part.shared / t))
+    return Operators(feeding=feed, activations=(Sweep(2 * _WIDTH * rows * held * up / t),))  # with the bias
+
+
+def _segment(part: SegmentCosts, n: int, t: int) -> Operators:
+    """Operations beside products count as attention's do, and are no longer than the sweeps are."""
+    products = tuple(Product(n, outputs / t, inputs) for inputs, outputs in part.products)
+    sweep = Sweep(_WIDTH * n * part.moved / t / part.kernels, part.kernels)
+    return Operators(products, attention=n * part.operations / t, sweeps=(sweep,))
 
 
 class Passes(NamedTuple):
@@ -166,49 +195,62 @@ def hop(links: Links, size: float, stride: int, ranks: int = 1) -> float:
     return links.machine_latency + size / links.machine_bandwidth
 
 
-def layer_time(model: Model, split: Split, device: Device) -> Passes:
-    """One layer: forward, and backward with what it recomputes; of several kinds the mean."""
-    if len(model.kinds) > 1:
-        parts = [layer_time(kind, split, device).times(share) for share, kind in model.kinds]
-        return parts[0].then(parts[1])
-    work = layer_operators(model, split.micro_batch, split.tensor, split.expert)
+def mean_layer(model: ModelCosts, split: Split, device: Device) -> Passes:
+    """One layer of ``model``, on average."""
+    times = (layer_time(layer, split, device).times(share) for share, layer in model.kinds)
+    return sum_of(times)
+
+
+def sum_of(passes: Iterable[Passes]) -> Passes:
+    """All ``passes``, one after the other."""
+    found = Passes(0.0, 0.0)
+    for each in passes:
+        found = found.then(each)
+    return found
+
+
+def layer_time(layer: LayerCosts, split: Split, device: Device) -> Passes:
+    """One layer: forward, and backward with what it recomputes."""
+    work = layer_operators(layer, split.micro_batch, split.tensor, split.expert)
     products = sum(product_seconds(each, device) for each in work.products)
     attention = work.attention / (device.peak * device.products.attention)
-    scores = max(attention, 2 * device.host.kernel)
-    swept, swept_back = _swept(work, model, split, device)
-    shared = _shared(model, split, device)
+    scores = max(attention, 2 * device.host.kernel) if work.attention else 0.0
+    swept, swept_back = _swept(work, layer, split, device)
+    shared = _shared(layer, split, device)
     host = device.host.layer + (device.host.softmax if work.unfused else 0)
-    if model.experts:
-        host += device.host.experts + device.host.expert * model.experts / split.expert
+    for part in layer.feeds:
+        if part.experts:
+            host += device.host.experts + device.host.expert * part.experts / split.expert
     share = device.host.forward
     # Attention that keeps no scores computes them again in its backward.
-    again = 2.5 if model.flash else 2
+    again = 2 if work.scores else 2.5
     forward = _joined(products + scores + swept, host * share, device)
     whole = 2 * products + again * scores + swept_back
     backward = _joined(whole, host * (1 - share), device)
-    shape = LayerShape(model.hidden, model.heads, model.sequence, split.tensor, split.micro_batch)
-    ahead, back = device.measured_ratio(shape) if model.plain(fused=device.fused) else (1.0, 1.0)
-    feeding = sum(product_seconds(each, device) for each in work.products[work.attending :])
-    half = _joined(feeding + _sweep(work.sweeps[2], device), 0, device)
+    heads = gpt2_heads(layer, fused=device.fused)
+    shape = LayerShape(layer.hidden, heads, layer.tokens, split.tensor, split.micro_batch)
+    ahead, back = device.measured_ratio(shape) if heads else (1.0, 1.0)
+    feeding = sum(product_seconds(each, device) for each in work.feeding)
+    half = _joined(feeding + sum(_sweep(each, device) for each in work.activations), 0, device)
     if not device.host.overlaps:
         half += host * share / 2
     if device.cores:  # ratios are those of one rank's work: what ranks say to each other was measured by itself
         forward, backward, half, products = forward * ahead, backward * back, half * ahead, products * back
     repeated = {
         "none": 0.0,
-        "core": scores + sum(_sweep(each, device) for each in work.sweeps[4:]),
-        "mlp": half + shared / (3 if model.across else 2),
-        "full": forward + shared + _counted(model, split, device),
+        "core": scores + sum(_sweep(each, device) for each in work.scores),
+        "mlp": half + shared / len(layer.parts),
+        "full": forward + shared + _counted(layer, split, device),
     }[split.recompute]
-    passes = Passes(forward + shared + _counted(model, split, device), backward + shared + repeated, products)
+    passes = Passes(forward + shared + _counted(layer, split, device), backward + shared + repeated, products)
     return passes if device.cores else passes.times(ahead)
 
 
-def _swept(work: Operators, model: Model, split: Split, device: Device) -> tuple[float, float]:
+def _swept(work: Operators, layer: LayerCosts, split: Split, device: Device) -> tuple[float, float]:
     """Seconds of the sweeps of one layer, forward and backward."""
     if device.sweeps.counted:
-        return _passed(layer_passes(model, split, kernels=device.sweeps.kernels), device)
-    swept = sum(_sweep(each, device) for each in work.sweeps)
+        return _passed(layer_passes(layer, split, kernels=device.sweeps.kernels), device)
+    swept = sum(_sweep(each, device) for each in work.moved)
     return swept, device.sweeps.backward * swept
 
 
@@ -221,25 +263,25 @@ def _passed(passes: Iterable[Pass], device: Device) -> tuple[float, float]:
     return ahead, back
 
 
-def _shared(model: Model, split: Split, device: Device) -> float:
+def _shared(layer: LayerCosts, split: Split, device: Device) -> float:
     """Seconds that ranks exchange in a forward of one layer, and as many in its backward.
 
-    A sum after each attention and one after the feed-forward layer; with sequence parallelism, as much in halves.
+    A sum after each part; with sequence parallelism, as much in halves.
     """
-    tokens = split.micro_batch * model.sequence
-    sums = 3 if model.across else 2
-    shared = sums * sum_over(device, split, device.width * tokens * model.hidden, split.tensor)
-    if model.experts and split.expert > 1:
-        routed = device.width * tokens * model.top_k * model.hidden / split.tensor
-        shared += 2 * _exchanged(routed, split, device)
+    tokens = split.micro_batch * layer.tokens
+    shared = len(layer.parts) * sum_over(device, split, device.width * tokens * layer.hidden, split.tensor)
+    for part in layer.feeds:
+        if part.experts and split.expert > 1:
+            routed = device.width * tokens * part.top_k * layer.hidden / split.tensor
+            shared += 2 * _exchanged(routed, split, device)
     return _as_work(shared, split, device)
 
 
-def _counted(model: Model, split: Split, device: Device) -> float:
+def _counted(layer: LayerCosts, split: Split, device: Device) -> float:
     """Seconds in which expert ranks tell each other how many tokens they send, where small sums were measured."""
-    if not (model.experts and split.expert > 1 and device.links.sums):
+    if not (layer.experts and split.expert > 1 and device.links.sums):
         return 0.0
-    return _as_work(_exchanged(8.0 * model.experts, split, device), split, device)
+    return _as_work(_exchanged(8.0 * layer.experts, split, device), split, device)
 
 
 def _exchanged(size: float, split: Split, device: Device) -> float:
@@ -254,7 +296,7 @@ def _as_work(seconds: float, split: Split, device: Device) -> float:
     return seconds / device.cores.slower(split.ranks, split.ranks) if device.cores else seconds
 
 
-def embedding_time(model: Model, split: Split, device: Device) -> Passes:
+def embedding_time(model: ModelCosts, split: Split, device: Device) -> Passes:
     """The embedding: a gather forward, a scatter backward, and the sum over the tensor ranks."""
     size = device.width * split.micro_batch * model.tokens * model.hidden
     moved = 2 * size / (device.bandwidth * device.sweeps.efficiency)
@@ -264,12 +306,12 @@ def embedding_time(model: Model, split: Split, device: Device) -> Passes:
     return Passes(forward, _joined(2 * moved, host.embedding * (1 - host.forward), device))
 
 
-def loading_time(model: Model, split: Split, device: Device) -> Passes:
+def loading_time(model: ModelCosts, split: Split, device: Device) -> Passes:
     """A microbatch: every stage that needs its fields loads it, in its forward."""
     return Passes(device.host.batch + device.host.token * split.micro_batch * model.tokens, 0.0)
 
 
-def head_time(model: Model, split: Split, device: Device) -> Passes:
+def head_time(model: ModelCosts, split: Split, device: Device) -> Passes:
     """Final norm, logits and loss. Over tensor ranks the loss takes a maximum and two sums at once, its input a sum."""
     tokens = split.micro_batch * model.sequence
     columns = model.vocabulary / split.tensor
@@ -283,7 +325,7 @@ def head_time(model: Model, split: Split, device: Device) -> Passes:
     return Passes(forward, backward, product)
 
 
-def _swept_head(model: Model, split: Split, device: Device) -> tuple[float, float]:
+def _swept_head(model: ModelCosts, split: Split, device: Device) -> tuple[float, float]:
     """Seconds of the sweeps of final norm and loss, forward and backward."""
     tokens, columns, sweeps = split.micro_batch * model.sequence, model.vocabulary / split.tensor, device.sweeps
     if sweeps.counted:

@@ -14,8 +14,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass, replace
 
+from megatron_run.contracts.costs import AttentionCosts, FeedForwardCosts, LayerCosts, ModelCosts, Part, SegmentCosts
 from megatron_run.pipeline.plan import Plan, activations
-from megatron_run_planner.workload import Model, Split
+from megatron_run_planner.workload import Split, rows_of_words, tables
 
 #: Bytes of a 16-bit value, and of an fp32 one.
 _HALF, _FULL = 2, 4
@@ -57,65 +58,75 @@ def available(memory: float) -> float:
     return (memory - RESERVED) / (1 + SLACK)
 
 
-def layer_activations(model: Model, split: Split) -> float:
+def layer_activations(layer: LayerCosts, split: Split) -> float:
     """Bytes that one layer keeps of one microbatch until its backward.
 
-    With full recomputation only the layer's input is kept. Of several kinds of layers it is the mean.
+    With full recomputation only the layer's input is kept.
     """
-    if len(model.kinds) > 1:
-        return sum(share * layer_activations(kind, split) for share, kind in model.kinds)
-    t, tokens = split.tensor, split.micro_batch * model.sequence
-    whole = tokens * model.hidden / (t if split.sequence_parallel else 1)
+    t, tokens = split.tensor, split.micro_batch * layer.tokens
+    whole = tokens * layer.hidden / (t if split.sequence_parallel else 1)
     if split.recompute == "full":
         return _HALF * whole
-    # Inputs of two norms, of attention and feed-forward layer; masks of two dropouts, a byte each.
-    mask = 1 if model.dropout else 0
-    kept = (4 * _HALF + 2 * mask) * whole
-    kept += _HALF * tokens * (model.qkv_width + model.context_width) / t  # queries, keys, values; the context
-    if model.across:  # its norm's input and output and its mask; queries and context; the encoder's keys and values
-        kept += (2 * _HALF + mask) * whole
-        kept += 2 * _HALF * (tokens + split.micro_batch * model.across) * model.context_width / t
-    if model.rotary:
-        kept += _HALF * tokens * (model.qkv_width - (model.kv_heads or model.heads) * model.head_size) / t
-    if split.recompute == "mlp":
-        kept -= (_HALF + mask) * whole  # of that half its input alone
-    else:
-        routed = tokens * max(1, model.top_k) if model.experts else tokens
-        kept += (
-            _HALF * routed * model.ffn_width * (model.matrices + model.keeps_gate) / t
-        )  # what the activation reads and writes
-        kept += 2 * _HALF * routed * model.hidden if model.experts else 0  # copies for experts, and what comes back
-        kept += _HALF * tokens * model.shared_ffn * model.matrices / t if model.experts else 0
-    if not model.flash and split.recompute != "core":
-        kept += 5 * split.micro_batch * model.heads * model.sequence**2 / t  # scores, their dropout and its mask
+    # Of each part, the inputs of its norm and of its products, and the mask of a dropout, a byte each.
+    mask = 1 if layer.dropout else 0
+    kept = len(layer.parts) * (2 * _HALF + mask) * whole
+    for part in layer.parts:
+        match part:
+            case AttentionCosts():
+                kept += _attention_activations(part, layer, split)
+            case FeedForwardCosts() if split.recompute == "mlp":
+                kept -= (_HALF + mask) * whole  # of that part its input alone
+            case FeedForwardCosts():
+                inside = part.routed * part.features * (part.matrices + part.keeps_gate)
+                kept += _HALF * tokens * inside / t  # what the activation reads and writes
+                if part.experts:  # copies for experts, and what comes back
+                    kept += 2 * _HALF * tokens * part.routed * layer.hidden
+                    kept += _HALF * tokens * part.shared * part.matrices / t
+            case SegmentCosts():
+                kept += _HALF * tokens * part.kept / t
     return kept
 
 
-def head_activations(model: Model, split: Split) -> float:
+def _attention_activations(part: AttentionCosts, layer: LayerCosts, split: Split) -> float:
+    """Bytes that attention keeps: queries, keys, values and context, and what rotated or was stored beside them."""
+    t, tokens = split.tensor, split.micro_batch * layer.tokens
+    if part.across:
+        return 2 * _HALF * (tokens + split.micro_batch * part.across) * part.context / t
+    kept = _HALF * tokens * (part.columns + part.context) / t
+    if part.rotary:
+        kept += _HALF * tokens * (part.columns - part.kv_heads * part.head_size) / t
+    if not part.flash and split.recompute != "core":  # scores, their dropout and its mask
+        kept += 5 * split.micro_batch * part.heads * layer.tokens**2 / t
+    return kept
+
+
+def _mean_activations(model: ModelCosts, split: Split) -> float:
+    """Bytes that one layer of ``model`` keeps, on average."""
+    return sum(share * layer_activations(layer, split) for share, layer in model.kinds)
+
+
+def head_activations(model: ModelCosts, split: Split) -> float:
     """Bytes that the last stage keeps of one microbatch behind its layers: the final norm's input and output, logits.
 
     Further predicted tokens have a layer and logits each. A loss in chunks keeps no logits.
     """
-    found = 2 * _HALF * _stream(model, split)
+    head = 2 * _HALF * _stream(model, split)
     if model.logits and model.loss_chunks == 1:
-        found += _logits(model, split)
-    if model.predictors:
-        block = replace(model.predictor, predictors=0)
-        found += model.predictors * (layer_activations(block, split) + head_activations(block, split))
-    return found
+        head += _logits(model, split)
+    return head + model.predictors * (layer_activations(model.layers[-1], split) + head)
 
 
-def _stream(model: Model, split: Split) -> float:
+def _stream(model: ModelCosts, split: Split) -> float:
     """Values of the residual stream on a rank."""
     return split.micro_batch * model.sequence * model.hidden / (split.tensor if split.sequence_parallel else 1)
 
 
-def _logits(model: Model, split: Split) -> float:
+def _logits(model: ModelCosts, split: Split) -> float:
     """Bytes of a microbatch's logits, over which the fused loss writes their gradient."""
-    return _HALF * split.micro_batch * model.sequence * model.rows_of_words(split.tensor) / split.tensor
+    return _HALF * split.micro_batch * model.sequence * rows_of_words(model.vocabulary, split.tensor) / split.tensor
 
 
-def stage_memory(model: Model, split: Split, plan: Plan) -> list[RankMemory]:
+def stage_memory(model: ModelCosts, split: Split, plan: Plan) -> list[RankMemory]:
     """The memory of a rank of each stage while ``plan`` runs.
 
     Each stage holds the layers of all (microbatch, chunk) pairs that the plan has in flight there, and what the
@@ -147,9 +158,9 @@ class _Work:
     taken: float
 
 
-def _work(model: Model, split: Split, layers: float, *, last: bool, halves: bool = False) -> _Work:
+def _work(model: ModelCosts, split: Split, layers: float, *, last: bool, halves: bool = False) -> _Work:
     """That of a place with so many ``layers`` like those of ``model``, the ``last`` one or not."""
-    kept = layers * layer_activations(model, split)
+    kept = layers * _mean_activations(model, split)
     kept += head_activations(model, split) if last else 0.0
     return _Work(kept, temporaries(model, split, last=last, halves=halves))
 
@@ -168,24 +179,23 @@ def _peak(plan: Plan, stage: int, works: Sequence[_Work]) -> tuple[float, float]
     return best
 
 
-def least_memory(model: Model, split: Split) -> RankMemory:
+def least_memory(model: ModelCosts, split: Split) -> RankMemory:
     """No schedule that runs ``split`` needs less on its first stage than this: 1F1B's, one chunk a stage."""
     in_flight = min(split.pipeline, split.microbatches)
-    return rank_memory(model, split, model.layers / split.pipeline, [True, split.pipeline == 1], in_flight)
+    return rank_memory(model, split, len(model.layers) / split.pipeline, [True, split.pipeline == 1], in_flight)
 
 
-def rank_memory(model: Model, split: Split, layers: float, ends: Sequence[bool], in_flight: float) -> RankMemory:
+def rank_memory(model: ModelCosts, split: Split, layers: float, ends: Sequence[bool], in_flight: float) -> RankMemory:
     """The memory of a rank with ``layers``; ``ends`` say whether it has the embedding, and the head.
 
     ``in_flight`` counts the microbatches between forward and backward; with none the rank still holds the fields of
     those that it loads.
     """
-    dense = layers * model.dense_parameters / split.tensor + model.tables(split.tensor, first=ends[0], last=ends[1])
-    experts = layers * model.expert_parameters / split.tensor / split.expert
+    dense = layers * model.layer_weights / split.tensor + tables(model, split.tensor, first=ends[0], last=ends[1])
+    experts = layers * model.expert_weights / split.tensor / split.expert
     if ends[1] and model.predictors:
-        block = model.predictor
-        dense += model.predictors * (block.dense_parameters + model.predictor_join) / split.tensor
-        experts += model.predictors * block.expert_parameters / split.tensor / split.expert
+        dense += model.predictors * model.predictor_weights / split.tensor
+        experts += model.predictors * model.layers[-1].expert_weights / split.tensor / split.expert
     own = dense / split.data + experts * split.expert / split.data if split.zero1 else dense + experts
     work = _work(model, split, layers, last=ends[1])
     fields = _FIELDS * split.micro_batch * model.tokens * split.microbatches if any(ends) else 0.0
@@ -199,7 +209,7 @@ def rank_memory(model: Model, split: Split, layers: float, ends: Sequence[bool],
     )
 
 
-def temporaries(model: Model, split: Split, *, last: bool, halves: bool = False) -> float:
+def temporaries(model: ModelCosts, split: Split, *, last: bool, halves: bool = False) -> float:
     """Bytes that the backward of a microbatch holds beyond what was kept, when that is most.
 
     In a layer it is the gradient between two products of one half, beside what is recomputed and, under sequence
@@ -220,28 +230,33 @@ def temporaries(model: Model, split: Split, *, last: bool, halves: bool = False)
     return max(head, held + stream - freed)
 
 
-def _widest(model: Model, split: Split, *, halves: bool) -> float:
+def _widest(model: ModelCosts, split: Split, *, halves: bool) -> float:
     """Bytes of the widest gradient inside a layer; of several kinds of layers it is the largest.
 
     In ``halves`` what the activation made stays until the second one, beside its gradient.
     """
-    if len(model.kinds) > 1:
-        return max(_widest(kind, split, halves=halves) for _, kind in model.kinds)
-    tokens = split.micro_batch * model.sequence
-    routed = tokens * max(1, model.top_k) if model.experts else tokens
-    feed = routed * model.ffn_width * (model.matrices if halves else model.matrices - 1)
-    attention = tokens * (model.qkv_width + model.context_width)
-    return _HALF * max(feed, attention) / split.tensor
+
+    def width(part: Part) -> float:
+        match part:
+            case AttentionCosts():
+                return 0.0 if part.across else part.columns + part.context
+            case FeedForwardCosts():
+                return part.routed * part.features * (part.matrices if halves else part.matrices - 1)
+            case SegmentCosts():
+                return float(max((outputs for _, outputs in part.products), default=0))
+
+    widest = max(layer.tokens * width(part) for _, layer in model.kinds for part in layer.parts)
+    return _HALF * split.micro_batch * widest / split.tensor
 
 
-def recomputed(model: Model, split: Split) -> float:
+def recomputed(model: ModelCosts, split: Split) -> float:
     """Bytes that a backward holds of the one layer that it recomputes."""
     if split.recompute not in ("mlp", "full"):
         return 0.0
-    return layer_activations(model, replace(split, recompute="none")) - layer_activations(model, split)
+    return _mean_activations(model, replace(split, recompute="none")) - _mean_activations(model, split)
 
 
-def communication(model: Model, split: Split, ends: Sequence[bool] = (False, False)) -> float:
+def communication(model: ModelCosts, split: Split, ends: Sequence[bool] = (False, False)) -> float:
     """Bytes of the buffers in which ranks send and receive.
 
     Stages: a message received and one being sent, forward and backward; the first stage (``ends``) receives nothing
@@ -254,4 +269,9 @@ def communication(model: Model, split: Split, ends: Sequence[bool] = (False, Fal
     held = 0.0
     if split.pipeline > 1:
         held = message * (5 if split.chunks > 1 else 4 - ends[0] - 2 * ends[1])
-    return held + (2 * whole * model.top_k if split.expert > 1 else 0.0)
+    return held + (2 * whole * _chosen(model) if split.expert > 1 else 0.0)
+
+
+def _chosen(model: ModelCosts) -> int:
+    """Experts that a token chooses."""
+    return max(part.top_k for _, layer in model.kinds for part in layer.feeds)

@@ -12,7 +12,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from megatron_run_planner.workload import Model, Split
+from megatron_run.contracts.costs import AttentionCosts, FeedForwardCosts, LayerCosts, SegmentCosts
+from megatron_run_planner.workload import Split
 
 _WIDTH = 2
 #: Bytes of a logit in the loss. By kernels: read forward; read and overwritten by its gradient backward. Without,
@@ -39,43 +40,59 @@ class Pass(NamedTuple):
     back: int = 1
 
 
-def layer_passes(model: Model, split: Split, *, kernels: bool) -> Iterator[Pass]:
-    """Those of one layer of one kind on one rank."""
-    t, tokens = split.tensor, split.micro_batch * model.sequence
-    whole = _WIDTH * tokens * model.hidden
+def layer_passes(layer: LayerCosts, split: Split, *, kernels: bool) -> Iterator[Pass]:
+    """Those of one layer on one rank."""
+    t, tokens = split.tensor, split.micro_batch * layer.tokens
+    whole = _WIDTH * tokens * layer.hidden
     stream = whole / (t if split.sequence_parallel else 1)
-    halves = 3 if model.across else 2
-    yield from (norm_pass(stream, kernels=kernels) for _ in range(halves))
-    for _ in range(halves):  # the sum, and in the backward that of its two gradients
-        yield Pass(3 * stream, 3 * stream)
-        if model.dropout:  # with a mask of a byte a value
+    for part in layer.parts:
+        yield norm_pass(stream, kernels=kernels)
+        yield Pass(3 * stream, 3 * stream)  # the sum, and in the backward that of its two gradients
+        if layer.dropout:  # with a mask of a byte a value
             yield Pass(2.5 * stream, 2.5 * stream)
-    routed = tokens * max(1, model.top_k) if model.experts else tokens
-    yield from _feed_passes(_WIDTH * routed * model.ffn_width / t, model, kernels=kernels)
-    if model.experts:
-        moved = 2 * _WIDTH * routed * model.hidden
-        yield Pass(2 * moved, 2 * moved, 2, 2)  # rows for experts, and their weighted sums
-        yield from _feed_passes(_WIDTH * tokens * model.shared_ffn / t, model, kernels=kernels)
-    joined = _WIDTH * tokens * model.qkv_width / t
-    yield Pass(0.0, 2 * joined, 0, 1)  # the gradients of queries, keys and values become one
-    if model.rotary:
-        turned = _WIDTH * tokens * (model.qkv_width - (model.kv_heads or model.heads) * model.head_size) / t
-        ways = 1 if kernels else 3  # both halves times cosine and sine, and their sums
-        yield Pass(2 * turned * ways, 2 * turned * (ways + 1), ways, ways + 1)  # those of queries and keys before
-    if model.biased:  # their gradients are sums over tokens; the kernel of GeLU's backward sums what it writes
-        summed = kernels and not model.gated and not model.experts
-        features = model.qkv_width + (0 if summed else model.ffn_width * (model.matrices - 1))
-        yield Pass(0.0, features / t * _WIDTH * tokens + 2 * stream, 0, 3 if summed else 4)
+        match part:
+            case AttentionCosts():
+                yield from _attention_passes(part, _WIDTH * tokens / t, kernels=kernels)
+            case FeedForwardCosts():
+                yield from _feed_passes(_WIDTH * tokens * part.routed * part.features / t, part, kernels=kernels)
+                if part.experts:
+                    moved = 2 * _WIDTH * tokens * part.routed * layer.hidden
+                    yield Pass(2 * moved, 2 * moved, 2, 2)  # rows for experts, and their weighted sums
+                    yield from _feed_passes(_WIDTH * tokens * part.shared / t, part, kernels=kernels)
+            case SegmentCosts():
+                swept = _WIDTH * tokens * part.moved / t
+                yield Pass(swept, 2 * swept, part.kernels, 2 * part.kernels)
+    if layer.biased:
+        yield _bias_pass(layer, _WIDTH * tokens / t, stream, kernels=kernels)
     yield Pass(0.0, 0.0, *_SMALL)
 
 
-def _feed_passes(features: float, model: Model, *, kernels: bool) -> Iterator[Pass]:
+def _attention_passes(part: AttentionCosts, value: float, *, kernels: bool) -> Iterator[Pass]:
+    """Those of attention to a layer's own tokens, whose features take ``value`` bytes each; others are not counted."""
+    if part.across:
+        return
+    yield Pass(0.0, 2 * value * part.columns, 0, 1)  # the gradients of queries, keys and values become one
+    if part.rotary:
+        turned = value * (part.columns - part.kv_heads * part.head_size)
+        ways = 1 if kernels else 3  # both halves times cosine and sine, and their sums
+        yield Pass(2 * turned * ways, 2 * turned * (ways + 1), ways, ways + 1)  # those of queries and keys before
+
+
+def _bias_pass(layer: LayerCosts, value: float, stream: float, *, kernels: bool) -> Pass:
+    """The gradients of biases: sums over tokens, of which the kernel of GeLU's backward makes one as it writes."""
+    summed = kernels and all(part.matrices == 2 and not part.experts for part in layer.feeds)
+    features: float = sum(part.columns for part in layer.attentions if not part.across)
+    features += 0.0 if summed else sum(part.features * (part.matrices - 1) for part in layer.feeds)
+    return Pass(0.0, features * value + 2 * stream, 0, 3 if summed else 4)
+
+
+def _feed_passes(features: float, part: FeedForwardCosts, *, kernels: bool) -> Iterator[Pass]:
     """The activation of a feed-forward layer whose inner values have ``features`` bytes."""
     if not features:
         return
-    if not model.gated:
+    if part.matrices == 2:
         yield Pass(2 * features, 3 * features)
-    elif kernels and not model.keeps_gate:
+    elif kernels and not part.keeps_gate:
         yield Pass(3 * features, 5 * features)
     else:  # the gate's activation and a product; backward that again, two products and the activation's gradient
         yield Pass(5 * features, 11 * features, 2, 4)

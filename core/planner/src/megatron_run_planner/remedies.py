@@ -10,12 +10,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+from megatron_run.contracts.costs import ModelCosts
 from megatron_run.errors import InputError, RunError
 from megatron_run_planner.devices import Device
 from megatron_run_planner.schedules import Schedules
 from megatron_run_planner.search import Candidate, Search
 from megatron_run_planner.task import Task
-from megatron_run_planner.workload import Model, Split
+from megatron_run_planner.workload import Split, split_over
 
 
 @dataclass(frozen=True)
@@ -124,14 +125,14 @@ def changes(split: Split, task: Task, device: Device) -> Iterator[tuple[tuple[st
         plugin = ("parallel-layer=tensor",) if split.tensor == 1 else ()
         yield (*plugin, f"parallel.tensor={wider.tensor}", f"parallel.data={wider.data}"), wider
     deeper = replace(split, pipeline=2 * split.pipeline, **_copies(split))
-    if deeper.pipeline * deeper.chunks <= model.layers:
+    if deeper.pipeline * deeper.chunks <= len(model.layers):
         plugin = ("schedule=1f1b",) if split.pipeline == 1 else ()
         yield (*plugin, f"parallel.pipeline={deeper.pipeline}", f"parallel.data={deeper.data}"), deeper
 
 
-def _splits(model: Model, tensor: int) -> bool:
+def _splits(model: ModelCosts, tensor: int) -> bool:
     try:
-        model.split_over(tensor)
+        split_over(model, tensor)
     except InputError:
         return False
     return True

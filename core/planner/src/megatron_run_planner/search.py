@@ -8,15 +8,16 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from math import isqrt
 
+from megatron_run.contracts.costs import ModelCosts
 from megatron_run.contracts.schedule import LayoutSpec, looped_layout
 from megatron_run.errors import InputError, RunError
 from megatron_run.pipeline.plan import Plan
 from megatron_run_planner.devices import Device
-from megatron_run_planner.layer_time import Passes, layer_time
+from megatron_run_planner.layer_time import layer_time, mean_layer
 from megatron_run_planner.memory import RankMemory, least_memory, stage_memory
 from megatron_run_planner.schedules import LARGEST, Schedules, spread
-from megatron_run_planner.step_time import StepTime, estimate, step_time
-from megatron_run_planner.workload import Model, Recompute, Split
+from megatron_run_planner.step_time import LayerTimes, StepTime, estimate, step_time
+from megatron_run_planner.workload import Recompute, Split, split_over
 
 #: Chunks a stage that are tried, microbatch sizes, and how much is simulated: splits, and actions of all their lists.
 CHUNKS = (1, 2, 3, 4, 5, 6, 7, 8)
@@ -96,7 +97,7 @@ class Search:
 
     def __init__(
         self,
-        model: Model,
+        model: ModelCosts,
         ranks: int,
         global_batch: int,
         device: Device,
@@ -107,7 +108,7 @@ class Search:
         self._model, self._ranks, self._batch = model, ranks, global_batch
         self._device, self._schedules = device, schedules
         self._pruned: Counter[str] = Counter()
-        self._layers: dict[tuple[object, ...], Passes] = {}
+        self._layers: dict[tuple[object, ...], LayerTimes] = {}
 
     def run(self, keep: int = 10) -> Choice:
         """The best ``keep`` candidates. Raises :class:`InputError`, with what is nearest, when nothing fits."""
@@ -175,7 +176,7 @@ class Search:
 
     def _plan(self, split: Split, schedule: str, counts: Sequence[int] = ()) -> Plan:
         shape = split.pipeline, split.chunks, split.microbatches
-        return self._schedules.plan(schedule, self._model.layers, *shape, counts)
+        return self._schedules.plan(schedule, len(self._model.layers), *shape, counts)
 
     def candidate(self, split: Split, schedule: str, plan: Plan) -> Candidate:
         """``split`` as ``plan`` runs it, which ``schedule`` made."""
@@ -197,12 +198,12 @@ class Search:
                 self._pruned["tensor ranks beyond one machine"] += 1
                 continue
             try:
-                model.split_over(tensor)
+                split_over(model, tensor)
             except InputError:
                 self._pruned["heads or features do not divide over tensor ranks"] += 1
                 continue
             for pipeline in _divisors(self._ranks // tensor):
-                if pipeline > model.layers:
+                if pipeline > len(model.layers):
                     self._pruned["more stages than layers"] += 1
                     continue
                 yield from self._batched(tensor, pipeline, self._ranks // tensor // pipeline)
@@ -239,8 +240,8 @@ class Search:
 
     def _even(self, places: int) -> bool:
         """Whether layers over ``places`` differ so little that no stage has a tenth more than its share."""
-        most = -(-self._model.layers // places)
-        return self._model.layers >= places and most * places <= 1.1 * self._model.layers
+        most = -(-len(self._model.layers) // places)
+        return len(self._model.layers) >= places and most * places <= 1.1 * len(self._model.layers)
 
     def _fits(self, split: Split) -> bool:
         fits = least_memory(self._model, split).needed() <= self._device.memory
@@ -250,13 +251,13 @@ class Search:
     def _estimate(self, split: Split) -> float:
         counts = (
             ()
-            if not self._model.layers % (split.pipeline * split.chunks)
-            else spread(self._model.layers, split.pipeline * split.chunks)
+            if not len(self._model.layers) % (split.pipeline * split.chunks)
+            else spread(len(self._model.layers), split.pipeline * split.chunks)
         )
-        spec = LayoutSpec(split.pipeline, split.chunks, self._model.layers, tuple(counts))
+        spec = LayoutSpec(split.pipeline, split.chunks, len(self._model.layers), tuple(counts))
         key = (split.tensor, split.micro_batch, split.expert, split.recompute)
         if key not in self._layers:
-            self._layers[key] = layer_time(self._model, split, self._device)
+            self._layers[key] = {kind: layer_time(kind, split, self._device) for _, kind in self._model.kinds}
         return estimate(self._model, split, self._device, looped_layout(spec), self._layers[key])
 
     def _nothing_fits(self, splits: Sequence[Split]) -> InputError:
@@ -278,13 +279,13 @@ class Search:
         )
 
 
-def shares(model: Model, split: Split, device: Device, step: StepTime) -> dict[str, float]:
+def shares(model: ModelCosts, split: Split, device: Device, step: StepTime) -> dict[str, float]:
     """Parts of ``step`` that are no computation, each as a fraction of it."""
-    layer = layer_time(model, split, device)
+    layer = mean_layer(model, split, device)
     free = device.links.model_copy(update={"bandwidth": 1e30, "latency": 0.0})
     free = free.model_copy(update={"machine_bandwidth": 1e30, "machine_latency": 0.0, "sums": (), "messages": ()})
-    silent = layer_time(model, split, device.model_copy(update={"links": free}))
-    kept = layer_time(model, replace(split, recompute="none"), device)
+    silent = mean_layer(model, split, device.model_copy(update={"links": free}))
+    kept = mean_layer(model, replace(split, recompute="none"), device)
     whole = layer.forward + layer.backward
     busy = step.pipeline * (1 - step.waiting) / step.seconds
     return {

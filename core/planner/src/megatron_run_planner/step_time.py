@@ -15,15 +15,27 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 
+from megatron_run.contracts.costs import LayerCosts, ModelCosts
 from megatron_run.contracts.observer import Bar, Timeline
 from megatron_run.contracts.schedule import Action, Place
 from megatron_run.pipeline.plan import Plan, positions
 from megatron_run.pipeline.simulate import simulate
 from megatron_run_planner.devices import Cores, Device
-from megatron_run_planner.layer_time import Passes, embedding_time, head_time, hop, layer_time, loading_time, sum_over
+from megatron_run_planner.layer_time import (
+    Passes,
+    embedding_time,
+    head_time,
+    hop,
+    layer_time,
+    loading_time,
+    sum_of,
+    sum_over,
+)
 from megatron_run_planner.passes import CLEARED, UPDATED
-from megatron_run_planner.workload import Model, Split
+from megatron_run_planner.workload import Split, rows_of_words, tables
 
+#: Times of a model's kinds of layers.
+LayerTimes = Mapping[LayerCosts, Passes]
 #: What an action waits for or makes known: (is it a gradient, position of the layout that made it, microbatch).
 Result = tuple[bool, int, int]
 #: Parts in which a stage's gradients are reduced, at most: a bucket each.
@@ -102,21 +114,21 @@ class StepTime:
         """The whole step."""
         return self.pipeline + self.reduction + self.update
 
-    def mfu(self, model: Model, split: Split, device: Device) -> float:
+    def mfu(self, model: ModelCosts, split: Split, device: Device) -> float:
         """Share of the devices' peak that the model's own FLOPs reach (Chowdhery et al. 2022, appendix B)."""
         done = model.flops_per_token * model.sequence * split.global_batch
         return done / (self.seconds * device.peak * split.ranks)
 
 
 def place_times(
-    model: Model, split: Split, device: Device, layout: Sequence[Place], layer: Passes | None = None
+    model: ModelCosts, split: Split, device: Device, layout: Sequence[Place], known: LayerTimes | None = None
 ) -> list[Passes]:
-    """Forward and backward of a microbatch at each position of ``layout``, of whose layers each takes ``layer``."""
-    if model.several_kinds:
-        times = [layer_time(model.part(each.layers), split, device).times(len(each.layers)) for each in layout]
+    """Forward and backward of a microbatch at each position of ``layout``; times of layers may be ``known``."""
+    known = known or {kind: layer_time(kind, split, device) for _, kind in model.kinds}
+    if len(known) == 1:
+        times = [next(iter(known.values())).times(len(place.layers)) for place in layout]
     else:
-        layer = layer or layer_time(model, split, device)
-        times = [layer.times(len(place.layers)) for place in layout]
+        times = [sum_of(known[model.layers[layer]] for layer in place.layers) for place in layout]
     times[0] = times[0].then(embedding_time(model, split, device))
     times[-1] = times[-1].then(last_time(model, split, device))
     loading = loading_time(model, split, device)
@@ -126,16 +138,16 @@ def place_times(
     return times
 
 
-def last_time(model: Model, split: Split, device: Device) -> Passes:
+def last_time(model: ModelCosts, split: Split, device: Device) -> Passes:
     """The work after the last layer: the head, and for each predictor a layer like the last one and a head."""
     head = head_time(model, split, device)
     if not model.predictors:
         return head
-    block = layer_time(model.predictor, split, device)
+    block = layer_time(model.layers[-1], split, device)
     return head.then(block.then(head).times(model.predictors))
 
 
-def step_time(model: Model, split: Split, device: Device, plan: Plan) -> StepTime:
+def step_time(model: ModelCosts, split: Split, device: Device, plan: Plan) -> StepTime:
     """One step of ``plan``, whose stages, chunks and microbatches are those of ``split``."""
     times = place_times(model, split, device, plan.layout)
     ends = simulated(times, model, split, device, plan)
@@ -147,13 +159,13 @@ def step_time(model: Model, split: Split, device: Device, plan: Plan) -> StepTim
         busy *= device.cores.slower(split.ranks, split.ranks)
     elif split.overlap:
         # The last microbatch's backward hides what the layers behind it send; the last bucket's comes after it.
-        buckets = min(_BUCKETS, max(1, model.layers // split.pipeline))
+        buckets = min(_BUCKETS, max(1, len(model.layers) // split.pipeline))
         reduction = max(reduction / buckets, reduction - times[0].backward * split.chunks)
     return StepTime(pipeline, reduction, update, max(0.0, 1 - busy / (pipeline * split.pipeline)))
 
 
 def simulated(
-    times: Sequence[Passes], model: Model, split: Split, device: Device, plan: Plan
+    times: Sequence[Passes], model: ModelCosts, split: Split, device: Device, plan: Plan
 ) -> Sequence[Sequence[float]]:
     """When each action of each stage ends. ``times`` are those of the positions of the plan's layout."""
     costs = [
@@ -166,7 +178,7 @@ def simulated(
     return simulate(plan.layout, plan.microbatches, plan.lists, costs, message).ends
 
 
-def step_timeline(model: Model, split: Split, device: Device, plan: Plan) -> Timeline:
+def step_timeline(model: ModelCosts, split: Split, device: Device, plan: Plan) -> Timeline:
     """The pipeline of one step in seconds: an action starts when its stage and its input are there."""
     ends = simulated(place_times(model, split, device, plan.layout), model, split, device, plan)
     travel, position_of, last = message_time(model, split, device), positions(plan.layout), len(plan.layout) - 1
@@ -193,14 +205,16 @@ def step_timeline(model: Model, split: Split, device: Device, plan: Plan) -> Tim
     return Timeline(tuple(bars), makespan, 1 - busy / (makespan * plan.stages))
 
 
-def estimate(model: Model, split: Split, device: Device, layout: Sequence[Place], layer: Passes | None = None) -> float:
+def estimate(
+    model: ModelCosts, split: Split, device: Device, layout: Sequence[Place], known: LayerTimes | None = None
+) -> float:
     """Seconds of a step with 1F1B or its interleaved form, without a simulation.
 
     The busiest stage runs all microbatches; the others fill and drain the pipeline once, by chunks. It is exact for
     1F1B when messages take no time, and a lower bound else; ranks that share cores are taken to be busy all the time.
-    ``layer`` is :func:`layer_time`'s, if it is known already.
+    Times of layers may be ``known`` already.
     """
-    times = place_times(model, split, device, layout, layer)
+    times = place_times(model, split, device, layout, known)
     stages = [0.0] * split.pipeline
     for place, each in zip(layout, times, strict=True):
         stages[place.stage] += each.forward + each.backward
@@ -211,7 +225,7 @@ def estimate(model: Model, split: Split, device: Device, layout: Sequence[Place]
     return slower * pipeline + hops + sum(after_backward(model, split, device, layout))
 
 
-def message_time(model: Model, split: Split, device: Device) -> float:
+def message_time(model: ModelCosts, split: Split, device: Device) -> float:
     """Seconds until the activations of a microbatch have reached the next stage."""
     if split.pipeline == 1:
         return 0.0
@@ -221,7 +235,7 @@ def message_time(model: Model, split: Split, device: Device) -> float:
     return hop(device.links, size, split.tensor * split.data, split.ranks)
 
 
-def after_backward(model: Model, split: Split, device: Device, layout: Sequence[Place]) -> tuple[float, float]:
+def after_backward(model: ModelCosts, split: Split, device: Device, layout: Sequence[Place]) -> tuple[float, float]:
     """Seconds of the update and of the reduction of gradients, on the stage that takes longest for both.
 
     The first and the last stage sum a tied embedding. With ``zero1`` each rank updates its share.
@@ -233,21 +247,23 @@ def after_backward(model: Model, split: Split, device: Device, layout: Sequence[
     kinds = {}  # stages that hold the same take the same time
     for stage, mine in held.items():
         first, last = (stage == end for end in ends)
-        count, tables = sum(map(len, mine)), model.tables(split.tensor, first=first, last=last)
+        count, words = sum(map(len, mine)), tables(model, split.tensor, first=first, last=last)
         copied = model.tied and first != last
         part = model.part(layer for layers in mine for layer in layers)
-        kinds[count, tables, copied, part.dense_layers, part.encoder_layers, part.across] = part
+        kinds[count, words, copied, part.kinds] = part
     return max((_finish(part, *key[:3], split, device) for key, part in kinds.items()), key=sum)
 
 
-def _finish(part: Model, layers: int, tables: float, copied: bool, split: Split, device: Device) -> tuple[float, float]:
-    """Seconds of update and reduction on a stage that holds ``layers`` like those of ``part``; ``tables`` are a rank's.
+def _finish(
+    part: ModelCosts, layers: int, words: float, copied: bool, split: Split, device: Device
+) -> tuple[float, float]:
+    """Seconds of update and reduction on a stage that holds ``layers`` like those of ``part``, and ``words``.
 
     With ``copied`` another stage has its embedding too, which then is reduced by itself and summed with that one.
     """
-    dense: float = layers * part.dense_parameters / split.tensor + tables
-    experts = layers * part.expert_parameters / split.tensor / split.expert
-    table = part.rows_of_words(split.tensor) * part.hidden / split.tensor if copied else 0.0
+    dense: float = layers * part.layer_weights / split.tensor + words
+    experts = layers * part.expert_weights / split.tensor / split.expert
+    table = rows_of_words(part.vocabulary, split.tensor) * part.hidden / split.tensor if copied else 0.0
     reduction = sum(
         sum_over(device, split, split.gradient_bytes * size, split.data, split.tensor)
         for size in (dense - table, table)

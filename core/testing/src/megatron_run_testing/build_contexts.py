@@ -18,9 +18,10 @@ from megatron_run.contracts import Chunk, Microbatch, ParamInfo
 from megatron_run.contracts.schema import RunSection, TrainSection
 from megatron_run.contracts.topology import Sizes, Topology
 from megatron_run.registry.loaded_plugin import NoOptions
+from megatron_run_engine.optim import build_buckets
 from megatron_run_engine.runtime.comm import Groups
 from megatron_run_engine.runtime.context import BuildContext, Dtypes
-from megatron_run_engine.runtime.gradients import GradientAccumulator, build_buckets, main_grad
+from megatron_run_engine.runtime.gradients import GradientAccumulator, main_grad
 from megatron_run_engine.runtime.metrics import Metrics
 from megatron_run_engine.runtime.offload import make_offload
 from megatron_run_engine.runtime.parameter_init import describe_parameters, initialise

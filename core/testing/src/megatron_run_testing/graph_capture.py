@@ -16,9 +16,9 @@ from megatron_run.contracts import Chunk, GraphCapture, Microbatch, Region
 from megatron_run.contracts.schedule import Action, LayoutSpec, looped_layout
 from megatron_run_engine.builtin.model.gpt import Gpt, GptOptions
 from megatron_run_engine.builtin.parallel_layer.dense import DenseLayers
+from megatron_run_engine.host.process import deterministic_kernels
 from megatron_run_engine.runtime.context import BuildContext
 from megatron_run_engine.runtime.gradients import main_grad
-from megatron_run_engine.training.process import deterministic_kernels
 from megatron_run_testing import Check, CheckFailed
 from megatron_run_testing.build_contexts import (
     current_device,

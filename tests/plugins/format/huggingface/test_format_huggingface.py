@@ -38,7 +38,7 @@ from tests.support.small_models import (
 
 OURS = {
     "gpt2": GPT2,
-    "gpt2 untied, tanh": {**GPT2, "tie_embeddings": False, "activation": "gelu_tanh", "norm_eps": 2e-4},
+    "gpt2 untied, tanh": {**GPT2, "tie_embeddings": False, "activation": "gelu_tanh", "norm.eps": 2e-4},
     "llama": LLAMA,
     "llama with biases, tied": {**LLAMA, "bias": True, "tie_embeddings": True, "num_kv_heads": None},
 }
@@ -311,11 +311,14 @@ def test_a_pointer_of_git_lfs_is_named_with_what_to_type(name: str, tmp_path: Pa
 @pytest.mark.parametrize(
     ("changes", "reasons"),
     [
-        ({"qk_norm": "head"}, ["gpt2: model.qk_norm=head (the family has none)", "starcoder2: model.position=learned"]),
-        ({"norm": "rmsnorm"}, ["gpt2: model.norm=rmsnorm (the family has layernorm)"]),
+        (
+            {"attention.qk_norm": "head"},
+            ["gpt2: model.attention.qk_norm=head (the family has none)", "starcoder2: model.position=learned"],
+        ),
+        ({"norm.kind": "rmsnorm"}, ["gpt2: model.norm.kind=rmsnorm (the family has layernorm)"]),
         ({"bias": False}, ["model.bias=false (the family has true)"]),
         ({"num_kv_heads": 1}, ["model.num_kv_heads=1"]),
-        ({"experts": 2}, ["gpt2: model.experts=2 (the family has 0)"]),
+        ({"experts.count": 2}, ["gpt2: model.experts.count=2 (the family has 0)"]),
     ],
 )
 def test_a_model_between_the_families_is_not_exported(

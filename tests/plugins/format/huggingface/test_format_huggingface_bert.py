@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from megatron_run.config.values import nested
 from megatron_run.contracts import Microbatch
 from megatron_run.errors import RunError
 from megatron_run_engine.formats import convert
@@ -51,7 +52,7 @@ def logits_of(source: Path, tokens: torch.Tensor, types: torch.Tensor) -> torch.
     """What we compute from the folder, [b, s, v]."""
     weights = HuggingFace().read(source)
     given = {key: value for key, value in weights.config.items() if key != "use"}
-    options = BertOptions.model_validate(given)
+    options = BertOptions.model_validate(nested(given))
     context = single_process_context(options, dtype=torch.float32, train={"sequence_length": LENGTH})
     context = replace(context, fields=context.fields | {"token_types"})
     built = build_model(lambda context, _: Bert(context, options), context, options)
@@ -111,6 +112,6 @@ def test_what_has_no_counterpart_is_refused_by_name(tmp_path: Path) -> None:
         (tmp_path / "config.json").write_text(json.dumps({**content, key: value}))
         with pytest.raises(RunError, match="encoder.layer.2" if key == "num_hidden_layers" else key):
             bert.read(tmp_path)
-    for key, value in {"norm_order": "pre", "head": "span"}.items():
+    for key, value in {"norm.order": "pre", "head": "span"}.items():
         with pytest.raises(RunError, match=f"model.{key}={value}"):
-            bert.write(replace(weights, config={**weights.config, key: value}), tmp_path / "out")
+            bert.write(replace(weights, config=nested({**weights.config, key: value})), tmp_path / "out")

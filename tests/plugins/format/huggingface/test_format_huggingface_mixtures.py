@@ -74,14 +74,17 @@ def test_a_mixture_that_is_close_is_refused_with_what_differs(
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"router_bias_rate": 1e-3}, "mixtral: model.router_bias_rate=0.001 (the family has 0.0)"),
-        ({"router_score_function": "sigmoid"}, "model.router_score_function=sigmoid (the family has softmax)"),
-        ({"expert_layer_first": 1}, "model.expert_layer_pattern=(0, 1) (the family has"),
-        ({"shared_expert_ffn_size": 8}, "mixtral: model.shared_expert_ffn_size=8 (the family has unset)"),
+        ({"experts.router.bias_rate": 1e-3}, "mixtral: model.experts.router.bias_rate=0.001 (the family has 0.0)"),
+        (
+            {"experts.router.score_function": "sigmoid"},
+            "model.experts.router.score_function=sigmoid (the family has softmax)",
+        ),
+        ({"experts.layer_first": 1}, "model.experts.layer_pattern=(0, 1) (the family has"),
+        ({"experts.shared.ffn_size": 8}, "mixtral: model.experts.shared.ffn_size=8 (the family has unset)"),
     ],
 )
 def test_a_mixture_between_the_families_is_not_exported(changes: dict[str, Any], reason: str, tmp_path: Path) -> None:
-    experts = {"experts": 4, "expert_ffn_size": 20, "aux_loss_coeff": 0.0}
+    experts = {"experts.count": 4, "experts.ffn_size": 20, "experts.aux_loss_coeff": 0.0}
     saved_network(tmp_path / "fits", {**LLAMA, **experts})
     convert.export_model(tmp_path / "fits", tmp_path / "hf", "huggingface")
     assert json.loads((tmp_path / "hf" / "config.json").read_text())["model_type"] == "mixtral"

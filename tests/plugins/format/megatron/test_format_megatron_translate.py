@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from megatron_run.config.request import Request
+from megatron_run.config.values import flat
 from megatron_run.errors import InputError
 from megatron_run.planning import resolve
 from megatron_run.planning.run import ResolvedRun
@@ -97,9 +98,9 @@ def key(found: Translation, name: str) -> Any:
 
 def test_a_gpt_script_resolves_to_the_run_that_it_describes() -> None:
     found, run = run_of(GPT)
-    train, model = run.config.train, run.config.model.options
+    train, model = run.config.train, flat(run.config.model.options)
     assert (model["num_layers"], model["hidden_size"], model["num_heads"]) == (8, 64, 4)
-    assert (model["activation"], model["norm"], model["bias"], model["position"]) == (
+    assert (model["activation"], model["norm.kind"], model["bias"], model["position"]) == (
         "gelu_tanh", "layernorm", True, "learned",
     )  # fmt: skip
     assert (model["vocab_size"], model["dropout"], model["init_std"]) == (50257, 0.1, 0.006)
@@ -127,10 +128,10 @@ def test_a_gpt_script_resolves_to_the_run_that_it_describes() -> None:
 
 def test_a_llama_script_resolves_to_the_run_that_it_describes() -> None:
     found, run = run_of(LLAMA)
-    train, model = run.config.train, run.config.model.options
+    train, model = run.config.train, flat(run.config.model.options)
     assert (model["num_kv_heads"], model["ffn_size"], model["activation"]) == (2, 128, "swiglu")
-    assert (model["norm"], model["norm_eps"], model["bias"]) == ("rmsnorm", 1e-6, False)
-    assert (model["position"], model["rope_theta"], model["tie_embeddings"]) == ("rope", 500000, False)
+    assert (model["norm.kind"], model["norm.eps"], model["bias"]) == ("rmsnorm", 1e-6, False)
+    assert (model["position"], model["rope.theta"], model["tie_embeddings"]) == ("rope", 500000, False)
     assert (model["dropout"], model["vocab_size"]) == (0, 256)
     assert (train.samples, train.lr_shape, train.lr_wsd_shape) == (64000, "wsd", "minus_sqrt")
     assert (str(train.lr_wsd), str(train.lr_warmup), train.precision) == ("6400 samples", "500 samples", "bf16")
@@ -151,11 +152,15 @@ def test_a_llama_script_resolves_to_the_run_that_it_describes() -> None:
 
 def test_a_mixture_of_experts_resolves_to_the_run_that_it_describes() -> None:
     found, run = run_of(MIXTURE)
-    model = run.config.model.options
-    assert (model["experts"], model["top_k"], model["expert_ffn_size"]) == (8, 3, 48)
-    assert (model["aux_loss_coeff"], model["z_loss_coeff"], model["expert_capacity_factor"]) == (0.02, 1e-3, 1.25)
-    assert (model["router_pre_softmax"], model["token_dispatcher"]) == (True, "alltoall")
-    assert (model["expert_layer_pattern"], model["shared_expert_ffn_size"]) == ([1, 0] * 4, 64)
+    model = flat(run.config.model.options)
+    assert (model["experts.count"], model["experts.top_k"], model["experts.ffn_size"]) == (8, 3, 48)
+    assert (model["experts.aux_loss_coeff"], model["experts.z_loss_coeff"], model["experts.capacity_factor"]) == (
+        0.02,
+        1e-3,
+        1.25,
+    )
+    assert (model["experts.router.pre_softmax"], model["experts.dispatcher"]) == (True, "alltoall")
+    assert (model["experts.layer_pattern"], model["experts.shared.ffn_size"]) == ([1, 0] * 4, 64)
     assert (run.config.parallel.expert, run.config.parallel.tensor) == (2, 2)
     assert not [note for note in found.notes[Verdict.DIFFERS] if "moe" in note.flag]
 
@@ -163,14 +168,18 @@ def test_a_mixture_of_experts_resolves_to_the_run_that_it_describes() -> None:
 @pytest.mark.parametrize(
     ("words", "name", "value"),
     [
-        ("--num-experts 4", "model.aux_loss_coeff", 0.0),  # ours is 0.01
-        ("--num-experts 4 --moe-aux-loss-coeff 0.1 --moe-router-load-balancing-type none", "model.aux_loss_coeff", 0.0),
-        ("--num-experts 4 --moe-layer-freq 2", "model.expert_layer_freq", 2),
-        ("--num-experts 4 --moe-layer-freq ([0]+[1]*3)", "model.expert_layer_pattern", [0, 1, 1, 1]),
-        ("--num-experts 4", "model.token_dispatcher", "allgather"),
-        ("--num-experts 8 --moe-router-topk 4 --moe-router-group-topk 2", "model.router_group_best", 2),
-        ("--num-experts 4 --moe-router-enable-expert-bias", "model.router_bias_rate", 0.001),
-        ("--moe-router-topk 4", "model.top_k", None),
+        ("--num-experts 4", "model.experts.aux_loss_coeff", 0.0),  # ours is 0.01
+        (
+            "--num-experts 4 --moe-aux-loss-coeff 0.1 --moe-router-load-balancing-type none",
+            "model.experts.aux_loss_coeff",
+            0.0,
+        ),
+        ("--num-experts 4 --moe-layer-freq 2", "model.experts.layer_freq", 2),
+        ("--num-experts 4 --moe-layer-freq ([0]+[1]*3)", "model.experts.layer_pattern", [0, 1, 1, 1]),
+        ("--num-experts 4", "model.experts.dispatcher", "allgather"),
+        ("--num-experts 8 --moe-router-topk 4 --moe-router-group-topk 2", "model.experts.router.group_best", 2),
+        ("--num-experts 4 --moe-router-enable-expert-bias", "model.experts.router.bias_rate", 0.001),
+        ("--moe-router-topk 4", "model.experts.top_k", None),
         ("--swiglu --hidden-size 4096", "model.ffn_size", 10880),  # int(4 * 4096 * 2 / 3 / 64) * 64
         ("--disable-bias-linear", "model.activation", "gelu"),
         ("--no-bias-gelu-fusion", "model.activation", "gelu"),
@@ -202,8 +211,8 @@ def test_a_mixture_of_experts_resolves_to_the_run_that_it_describes() -> None:
         ("--num-virtual-stages-per-pipeline-rank 3", "parallel.chunks", 3),
         ("--sequence-parallel", "parallel.sequence", None),  # Megatron drops it without tensor parallelism
         ("--calculate-per-token-loss", "train.loss_mean", "token"),
-        ("--num-experts 4 --moe-token-dispatcher-type alltoall", "model.token_dispatcher", "alltoall"),
-        ("--num-experts 4 --moe-token-dispatcher-type flex", "model.token_dispatcher", None),
+        ("--num-experts 4 --moe-token-dispatcher-type alltoall", "model.experts.dispatcher", "alltoall"),
+        ("--num-experts 4 --moe-token-dispatcher-type flex", "model.experts.dispatcher", None),
         ("--tokenizer-type Llama2Tokenizer --tokenizer-model x.model", "model.vocab_size", 32000),
         ("--tokenizer-type Llama2Tokenizer --padded-vocab-size 64000", "model.vocab_size", 64000),
         ("--tokenizer-type HuggingFaceTokenizer --tokenizer-model a/b", "model.vocab_size", None),

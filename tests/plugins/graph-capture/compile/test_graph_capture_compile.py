@@ -24,9 +24,9 @@ from megatron_run.builtin.schedule.sequential import Sequential
 from megatron_run.contracts import Microbatch, Schedule, Segment
 from megatron_run.contracts.schedule import Action
 from megatron_run.errors import GraphCaptureError, InputError, PluginError
-from megatron_run_engine.builtin.model.gpt import GptOptions
+from megatron_run.files.user_cache import COMPILED
+from megatron_run_engine.builtin.model.gpt import ExpertOptions, GptOptions, NormOptions
 from megatron_run_engine.builtin.parallel_layer.dense import DenseLayers
-from megatron_run_engine.data.user_cache import COMPILED
 from megatron_run_engine.nn.fused import availability
 from megatron_run_engine.nn.linear import linear
 from megatron_run_engine.runtime.context import BuildContext
@@ -41,9 +41,11 @@ from megatron_run_testing import Check
 from megatron_run_testing.build_contexts import single_process_context
 from megatron_run_testing.graph_capture import graph_capture_checks
 from tests.plugins.graph_bench import SMALL, Pipeline
+from tests.support.changed_options import changed
 from tests.support.interpreted import interpreted
 
 CPU = torch.device("cpu")
+night = pytest.mark.nightly
 
 
 def compile_capture(context: BuildContext, **options: Any) -> CompileCapture:
@@ -89,6 +91,7 @@ def capture_kernels() -> list[int]:
     return joined
 
 
+@pytest.mark.nightly  # half a minute of interpreted steps; residuals and writes have tests of graphs
 @pytest.mark.multiproc
 def test_kernels_of_a_gpu_are_operations_of_the_graphs() -> None:
     """They write over their arguments, which functionalization refuses of operators that it does not know."""
@@ -113,7 +116,12 @@ def pair(schedule: Schedule, microbatches: int, **settings: Any) -> tuple[Pipeli
 
 
 EXPERTS = GptOptions(
-    num_layers=2, hidden_size=16, num_heads=2, vocab_size=32, dropout=0.1, experts=4, top_k=2, z_loss_coeff=1e-3
+    num_layers=2,
+    hidden_size=16,
+    num_heads=2,
+    vocab_size=32,
+    dropout=0.1,
+    experts=ExpertOptions(count=4, z_loss_coeff=1e-3),
 )
 LLAMA = GptOptions(
     num_layers=2,
@@ -123,7 +131,7 @@ LLAMA = GptOptions(
     vocab_size=32,
     dropout=0.0,
     position="rope",
-    norm="rmsnorm",
+    norm=NormOptions(kind="rmsnorm"),
     activation="swiglu",
     tie_embeddings=False,
 )
@@ -139,7 +147,7 @@ def adapted(context: BuildContext) -> LoraLayers:
     ("schedule", "settings"),
     [
         pytest.param(ZeroBubbleH1(), {"stages": 2}, id="a split backward"),
-        pytest.param(Sequential(), {"model": LLAMA, "dtype": torch.bfloat16}, id="llama in bf16"),
+        pytest.param(Sequential(), {"model": LLAMA, "dtype": torch.bfloat16}, id="llama in bf16", marks=night),
         pytest.param(OneForwardOneBackward(), {"stages": 2, "model": EXPERTS}, id="experts under 1f1b"),
         pytest.param(Sequential(), {"layers": adapted}, id="adapters"),
     ],
@@ -296,7 +304,7 @@ def test_a_layer_that_counts_in_a_tensor_is_refused() -> None:
 
 
 def test_what_follows_the_routing_is_refused_with_the_reason() -> None:
-    model = EXPERTS.model_copy(update={"expert_capacity_factor": 1.0})
+    model = changed(EXPERTS, {"experts.capacity_factor": 1.0})
     with pytest.raises(InputError, match="segment moe_experts of layer 0 cannot be captured: its shapes follow"):
         Pipeline(Sequential(), 1, model=model, make=lambda c: compile_capture(c, scope=("moe_experts",)))  # type: ignore[arg-type,return-value]
 
@@ -345,6 +353,7 @@ def compiled_here(
     return compiled, code
 
 
+@night  # inductor is imported, and compiles C++, for ten seconds
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*:DeprecationWarning")  # imports of torch's compiler
 def test_kernels_are_compiled_for_the_sizes_that_are_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sizes that are arguments cost a division for each index that is taken apart."""
@@ -354,6 +363,7 @@ def test_kernels_are_compiled_for_the_sizes_that_are_known(tmp_path: Path, monke
     assert ".size()" not in code
 
 
+@night
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*:DeprecationWarning")  # imports of torch's compiler
 def test_dropout_draws_over_values_as_they_lie_in_eager_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where PyTorch lets inductor lay out what it is given: tokens are [b, s], and what is embedded [s, b, h]."""

@@ -209,6 +209,7 @@ def made(code: str) -> list[int]:
     return [prod(map(int, re.findall(r"\d+", shape))) for shape in re.findall(r"empty_strided_cpu\(\(([^)]*)\)", code)]
 
 
+@pytest.mark.nightly  # the C++ compiler works for seconds; the graphs' writes are counted every time
 @pytest.mark.multiproc
 @pytest.mark.slow
 def test_inductor_lets_the_loss_write_its_gradient_over_the_logits() -> None:

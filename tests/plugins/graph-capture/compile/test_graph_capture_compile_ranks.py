@@ -12,7 +12,7 @@ from tests.support.training import Seen, learned_the_same, train_many
 pytestmark = pytest.mark.multiproc
 SHORT = ("train.steps=3", "eval.interval=2")
 LITTLE = (*SHORT, "train.sequence_length=16", "train.global_batch_size=4", "model.num_layers=2", "eval.batches=1")
-EXPERTS = ("model.experts=4", "model.top_k=2")
+EXPERTS = ("model.experts.count=4", "model.experts.top_k=2")
 #: Name -> (plugins, settings, options of the capture).
 RUNS: dict[str, tuple[tuple[str, ...], tuple[str, ...], str]] = {
     "interleaved, recomputed": (("schedule=interleaved",), (*SHORT, "train.recompute=full"), ""),

@@ -20,17 +20,20 @@ from megatron_run.config.request import Request
 from megatron_run.contracts import Microbatch, Segment
 from megatron_run.contracts.schedule import Action
 from megatron_run.errors import GraphCaptureError
+from megatron_run.files.user_cache import COMPILED
 from megatron_run.planning import resolve
 from megatron_run_cli.reports.dry_run import dry_run_text
-from megatron_run_engine.builtin.model.gpt import GptOptions
-from megatron_run_engine.data.user_cache import COMPILED
+from megatron_run_engine.builtin.model.gpt import ExpertOptions, GptOptions
 from megatron_run_engine.runtime.context import BuildContext
 from megatron_run_graph_capture_compile.capture import CompileCapture, CompileOptions
 from megatron_run_graph_capture_compile.compiler import find_compiler, own_workers
 from megatron_run_testing.build_contexts import single_process_context
 from tests.plugins.graph_bench import Pipeline
+from tests.support.changed_options import changed
 
-EXPERTS = GptOptions(num_layers=2, hidden_size=16, num_heads=2, vocab_size=32, dropout=0.0, experts=4, top_k=2)
+EXPERTS = GptOptions(
+    num_layers=2, hidden_size=16, num_heads=2, vocab_size=32, dropout=0.0, experts=ExpertOptions(count=4)
+)
 MICROBATCH = Microbatch(0, 1, 0, {})
 
 
@@ -61,7 +64,7 @@ def test_a_gpu_compiles_everything_each_layer_as_one(for_a_gpu: None) -> None:
 
 
 def test_what_must_run_eagerly_is_left_out_where_nobody_has_named_it(for_a_gpu: None) -> None:
-    options = EXPERTS.model_copy(update={"expert_capacity_factor": 1.0})
+    options = changed(EXPERTS, {"experts.capacity_factor": 1.0})
     assert regions(options) == [
         "embedding",
         *["attn moe_router moe_preprocess", "moe_combine"] * 2,

@@ -15,7 +15,7 @@ from megatron_run.builtin.schedule.sequential import Sequential
 from megatron_run.contracts import Microbatch, Schedule, Segment
 from megatron_run.contracts.schedule import Action
 from megatron_run.errors import InputError
-from megatron_run_engine.builtin.model.gpt import GptOptions
+from megatron_run_engine.builtin.model.gpt import ExpertOptions, GptOptions
 from megatron_run_engine.builtin.parallel_layer.dense import DenseLayers
 from megatron_run_engine.nn import LayerNorm, attention
 from megatron_run_engine.nn.linear import linear
@@ -27,6 +27,7 @@ from megatron_run_testing import Check
 from megatron_run_testing.build_contexts import single_process_context
 from megatron_run_testing.graph_capture import graph_capture_checks
 from tests.plugins.graph_bench import Pipeline, one_region, partial_capture
+from tests.support.changed_options import changed
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "attention": {"scope": ("attn",)},
@@ -169,11 +170,16 @@ def test_w_that_follows_at_once_reads_what_the_backward_gave_out() -> None:
 
 
 #: An expert takes at most its even share of tokens.
-CAPACITY = {"expert_capacity_factor": 1.0, "shared_expert_ffn_size": 16}
+CAPACITY = {"experts.capacity_factor": 1.0, "experts.shared.ffn_size": 16}
 EXPERTS = GptOptions(
-    num_layers=2, hidden_size=16, num_heads=2, vocab_size=32, dropout=0.1, experts=4, top_k=2, z_loss_coeff=1e-3
+    num_layers=2,
+    hidden_size=16,
+    num_heads=2,
+    vocab_size=32,
+    dropout=0.1,
+    experts=ExpertOptions(count=4, z_loss_coeff=1e-3),
 )
-MIXTURES = {"dropless": EXPERTS, "capacity": EXPERTS.model_copy(update=CAPACITY)}
+MIXTURES = {"dropless": EXPERTS, "capacity": changed(EXPERTS, CAPACITY)}
 #: How many of them are captured.
 SEGMENTS = ("attn", "moe_router", "moe_preprocess", "moe_combine")
 #: What leaves a graph into eager code: weights of the router, maps of tokens, what experts made of them.
@@ -203,7 +209,7 @@ def test_mixtures_of_experts_leave_the_bits_of_eager_ones(model: str, count: int
 
 
 #: Shapes that follow no routing.
-PADDED = EXPERTS.model_copy(update={**CAPACITY, "expert_pad_to_capacity": True})
+PADDED = changed(EXPERTS, {**CAPACITY, "experts.pad_to_capacity": True})
 WHOLE_LAYER = ("moe_router", "moe_preprocess", "moe_dispatch", "moe_experts", "moe_combine")
 
 
@@ -226,8 +232,11 @@ def test_experts_of_fixed_shapes_are_captured_whole_and_leave_the_bits_of_eager_
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("moe_dispatch", "the host reads how many tokens each expert gets, since model.expert_capacity_factor drops"),
-        ("moe_experts", "its shapes follow how many tokens each expert gets, since model.expert_capacity_factor drops"),
+        ("moe_dispatch", "the host reads how many tokens each expert gets, since model.experts.capacity_factor drops"),
+        (
+            "moe_experts",
+            "its shapes follow how many tokens each expert gets, since model.experts.capacity_factor drops",
+        ),
     ],
 )
 def test_what_follows_the_routing_is_refused_with_the_reason(name: str, reason: str) -> None:

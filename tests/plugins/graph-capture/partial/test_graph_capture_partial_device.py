@@ -28,14 +28,15 @@ from megatron_run_testing.graph_capture import graph_capture_checks
 from tests.contracts.conformance import failures
 from tests.plugins.device_graphs import DeviceBackend, device_capture
 from tests.plugins.graph_bench import Pipeline
+from tests.support.changed_options import changed
 from tests.support.device_memory import Device
 from tests.support.late_copies import LateCopies
 from tests.support.training import train_here
 
 DENSE = GptOptions(num_layers=2, hidden_size=16, num_heads=2, vocab_size=32, dropout=0.1)
 STILL, FOUR = DENSE.model_copy(update={"dropout": 0.0}), DENSE.model_copy(update={"num_layers": 4})
-EXPERTS = DENSE.model_copy(update={"experts": 4, "top_k": 2, "z_loss_coeff": 1e-3})
-PADDED = EXPERTS.model_copy(update={"expert_capacity_factor": 1.0, "expert_pad_to_capacity": True})
+EXPERTS = changed(DENSE, {"experts.count": 4, "experts.top_k": 2, "experts.z_loss_coeff": 1e-3})
+PADDED = changed(EXPERTS, {"experts.capacity_factor": 1.0, "experts.pad_to_capacity": True})
 WHOLE = ("embedding", "attn", "mlp", "head", "loss")
 WHOLE_LAYER = ("moe_router", "moe_preprocess", "moe_dispatch", "moe_experts", "moe_combine")
 ALONE, PIPED, SPLIT = (Sequential(), 2), (OneForwardOneBackward(), 3), (ZeroBubbleH1(), 3)
@@ -64,19 +65,19 @@ def case(
 
 CASES = {
     "attn": case(ALONE, DENSE, "attn"),
-    "both ends": case(ALONE, DENSE, "embedding", "attn", "loss"),
-    "whole layers": case(ALONE, STILL, *WHOLE),
-    "1f1b": case(PIPED, DENSE, "attn"),
+    "both ends": case(ALONE, DENSE, "embedding", "attn", "loss", night=True),
+    "whole layers": case(ALONE, STILL, *WHOLE, night=True),
+    "1f1b": case(PIPED, DENSE, "attn", night=True),
     "1f1b, by slot": case(PIPED, DENSE, "mlp", night=True, **BY_SLOT),
     "1f1b, whole": case(PIPED, DENSE, *WHOLE, night=True),
     "1f1b, whole, by slot": case(PIPED, STILL, *WHOLE, **BY_SLOT),
     "without chains": case(PIPED, DENSE, *WHOLE, night=True, chain=False),
     "interleaved": case((Interleaved(), 4), FOUR, "attn", chunks=2),
     "interleaved, by slot": case((Interleaved(), 4), FOUR, "mlp", chunks=2, night=True, **BY_SLOT),
-    "zb-h1": case(SPLIT, DENSE, "attn"),
+    "zb-h1": case(SPLIT, DENSE, "attn", night=True),
     "zb-h1, by slot": case(SPLIT, DENSE, "mlp", night=True, **BY_SLOT),
     "zb-h1, gradients that W reads": case(SPLIT, STILL, "embedding", "attn", "head", "loss"),
-    "experts": case(PIPED, EXPERTS, "attn", "moe_router", "moe_preprocess", "moe_combine"),
+    "experts": case(PIPED, EXPERTS, "attn", "moe_router", "moe_preprocess", "moe_combine", night=True),
     "experts, split": case(SPLIT, EXPERTS, "attn", "moe_router", "moe_combine", night=True),
     "padded experts": case(ALONE, PADDED, "attn", *WHOLE_LAYER),
     "recomputed": case(PIPED, DENSE, "attn", train={"recompute": "full"}),
@@ -103,7 +104,10 @@ def test_steps_are_eager_ones_bit_for_bit(
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize(
     ("plan", "scope", "train"),
-    [(PIPED, "attn", {"offload": ("mlp",)}), (SPLIT, "mlp", {"offload": ("attn",), "recompute": ("attn",)})],
+    [
+        pytest.param(PIPED, "attn", {"offload": ("mlp",)}, marks=pytest.mark.nightly),
+        (SPLIT, "mlp", {"offload": ("attn",), "recompute": ("attn",)}),
+    ],
     ids=["1f1b", "zb-h1, recomputed"],
 )
 def test_what_segments_beside_graphs_save_leaves_the_device_and_comes_back(

@@ -15,9 +15,10 @@ from megatron_run_engine.runtime.gradients import main_grad
 from megatron_run_schedule_1f1b import OneForwardOneBackward
 from megatron_run_schedule_zero_bubble.h1 import ZeroBubbleH1
 from tests.plugins.graph_bench import Pipeline
+from tests.support.changed_options import changed
 
 MODEL = GptOptions(num_layers=4, hidden_size=16, num_heads=2, vocab_size=32, dropout=0.1, tie_embeddings=False)
-EXPERTS = MODEL.model_copy(update={"experts": 4, "top_k": 2})
+EXPERTS = changed(MODEL, {"experts.count": 4, "experts.top_k": 2})
 WHOLE = ("embedding", "attn", "mlp", "head", "loss")
 #: What is frozen -> words of the names of its parameters.
 FROZEN = {

@@ -14,9 +14,10 @@ from megatron_run_cli.reports import dry_run
 from megatron_run_cli.reports.dry_run import dry_run_json, dry_run_text
 from megatron_run_engine.launch import train
 from tests.plugins.graph_bench import SMALL, Pipeline
+from tests.support.changed_options import changed
 from tests.support.checkout import ROOT
 
-EXPERTS = ("model.experts=4", "model.top_k=2", "model.expert_capacity_factor=1.0")
+EXPERTS = ("model.experts.count=4", "model.experts.top_k=2", "model.experts.capacity_factor=1.0")
 CAPTURE = "graph-capture=partial,scope=attn,moe_router,moe_preprocess"
 
 
@@ -63,7 +64,7 @@ def test_names_of_different_stages_may_be_in_one_scope() -> None:
 
 def test_what_has_no_backward_is_planned_and_captured_without() -> None:
     """Maps of tokens are whole numbers."""
-    model = SMALL.model_copy(update={"experts": 2, "top_k": 1})
+    model = changed(SMALL, {"experts.count": 2, "experts.top_k": 1, "experts.router.pre_softmax": True})
     pipeline = Pipeline(Sequential(), 2, model=model, scope=("moe_preprocess",))
     pipeline.step(1)
     (size,), (stage,) = pipeline.start_capture(), pipeline.stages

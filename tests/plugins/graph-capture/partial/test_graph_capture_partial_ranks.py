@@ -22,12 +22,18 @@ RUNS: dict[str, tuple[tuple[str, ...], tuple[str, ...], str]] = {
     "interleaved, by slot": (("schedule=interleaved",), PIPELINE, "scope=attn,embedding,graph_reuse=per_slot"),
     "interleaved experts": (
         ("schedule=interleaved",),
-        (*PIPELINE, "model.experts=4", "model.top_k=2"),
+        (*PIPELINE, "model.experts.count=4", "model.experts.top_k=2"),
         "scope=attn,moe_router,moe_preprocess",
     ),
     "experts of two ranks": (
         (),
-        (*SHORT, "model.experts=4", "model.top_k=2", "parallel.expert=2", "model.router_bias_rate=0.05"),
+        (
+            *SHORT,
+            "model.experts.count=4",
+            "model.experts.top_k=2",
+            "parallel.expert=2",
+            "model.experts.router.bias_rate=0.05",
+        ),
         "scope=attn,moe_router,moe_preprocess,moe_combine",
     ),
     "zero1": (("optimizer=zero1",), SHORT, "scope=embedding,attn,mlp,head"),

@@ -7,14 +7,16 @@ from typing import Any
 import pytest
 
 from megatron_run.contracts import Schedule
-from megatron_run_engine.builtin.model.gpt import GptOptions
+from megatron_run_engine.builtin.model.gpt import ExpertOptions, GptOptions
 from megatron_run_schedule_1f1b import OneForwardOneBackward
 from megatron_run_schedule_zero_bubble.h1 import ZeroBubbleH1
 from tests.plugins.graph_bench import Pipeline
 
 MODEL = GptOptions(num_layers=4, hidden_size=16, num_heads=2, vocab_size=32, dropout=0.1)
 STILL = MODEL.model_copy(update={"dropout": 0.0})
-EXPERTS = GptOptions(num_layers=2, hidden_size=16, num_heads=2, vocab_size=32, dropout=0.1, experts=4)
+EXPERTS = GptOptions(
+    num_layers=2, hidden_size=16, num_heads=2, vocab_size=32, dropout=0.1, experts=ExpertOptions(count=4)
+)
 
 
 @pytest.mark.parametrize(

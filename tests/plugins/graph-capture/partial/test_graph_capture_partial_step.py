@@ -25,9 +25,14 @@ LITTLE = (
     "model.num_layers=2",
     "model.dropout=0",
 )
-PADDED = ("model.experts=4", "model.top_k=2", "model.expert_capacity_factor=1.0", "model.expert_pad_to_capacity=true")
+PADDED = (
+    "model.experts.count=4",
+    "model.experts.top_k=2",
+    "model.experts.capacity_factor=1.0",
+    "model.experts.pad_to_capacity=true",
+)
 #: They follow from what each replay counts.
-BIASED = ("model.router_bias_rate=0.05",)
+BIASED = ("model.experts.router.bias_rate=0.05",)
 GROWING = ("train.steps=5", "train.ramp_up.start=4", "train.ramp_up.increment=4", "train.ramp_up.samples=8")
 STEP = "graph-capture=partial,scope=step"
 #: Name -> (plugins, settings).
@@ -132,7 +137,7 @@ def test_a_step_that_is_timed_runs_action_by_action(monkeypatch: pytest.MonkeyPa
         (
             (),
             PADDED[:3],
-            r"capture segment moe_dispatch of layer 0: the host reads .*since model\.expert_capacity_factor",
+            r"capture segment moe_dispatch of layer 0: the host reads .*since model\.experts\.capacity_factor",
         ),
         (
             (),

@@ -16,7 +16,7 @@ from megatron_run.errors import GraphCaptureError, InputError, PluginError
 from megatron_run.planning import resolve
 from megatron_run_cli.reports import dry_run
 from megatron_run_cli.reports.dry_run import dry_run_json, dry_run_text
-from megatron_run_engine.builtin.model.gpt import GptOptions
+from megatron_run_engine.builtin.model.gpt import ExpertOptions, GptOptions
 from megatron_run_engine.capture import Hooks, RegionCapture
 from megatron_run_engine.runtime.context import BuildContext
 from megatron_run_engine.runtime.gradients import main_grad
@@ -118,7 +118,7 @@ def test_what_leaves_a_chunk_is_a_copy_of_the_graphs_memory(last: bool) -> None:
     assert left.tolist() == [1.0 if last else 0.0] * 3
 
 
-MOE = GptOptions(num_layers=1, hidden_size=16, num_heads=2, vocab_size=32, dropout=0.0, experts=2, top_k=2)
+MOE = GptOptions(num_layers=1, hidden_size=16, num_heads=2, vocab_size=32, dropout=0.0, experts=ExpertOptions(count=2))
 
 
 def test_buffers_are_shared_among_regions_with_different_inputs() -> None:
@@ -266,8 +266,8 @@ def test_the_help_names_segments_that_can_be_captured() -> None:
     told = TeOptions.model_fields["scope"].description
     assert told is not None
     plugins = (f"graph-capture=te,scope={','.join(re.findall(r'attn|mlp|head|loss|moe_[a-z]+', told))}",)
-    padded = ("model.experts=4", "model.expert_capacity_factor=1.0", "model.expert_pad_to_capacity=true")
-    pattern = ("model.expert_layer_pattern=0,1", "model.dropout=0")
+    padded = ("model.experts.count=4", "model.experts.capacity_factor=1.0", "model.experts.pad_to_capacity=true")
+    pattern = ("model.experts.layer_pattern=0,1", "model.dropout=0")
     run = resolve(Request(configs=("preset:tiny",), sets=(*padded, *pattern), plugins=plugins))
     assert "embedding" not in told
     assert dry_run_json(run)["graphs_by_stage"][0]["regions"] > 1

@@ -12,8 +12,8 @@ from megatron_run.builtin.schedule.sequential import Sequential
 from megatron_run.contracts import ParallelLayers, Schedule
 from megatron_run_engine.builtin.model.gpt import GptOptions
 from megatron_run_engine.capture import RegionCapture
+from megatron_run_engine.host.process import deterministic_kernels
 from megatron_run_engine.runtime.context import BuildContext
-from megatron_run_engine.training.process import deterministic_kernels
 from megatron_run_graph_capture_te.capture import TeCapture, TeOptions
 from megatron_run_graph_capture_te.library import find_engine
 from megatron_run_parallel_layer_te import megatron_run_create_parallel_layer as create_layers

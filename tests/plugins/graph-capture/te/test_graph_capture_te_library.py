@@ -32,12 +32,13 @@ from tests.plugins.engine.layers import engine_layers
 from tests.plugins.engine.philox import draw_from_gpu
 from tests.plugins.graph_bench import Pipeline, whole_tensor_layers
 from tests.plugins.optional_library import skip_without
+from tests.support.changed_options import changed
 from tests.support.device_memory import Device
 
 pytestmark = [pytest.mark.te, pytest.mark.filterwarnings("default")]  # the library has warnings of its own
 
 DENSE = GptOptions(num_layers=4, hidden_size=16, num_heads=2, vocab_size=32, dropout=0.1)
-MOE = DENSE.model_copy(update={"num_layers": 2, "experts": 2, "top_k": 2})
+MOE = changed(DENSE, {"num_layers": 2, "experts.count": 2, "experts.top_k": 2})
 MAPS = ("attn", "moe_router", "moe_preprocess", "moe_combine")
 
 
@@ -134,7 +135,7 @@ def test_padded_experts_are_captured_whole_and_are_eager_ones_bit_for_bit(
     engine: Engine, machine: Machine, stages: int
 ) -> None:
     schedule = OneForwardOneBackward() if stages > 1 else Sequential()
-    model = MOE.model_copy(update={"expert_capacity_factor": 0.75, "expert_pad_to_capacity": True})
+    model = changed(MOE, {"experts.capacity_factor": 0.75, "experts.pad_to_capacity": True})
     layer = ("moe_router", "moe_preprocess", "moe_dispatch", "moe_experts", "moe_combine")
     eager, captured = pair(schedule, 4, engine, "attn", *layer, model=model, stages=stages)
     assert sum(len(stage.regions) for stage in captured.stages) == 4  # of two layers

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from megatron_run.config.values import nested
 from megatron_run.contracts import Microbatch
 from megatron_run_model_bert import Bert, BertOptions
 from megatron_run_testing.build_contexts import example_microbatch, logical_values, single_process_context
@@ -29,7 +30,7 @@ PAIRS = PLAIN | {"token_types", "documents", "swapped"}
 def bert(
     given: dict[str, Any], *, fields: frozenset[str] = PAIRS, length: int = LENGTH, dtype: torch.dtype = torch.float64
 ) -> tuple[BertOptions, Built]:
-    options = BertOptions.model_validate({**EXACT, **given})
+    options = BertOptions.model_validate(nested({**EXACT, **given}))
     context = single_process_context(options, dtype=dtype, train={"sequence_length": length})
     context = replace(context, fields=fields)
     built = build_model(lambda context, _: Bert(context, options), context, options)
@@ -109,7 +110,7 @@ def _our_name(theirs: str) -> str:
 
 
 def test_losses_and_gradients_are_those_of_transformers() -> None:
-    options, built = bert({"head": "pretraining", "norm_order": "post"})
+    options, built = bert({"head": "pretraining", "norm.order": "post"})
     model, microbatch = theirs(options, built), pairs()
     fields = microbatch.fields
     found = model(fields["tokens"], attention_mask=REAL.long(), token_type_ids=fields["token_types"])
@@ -126,7 +127,7 @@ def test_losses_and_gradients_are_those_of_transformers() -> None:
 
 
 def test_logits_are_those_of_transformers_without_segments_or_padding() -> None:
-    options, built = bert({"head": "pretraining", "norm_order": "post"}, fields=PLAIN)
+    options, built = bert({"head": "pretraining", "norm.order": "post"}, fields=PLAIN)
     tokens = pairs().fields["tokens"]
     expected = theirs(options, built)(tokens).prediction_logits
     logits = built.train(mode=False).forward(Microbatch(0, 1, 0, {"tokens": tokens}, train=False))[0].logits
@@ -136,7 +137,7 @@ def test_logits_are_those_of_transformers_without_segments_or_padding() -> None:
 
 @pytest.mark.parametrize("order", ["pre", "post"])
 def test_what_stands_in_the_padding_changes_nothing(order: str) -> None:
-    _, built = bert({"head": "pretraining", "norm_order": order})
+    _, built = bert({"head": "pretraining", "norm.order": order})
     microbatch = pairs()
     tokens = torch.where(REAL, microbatch.fields["tokens"], 60 - microbatch.fields["tokens"])
     changed = replace(microbatch, fields={**microbatch.fields, "tokens": tokens})

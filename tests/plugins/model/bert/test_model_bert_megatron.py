@@ -88,7 +88,7 @@ def their_state(built: Built, layers: int) -> dict[str, Tensor]:
 
 
 def test_logits_of_words_and_of_the_order_are_megatron_core_s(network: Any) -> None:
-    _, built = bert({"head": "pretraining", "norm_order": "pre"})
+    _, built = bert({"head": "pretraining", "norm.order": "pre"})
     found = network.load_state_dict(their_state(built, 4), strict=False)
     assert not found.unexpected_keys
     assert all("_extra_state" in name for name in found.missing_keys), found.missing_keys

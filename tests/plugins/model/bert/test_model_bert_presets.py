@@ -11,7 +11,7 @@ from megatron_run.planning import load_config
 from megatron_run_cli.reports import dry_run
 from megatron_run_cli.reports.dry_run import dry_run_text
 from megatron_run_engine.data.indexed_files import Writer
-from megatron_run_engine.training.memory_estimate import model_size
+from megatron_run_engine.estimate.model_size import model_size
 
 #: Layers, width, heads, parameters as printed and their unit, tensor ranks, all GPUs, steps.
 TABLE = {
@@ -53,5 +53,5 @@ def test_a_preset_of_table_4_has_its_size_and_recipe(name: str, monkeypatch: pyt
 
     assert (train.precision, train.lr, train.lr_shape, str(train.lr_warmup)) == ("fp16", 1e-4, "linear", "10000")
     assert (train.steps, train.global_batch_size, train.sequence_length) == (steps, 1024, 512)
-    assert (train.weight_decay, train.clip_norm, options.norm_order) == (0.01, 1.0, "pre")  # type: ignore[union-attr]
+    assert (train.weight_decay, train.clip_norm, options.norm.order) == (0.01, 1.0, "pre")  # type: ignore[union-attr]
     assert str(train.lr_decay) == ("2000000" if name == "bert-3.9b" else "100%")

@@ -51,7 +51,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def request(corpus: Path, nproc: int, sets: tuple[str, ...], plugins: tuple[str, ...], order: str) -> Request:
     common = (
-        *("model.use=bert", "model.head=pretraining", f"model.norm_order={order}"),
+        *("model.use=bert", "model.head=pretraining", f"model.norm.order={order}"),
         *("data.use=sentence-pairs", f"data.paths={corpus}", "data.split=8,1,1"),
         *("train.steps=2", "eval.interval=2", "eval.batches=1"),
     )

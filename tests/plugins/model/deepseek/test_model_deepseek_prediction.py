@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron_run.config.values import nested
 from megatron_run.contracts import Microbatch
 from megatron_run_model_deepseek import DeepSeek, DeepSeekOptions
 from megatron_run_model_deepseek.prediction import MTP_LOSS
@@ -39,12 +40,12 @@ OPTIONS: dict[str, Any] = {
 }
 #: Layer 0 is dense; layer 1 and both predictors have experts.
 EXPERTS: dict[str, Any] = {
-    "experts": 4,
-    "expert_ffn_size": 12,
-    "expert_layer_first": 1,
-    "shared_expert_ffn_size": 16,
-    "router_score_function": "sigmoid",
-    "aux_loss_coeff": 0.0,
+    "experts.count": 4,
+    "experts.ffn_size": 12,
+    "experts.layer_first": 1,
+    "experts.shared.ffn_size": 16,
+    "experts.router.score_function": "sigmoid",
+    "experts.aux_loss_coeff": 0.0,
 }
 #: Bounds of the documents of two rows of 16 tokens.
 PREDICTED = ("predictors.1.block", "predictors.2.block")
@@ -52,7 +53,7 @@ DOCUMENTS = torch.tensor([[0, 5, 12, 16], [0, 1, 15, 16]])
 
 
 def deepseek(given: dict[str, Any], *fields: str) -> tuple[DeepSeekOptions, Built]:
-    options = DeepSeekOptions.model_validate({**OPTIONS, **given})
+    options = DeepSeekOptions.model_validate(nested({**OPTIONS, **given}))
     context = single_process_context(options)
     context = replace(context, fields=context.fields | {*fields})
     return options, build_model(lambda context, _: DeepSeek(context, options), context, options)
@@ -131,14 +132,14 @@ def attention(own: Weights, y: Tensor, options: Any) -> Tensor:
     down = y @ own["attention.query_down.weight"].T
     queries = plain_gpt.norm(own, "attention.query.norm", down, options) @ own["attention.query.query.weight"].T
     latent = y @ own["attention.latent.weight"].T
-    turned = plain_gpt.rotate(latent[..., 12:], options.rope_theta)
+    turned = plain_gpt.rotate(latent[..., 12:], options.rope.theta)
     latent = plain_gpt.norm(own, "attention.key_value.norm", latent[..., :12], options)
     keys, values = (latent @ own[f"attention.key_value.{name}.weight"].T for name in ("key", "value"))
     hidden = torch.ones(y.shape[1], y.shape[1]).triu(1).bool()
     heads = []
     for head in range(HEADS):
         q = queries[..., head * (ROPE + NOPE) : (head + 1) * (ROPE + NOPE)]
-        q = torch.cat((plain_gpt.rotate(q[..., :ROPE], options.rope_theta), q[..., ROPE:]), -1)
+        q = torch.cat((plain_gpt.rotate(q[..., :ROPE], options.rope.theta), q[..., ROPE:]), -1)
         k = torch.cat((turned, keys[..., head * NOPE : (head + 1) * NOPE]), -1)
         scores = (q @ k.transpose(1, 2) / (ROPE + NOPE) ** 0.5).masked_fill(hidden, -torch.inf)
         heads.append(torch.softmax(scores, -1) @ values[..., head * VALUE : (head + 1) * VALUE])
@@ -219,7 +220,7 @@ def test_the_mean_at_each_depth_is_reported_in_training_alone() -> None:
 
 
 def test_routers_of_predictors_are_balanced_and_reported_with_the_others() -> None:
-    _, built = deepseek({**EXPERTS, "router_bias_rate": 0.5, "aux_loss_coeff": 0.01})
+    _, built = deepseek({**EXPERTS, "experts.router.bias_rate": 0.5, "experts.aux_loss_coeff": 0.01})
     out, _ = built.forward(example_microbatch(61))
     total, weight = out.losses["model/balance_loss"]
     assert float(weight) == pytest.approx(0.01 * 3), "layer 1 and two predictors"
@@ -232,16 +233,17 @@ def test_routers_of_predictors_are_balanced_and_reported_with_the_others() -> No
 
 def test_floating_point_operations_count_the_matrices_of_one_token() -> None:
     """Six a parameter: of experts those of a token, and the output layer once for each prediction."""
-    _, built = deepseek({**EXPERTS, "experts": 2, "top_k": 2})
+    options, built = deepseek({**EXPERTS, "experts.count": 2, "experts.top_k": 2})
+    flops = options.costs(16, 61).flops_per_token
     matrices = sum(p.numel() for p, info in built.infos.items() if p.ndim > 1 and "word" not in info.name)
     padding = sum(len(p) - 61 for p, info in built.infos.items() if info.name == "output.weight") * 24
     products = 4 * 16 * HEADS * (ROPE + NOPE + VALUE)  # of two layers and two predictors
-    assert built.model.flops_per_token(16) == 6 * (matrices - padding + 2 * 61 * 24 + products)
+    assert flops == pytest.approx(6 * (matrices - padding + 2 * 61 * 24 + products))
 
 
 @pytest.mark.parametrize(
     "check",
-    model_checks(DeepSeek, DeepSeekOptions.model_validate({**OPTIONS, "num_layers": 4, "dropout": 0.1})),  # type: ignore[arg-type]  # it takes its own options
+    model_checks(DeepSeek, DeepSeekOptions.model_validate(nested({**OPTIONS, "num_layers": 4, "dropout": 0.1}))),  # type: ignore[arg-type]  # it takes its own options
     ids=lambda check: check.name,
 )
 def test_conforms(check: Check) -> None:

@@ -27,13 +27,13 @@ SETS = (
     "eval.batches=1",
 )
 EXPERTS = (
-    "model.experts=4",
-    "model.expert_ffn_size=16",
-    "model.expert_layer_first=1",
-    "model.router_score_function=sigmoid",
-    "model.router_groups=2",
-    "model.router_bias_rate=0.05",
-    "model.shared_expert_ffn_size=16",
+    "model.experts.count=4",
+    "model.experts.ffn_size=16",
+    "model.experts.layer_first=1",
+    "model.experts.router.score_function=sigmoid",
+    "model.experts.router.groups=2",
+    "model.experts.router.bias_rate=0.05",
+    "model.experts.shared.ffn_size=16",
 )
 PREDICTING = ("model.mtp_layers=2", "model.loss_chunks=2")
 BOTH = (*EXPERTS, *PREDICTING)

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron_run.config.values import nested
 from megatron_run.contracts import Microbatch
 from megatron_run.contracts.topology import Sizes, Topology
 from megatron_run.errors import InputError
@@ -45,7 +46,7 @@ REAL = torch.arange(48) < torch.tensor([[48], [37]])
 
 
 def t5(given: dict[str, Any], stages: int = 1, *, padded: bool = True) -> tuple[T5Options, Built]:
-    options = T5Options.model_validate({**SMALL, **given})
+    options = T5Options.model_validate(nested({**SMALL, **given}))
     extra = {"encoder_tokens", "encoder_mask"} if padded else {"encoder_tokens"}
     context = single_process_context(options, train={"sequence_length": LENGTH})
     context = replace(context, fields=context.fields | extra)
@@ -119,7 +120,7 @@ def theirs(options: T5Options, weights: dict[str, Tensor]) -> Any:
         relative_attention_num_buckets=options.position_buckets,
         relative_attention_max_distance=options.position_distance,
         dropout_rate=0.0,
-        layer_norm_epsilon=options.norm_eps,
+        layer_norm_epsilon=options.norm.eps,
         feed_forward_proj="gated-gelu" if options.activation == "geglu_tanh" else "relu",
         tie_word_embeddings=options.tie_embeddings,
     )
@@ -204,7 +205,7 @@ def test_padding_is_seen_by_nobody() -> None:
 def test_a_split_that_does_not_divide_is_refused(
     given: dict[str, Any], sizes: Sizes, sequence: bool, says: str
 ) -> None:
-    options = T5Options.model_validate({**SMALL, **given})
+    options = T5Options.model_validate(nested({**SMALL, **given}))
     with pytest.raises(InputError, match=says):
         T5(context_at(Topology(sizes, 0), Groups(), options, sequence=sequence), options)
 
@@ -216,4 +217,4 @@ def test_a_split_that_does_not_divide_is_refused(
 )
 def test_options_that_describe_no_model_are_refused(wrong: dict[str, int]) -> None:
     with pytest.raises(ValueError, match=next(iter(wrong))):
-        T5Options.model_validate({**SMALL, **wrong})
+        T5Options.model_validate(nested({**SMALL, **wrong}))

@@ -13,8 +13,8 @@ import pytest
 
 from megatron_run.config.request import Request
 from megatron_run.planning import resolve
-from megatron_run_engine.training.memory_estimate import model_size
-from megatron_run_engine.training.step_memory import step_memory
+from megatron_run_engine.estimate.model_size import model_size
+from megatron_run_engine.estimate.step_memory import step_memory
 from tests.support.indexed_texts import write_texts
 from tests.support.training import learned_alike, train_many
 

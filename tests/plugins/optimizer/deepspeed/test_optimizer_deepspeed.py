@@ -143,8 +143,8 @@ def test_experts_are_refused_since_fewer_ranks_share_them() -> None:
 
 
 def test_biases_that_the_model_moves_are_refused_since_masters_are_kept_apart() -> None:
-    sets = ["parallel.data=2", "model.experts=4", "model.router_bias_rate=0.001"]
-    with pytest.raises(Problems, match=r"model\.router_bias_rate moves biases"):
+    sets = ["parallel.data=2", "model.experts.count=4", "model.experts.router.bias_rate=0.001"]
+    with pytest.raises(Problems, match=r"model\.experts\.router\.bias_rate moves biases"):
         load_config("preset:tiny", plugins=["optimizer=deepspeed"], sets=sets)
 
 
@@ -231,5 +231,5 @@ def test_factors_of_the_learning_rate_make_groups_of_their_own() -> None:
 def test_a_run_of_another_optimizer_may_go_on_with_it() -> None:
     """Options that both have must have equal defaults, or they look like a change of what is learned."""
     runs = [load_config("preset:tiny", plugins=[f"optimizer={name}"]) for name in ("adamw", "deepspeed", "zero1")]
-    before, now, back = map(identity, runs)
-    assert find_changes(before, now) == find_changes(now, back) == ()
+    before, now, back = runs
+    assert find_changes(identity(before), now) == find_changes(identity(now), back) == ()

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from importlib.util import find_spec
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,31 +13,18 @@ import torch
 
 from megatron_run import load
 from megatron_run.config.request import Request
-from megatron_run.contracts import Init, LinearPart
+from megatron_run.contracts import Init, LinearPart, LinearSpec
 from megatron_run.errors import RunError
 from megatron_run.planning import load_config, resolve
 from megatron_run_engine import train
 from megatron_run_engine.builtin.parallel_layer.dense import DenseLayers
+from megatron_run_engine.estimate.model_size import model_size
 from megatron_run_engine.nn.fused import availability
-from megatron_run_engine.training.memory_estimate import model_size
 from megatron_run_parallel_layer_fp8 import Fp8Layers, check_device, cublas
-from megatron_run_parallel_layer_fp8.cast import (
-    BLOCK,
-    TILE,
-    WARPS,
-    _cast_both_on_gpu,
-    _cast_on_gpu,
-    _scale,
-    _scale_on_gpu,
-    cast,
-    cast_both,
-    scale_of,
-)
+from megatron_run_parallel_layer_fp8.cast import cast, cast_both, scale_of
 from megatron_run_parallel_layer_fp8.products import Fp8Products, Options
 from megatron_run_parallel_layer_fp8.quantized import Quantized, Scaling, product, quantize
 from megatron_run_testing.build_contexts import single_process_context
-from tests.support.compiled_kernels import compile_kernel
-from tests.support.interpreted import interpreted
 from tests.support.training import Seen, train_many
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -166,41 +154,48 @@ TWO: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def learned() -> dict[str, Seen]:
-    """The results of each run, as its first rank saw them."""
-    found: dict[str, Seen] = {}
-    for ranks, runs in ((1, ALONE), (2, TWO)):
-        requests = [
-            Request(("preset:tiny",), sets=(*SETS, *sets), plugins=plugins, nproc=ranks)
-            for plugins, sets in runs.values()
-        ]
-        found |= {name: seen[0] for name, seen in zip(runs, train_many(ranks, requests), strict=True)}
-    return found
+#: What others combine, or graphs and other optimizers show of their own.
+RARE = {"compiled", "stages", "tensor", "sequence", "shards"}
+
+
+@cache
+def _trained(ranks: int, rare: bool) -> dict[str, Seen]:
+    runs = {name: run for name, run in (ALONE if ranks == 1 else TWO).items() if (name in RARE) is rare}
+    requests = [
+        Request(("preset:tiny",), sets=(*SETS, *sets), plugins=plugins, nproc=ranks) for plugins, sets in runs.values()
+    ]
+    return {name: seen[0] for name, seen in zip(runs, train_many(ranks, requests), strict=True)}
+
+
+def learned(name: str) -> list[float]:
+    """The losses of a run, as its first rank saw them."""
+    return _trained(1 if name in ALONE else 2, name in RARE)[name].losses
+
+
+def each_of(*names: str) -> list[Any]:
+    return [pytest.param(name, marks=[pytest.mark.nightly] * (name in RARE)) for name in names]
 
 
 @pytest.mark.multiproc
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("name", ["recomputed", "recorded", "stages", "split backward"])
-def test_where_each_product_is_the_same_the_losses_have_the_same_bits(name: str, learned: Mapping[str, Seen]) -> None:
-    assert learned[name].losses == learned["fp8"].losses
-    assert learned["fp8"].losses != learned["bf16"].losses, "the products would not be in FP8"
+@pytest.mark.parametrize("name", each_of("recomputed", "recorded", "stages", "split backward"))
+def test_where_each_product_is_the_same_the_losses_have_the_same_bits(name: str) -> None:
+    assert learned(name) == learned("fp8")
+    assert learned("fp8") != learned("bf16"), "the products would not be in FP8"
 
 
 @pytest.mark.multiproc
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("name", [name for name in (*ALONE, *TWO) if name not in ("fp8", "bf16")])
-def test_every_way_learns_what_bf16_learns_but_for_the_rounding(name: str, learned: Mapping[str, Seen]) -> None:
-    expected = learned["bf16"]
-    np.testing.assert_allclose(learned[name].losses, expected.losses, rtol=1e-2)
-    assert learned[name].losses != expected.losses
+@pytest.mark.parametrize("name", each_of(*(name for name in (*ALONE, *TWO) if name not in ("fp8", "bf16"))))
+def test_every_way_learns_what_bf16_learns_but_for_the_rounding(name: str) -> None:
+    np.testing.assert_allclose(learned(name), learned("bf16"), rtol=1e-2)
+    assert learned(name) != learned("bf16")
 
 
 @pytest.mark.multiproc
 @pytest.mark.timeout(240)
-def test_options_change_what_is_rounded(learned: Mapping[str, Seen]) -> None:
-    losses = [tuple(learned[name].losses) for name in ("fp8", "rowwise", "e4m3")]
-    assert len({*losses}) == 3
+def test_options_change_what_is_rounded() -> None:
+    assert len({tuple(learned(name)) for name in ("fp8", "rowwise", "e4m3")}) == 3
 
 
 def test_weights_and_their_names_are_those_of_the_layers_below(tmp_path: Path) -> None:
@@ -237,7 +232,7 @@ def test_what_fp8_cannot_multiply_keeps_its_type_and_is_named(caplog: pytest.Log
     assert caplog.messages == [told]
     caplog.clear()
     for inputs, outputs in ((16, 32), (16, 24), (8, 16), (16, 24)):
-        layer = layers.row_linear(inputs, outputs, bias=True, init=Init("normal", 0.02))
+        layer = layers.row_linear(LinearSpec(inputs, outputs, Init("normal", 0.02), bias=True))
         assert isinstance(layer.products, Fp8Products) is (outputs == 32)
     assert caplog.messages == [
         "parallel-layer=fp8: matrices of 24 x 16 are not multiplied in FP8: their sides are no multiples of 16",
@@ -247,14 +242,14 @@ def test_what_fp8_cannot_multiply_keeps_its_type_and_is_named(caplog: pytest.Log
 
 def test_layers_that_multiply_by_other_means_are_refused() -> None:
     class Others(DenseLayers):
-        def row_linear(self, inputs: int, outputs: int, *, bias: bool, init: Init) -> torch.nn.Module:
-            return torch.nn.Linear(inputs, outputs, bias=bias)
+        def row_linear(self, spec: LinearSpec) -> torch.nn.Module:
+            return torch.nn.Linear(spec.inputs, spec.features, bias=spec.bias)
 
     context = single_process_context(train={"sequence_length": 16})
     layers = Fp8Layers(context, Options(), Others(context))
-    layers.column_linear(16, (LinearPart("up", 32),), bias=True, init=Init("normal", 0.02))
+    layers.column_linear(LinearSpec(16, (LinearPart("up", 32),), Init("normal", 0.02), bias=True))
     with pytest.raises(RunError, match="does not stack on a layer of torch"):
-        layers.row_linear(32, 16, bias=True, init=Init("normal", 0.02))
+        layers.row_linear(LinearSpec(32, 16, Init("normal", 0.02), bias=True))
 
 
 def test_a_gpu_for_which_triton_finds_no_compiler_is_refused_in_one_line(
@@ -272,79 +267,6 @@ def test_a_gpu_for_which_triton_finds_no_compiler_is_refused_in_one_line(
     )
     (tmp_path / "mycc").touch(0o755)
     check_device("cuda:0", Options())
-
-
-def quotients() -> None:
-    """The kernel on a CPU, writing fp32: Triton's interpreter rounds to FP8 as no GPU does (1.99 becomes 1)."""
-    for rows, columns in ((1, 1), (64, 64), (65, 130), (7, 200), (200, 7)):
-        for dtype in (torch.float32, torch.bfloat16, torch.float16):
-            for scale in (torch.tensor([[0.37]]), torch.rand(rows, 1) + 0.1):
-                for matrix in (torch.randn(rows, columns), torch.randn(columns, rows).t()):
-                    given = matrix.to(dtype)
-                    expected = given.float() * (1 / scale)
-                    found = _cast_on_gpu(given, scale, torch.float32)
-                    assert found.is_contiguous()
-                    assert torch.equal(found, expected), (rows, columns, dtype)
-                    along, across = _cast_both_on_gpu(given, scale, torch.float32)
-                    assert across.is_contiguous()
-                    assert torch.equal(along, expected), (rows, columns, dtype)
-                    assert torch.equal(across, expected.t()), (rows, columns, dtype)
-
-
-def scales() -> None:
-    """The bits of the scales that the kernels find, in one program and in many, in the ways a matrix may lie."""
-    cases = [(torch.float32, 0.5), (torch.float16, 0.0), (torch.bfloat16, -70.0), (torch.bfloat16, 1e38)]
-    cases += [(torch.bfloat16, value) for value in (torch.inf, -torch.inf, torch.nan)]
-    for rows, columns in ((1, 1), (3, 5000), (40, 130)):
-        for dtype, value in cases:
-            given = (torch.randn(rows, columns) * torch.logspace(-6, 4, rows)[:, None]).to(dtype)
-            given[rows // 2, columns // 2] = value
-            for matrix in (given, given.t().contiguous().t()):
-                for kind, each in ((E4M3, False), (E4M3, True), (E5M2, False)):
-                    expected, found = _scale(matrix, kind, each), _scale_on_gpu(matrix, kind, each)
-                    torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
-                    assert found.shape == ((rows, 1) if each else (1, 1))
-
-
-@pytest.mark.skipif(find_spec("triton") is None, reason="needs triton")
-@pytest.mark.multiproc
-@pytest.mark.timeout(240)
-def test_the_kernel_of_a_gpu_divides_by_the_scale_of_each_row_in_any_layout() -> None:
-    interpreted(quotients)
-
-
-@pytest.mark.skipif(find_spec("triton") is None, reason="needs triton")
-@pytest.mark.multiproc
-@pytest.mark.timeout(240)
-def test_the_kernels_of_a_gpu_find_the_scales_of_a_cpu() -> None:
-    interpreted(scales)
-
-
-@pytest.mark.te
-@pytest.mark.parametrize("both", [0, 1])
-@pytest.mark.parametrize(("kind", "instruction"), [("fp8e4nv", "e4m3x2"), ("fp8e5", "e5m2x2")])
-def test_the_kernel_compiles_and_rounds_to_nearest(kind: str, instruction: str, both: int) -> None:
-    pytest.importorskip("triton")  # which the kernel's module imports
-    from megatron_run_parallel_layer_fp8.kernel import cast_tile
-
-    arguments = f"*bf16 *fp32 *{kind} *{kind} i32! i32! i32! 1 0 {both} {TILE[0]} {TILE[1]}"
-    found = compile_kernel(cast_tile, arguments, num_warps=WARPS)
-    assert found.asm["cubin"]
-    assert f"cvt.rn.satfinite.{instruction}.f32" in found.asm["ptx"]
-    assert "div.rn.f32" in found.asm["ptx"], "a GPU would find other bits than a CPU"
-
-
-@pytest.mark.te
-def test_the_kernels_of_scales_compile_and_divide_as_a_cpu_does() -> None:
-    pytest.importorskip("triton")
-    from megatron_run_parallel_layer_fp8 import kernel
-
-    assert compile_kernel(kernel.largest_of_parts, f"*bf16 *i32 i32! i32! {BLOCK}", num_warps=8).asm["cubin"]
-    for compiled in (
-        compile_kernel(kernel.scale_of_parts, "*i32 *fp32 i32 fp32 fp32 1024"),
-        compile_kernel(kernel.scale_of_rows, "*bf16 *fp32 i32! i32! fp32 fp32 4096"),
-    ):
-        assert "div.rn.f32" in compiled.asm["ptx"]
 
 
 @pytest.mark.gpu

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron_run.config.request import Request
-from megatron_run.contracts import Init
+from megatron_run.contracts import Init, LinearSpec
 from megatron_run_engine.builtin.parallel_layer.dense import DenseLayers
 from megatron_run_parallel_layer_fp8 import weights as copies
 from megatron_run_parallel_layer_fp8.quantized import Scaling, quantize, quantize_both, write_both
@@ -24,7 +24,7 @@ FP8 = "parallel-layer=dense+fp8"
 @pytest.mark.parametrize("scaling", ["tensorwise", "rowwise"])
 def test_a_step_has_copies_of_the_present_weight_and_nothing_else_has(scaling: Scaling) -> None:
     context = single_process_context(dtype=torch.bfloat16)
-    layer = DenseLayers(context).row_linear(32, 48, bias=False, init=Init("zeros"))
+    layer = DenseLayers(context).row_linear(LinearSpec(32, 48, Init("zeros"), bias=False))
     weight, held = layer.get_parameter("weight"), StepWeight(context, layer, E4M3, scaling)
 
     def check() -> None:
@@ -91,7 +91,9 @@ def expected() -> Seen:
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("name", WAYS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.nightly] * (name in ("recomputed", "compiled"))) for name in WAYS]
+)
 def test_microbatches_share_what_a_step_makes_of_a_weight_and_learn_the_same(
     name: str, expected: Seen, monkeypatch: pytest.MonkeyPatch
 ) -> None:

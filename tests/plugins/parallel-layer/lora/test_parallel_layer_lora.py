@@ -17,7 +17,7 @@ from megatron_run.errors import RunError
 from megatron_run.planning import load_config
 from megatron_run_engine import train
 from megatron_run_engine.checkpoint.step_folder import Checkpoints
-from megatron_run_engine.training.memory_estimate import model_size
+from megatron_run_engine.estimate.model_size import model_size
 from megatron_run_testing.conformance import check
 from tests.support.training import train_many
 
@@ -151,9 +151,9 @@ def test_the_biases_of_adapted_routers_stay_so_that_a_run_goes_on_as_it_was(tmp_
     """Their rate moves them while all weights are trained; steps of adapters do not hold them."""
     experts: dict[str, Any] = {
         "model__num_layers": 2,
-        "model__experts": 4,
-        "model__router_score_function": "sigmoid",
-        "model__router_bias_rate": 0.5,
+        "model__experts__count": 4,
+        "model__experts__router__score_function": "sigmoid",
+        "model__experts__router__bias_rate": 0.5,
     }
     adapt(tmp_path / "base", None, "dense", train__steps=1, **experts)
     straight = adapt(tmp_path / "straight", tmp_path / "base", train__steps=5, **experts)

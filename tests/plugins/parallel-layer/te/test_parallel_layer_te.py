@@ -11,15 +11,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megatron_run.contracts import AttentionShape, ChunkOut, Init, LinearPart, ParallelLayers, Segment
+from megatron_run.contracts import AttentionShape, ChunkOut, Init, LinearPart, LinearSpec, ParallelLayers, Segment
 from megatron_run_engine.builtin.parallel_layer.dense import DenseLayers
 from megatron_run_engine.nn import LayerNorm
 from megatron_run_engine.runtime.context import BuildContext
 from megatron_run_engine.runtime.gradients import main_grad
 from megatron_run_parallel_layer_te.layers import after_backward
-from megatron_run_testing import Check
 from megatron_run_testing.build_contexts import logical_gradients, logical_values, prepare, single_process_context
 from megatron_run_testing.parallel_layer import parallel_layer_checks
+from tests.contracts.conformance import failures
 from tests.plugins.engine import stand_in as engine_stand_in
 from tests.plugins.engine.layers import delayed_layers, engine_layers
 
@@ -30,21 +30,6 @@ WAYS: Mapping[str, Mapping[str, bool]] = {
     f"fused {fused}, delayed {delayed}": {"fuse_weight_gradients": fused, "delay_weight_gradients": delayed}
     for fused, delayed in product((True, False), repeat=2)
 }
-CHECKS = {
-    f"{name}: {check.name}": check
-    for name, options in WAYS.items()
-    for check in parallel_layer_checks(lambda context, options=options: engine_layers(context, **options))  # type: ignore[misc]  # mypy cannot infer a default
-}
-#: The same over ranks; those of one variant share their ranks.
-SPLIT_CHECKS = [
-    pytest.param(check, id=f"{make.__name__}: {check.name}", marks=marks)
-    for make, ranks, marks in (
-        (engine_layers, (2, 4), ()),
-        (delayed_layers, (2,), ()),
-        (delayed_layers, (4,), pytest.mark.nightly),
-    )
-    for check in parallel_layer_checks(make, ranks=ranks)
-]
 
 
 class Layer(nn.Module):
@@ -62,7 +47,7 @@ class Layer(nn.Module):
 
 
 def qkv(layers: ParallelLayers, kind: Any = "layernorm", *, bias: bool = True) -> nn.Module:
-    return layers.column_linear(8, QKV, bias=bias, init=INIT, norm=layers.norm(kind, 8, 1e-3))
+    return layers.column_linear(LinearSpec(8, QKV, INIT, bias=bias), layers.norm(kind, 8, 1e-3))
 
 
 def trained(context: BuildContext, layer: nn.Module) -> dict[str, Tensor]:
@@ -77,15 +62,21 @@ def trained(context: BuildContext, layer: nn.Module) -> dict[str, Tensor]:
     return {"y": y.detach(), "dx": x.grad, **logical_values(infos), **gradients}
 
 
-@pytest.mark.parametrize("check", CHECKS.values(), ids=CHECKS.keys())
-def test_the_layers_conform(check: Check) -> None:
-    check.run()
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+def test_the_layers_conform(way: Mapping[str, bool]) -> None:
+    assert failures(parallel_layer_checks(lambda context: engine_layers(context, **way))) == {}
 
 
 @pytest.mark.multiproc
-@pytest.mark.parametrize("check", SPLIT_CHECKS)
-def test_the_layers_conform_split_over_two_and_four_ranks(check: Check) -> None:
-    check.run()
+@pytest.mark.parametrize(
+    ("make", "ranks"),
+    [
+        (engine_layers, (2, 4)),
+        *(pytest.param(delayed_layers, ranks, marks=pytest.mark.nightly) for ranks in ((2,), (4,))),
+    ],
+)
+def test_the_layers_conform_split_over_two_and_four_ranks(make: Any, ranks: tuple[int, ...]) -> None:
+    assert failures(parallel_layer_checks(make, ranks=ranks)) == {}
 
 
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
@@ -133,19 +124,20 @@ def test_a_norm_of_this_factory_becomes_part_of_the_product() -> None:
 
 def test_a_norm_of_somebody_else_is_applied_before_the_product() -> None:
     found, expected = (
-        trained(context, make(context).column_linear(8, QKV, bias=True, init=INIT, norm=LayerNorm(context, 8, 1e-3)))
+        trained(context, make(context).column_linear(LinearSpec(8, QKV, INIT, bias=True), LayerNorm(context, 8, 1e-3)))
         for context, make in ((single_process_context(), engine_layers), (single_process_context(), DenseLayers))
     )
     assert found.keys() == expected.keys()
     for name, value in expected.items():
         torch.testing.assert_close(found[name], value, rtol=1e-12, atol=1e-12, msg=name)
     context = single_process_context()
-    layer: Any = engine_layers(context).column_linear(8, QKV, bias=True, init=INIT, norm=LayerNorm(context, 8, 1e-3))
+    layer: Any = engine_layers(context).column_linear(LinearSpec(8, QKV, INIT, bias=True), LayerNorm(context, 8, 1e-3))
     assert isinstance(layer.module, engine_stand_in.Linear)
 
 
 def test_what_a_column_linear_asks_of_the_library() -> None:
-    layer: Any = engine_layers(single_process_context(dtype=torch.bfloat16)).column_linear(8, QKV, bias=True, init=INIT)
+    layers = engine_layers(single_process_context(dtype=torch.bfloat16))
+    layer: Any = layers.column_linear(LinearSpec(8, QKV, INIT, bias=True))
     assert (layer.module.weight.shape, layer.module.weight.dtype) == ((16, 8), torch.bfloat16)
     asked = {name: value for name, value in layer.module.options.items() if name != "init_method"}
     assert asked == {
@@ -160,7 +152,7 @@ def test_what_a_column_linear_asks_of_the_library() -> None:
 
 def test_what_a_row_linear_asks_of_the_library_and_that_its_bias_is_added_outside() -> None:
     options = {"fuse_weight_gradients": False, "delay_weight_gradients": True}
-    layer: Any = engine_layers(single_process_context(), **options).row_linear(8, 4, bias=True, init=INIT)
+    layer: Any = engine_layers(single_process_context(), **options).row_linear(LinearSpec(8, 4, INIT, bias=True))
     asked = {name: value for name, value in layer.module.options.items() if name != "init_method"}
     assert asked == {
         **defaults(engine_stand_in.Linear),

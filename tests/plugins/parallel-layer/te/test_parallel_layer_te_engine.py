@@ -147,7 +147,7 @@ def test_python_is_told_before_anything_is_written(work: Path) -> None:
     ("layers", "words"),
     [
         ("dense", ""),
-        ("tensor", "--set parallel.tensor=2 --set model.norm=rmsnorm"),
+        ("tensor", "--set parallel.tensor=2 --set model.norm.kind=rmsnorm"),
         ("tensor", "--set parallel.tensor=2 --set parallel.sequence=true --set model.bias=false"),
     ],
 )

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_run.contracts import Init, LinearPart, ParallelLayers
+from megatron_run.contracts import Init, LinearPart, LinearSpec, ParallelLayers
 from megatron_run_engine.runtime.context import BuildContext
 from megatron_run_parallel_layer_te import megatron_run_create_parallel_layer
 from megatron_run_parallel_layer_te.precision import Options
@@ -62,7 +62,7 @@ def test_a_product_in_fp8_is_near_the_one_without(fp8: str) -> None:
     parts, init = (LinearPart("up", 64),), Init("normal", 0.1)
     context = single_process_context(dtype=torch.bfloat16, device=CUDA)
     made = layers(context, fp8=fp8, fuse_weight_gradients=False)
-    layer: Any = made.column_linear(64, parts, bias=False, init=init)
+    layer: Any = made.column_linear(LinearSpec(64, parts, init, bias=False))
     x = torch.randn(16, 2, 64, generator=torch.Generator().manual_seed(0)).to(CUDA, torch.bfloat16)
     with torch.no_grad():
         layer.weight.copy_(torch.randn(64, 64, generator=torch.Generator().manual_seed(1)))

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import nn
 
-from megatron_run.contracts import AttentionShape, Init, LinearPart
+from megatron_run.contracts import AttentionShape, Init, LinearPart, LinearSpec
 from megatron_run_engine.nn.parallel import Split
 from megatron_run_engine.runtime.comm import ParallelGroup
 from megatron_run_engine.runtime.context import BuildContext
@@ -107,9 +107,9 @@ def test_every_layer_is_built_with_the_parameters_of_the_plan_and_of_the_stand_i
         made = layers(library, single_process_context(dtype=torch.bfloat16, device=device), **options)
         parts = (LinearPart("query", 32), LinearPart("key", 16), LinearPart("value", 16))
         built = [
-            made.column_linear(32, parts, bias=bias, init=INIT, norm=made.norm(kind, 32, 1e-3)),
-            made.column_linear(32, parts, bias=bias, init=INIT),
-            made.row_linear(64, 32, bias=bias, init=INIT),
+            made.column_linear(LinearSpec(32, parts, INIT, bias=bias), made.norm(kind, 32, 1e-3)),
+            made.column_linear(LinearSpec(32, parts, INIT, bias=bias)),
+            made.row_linear(LinearSpec(64, 32, INIT, bias=bias)),
             made.norm(kind, 32),
             made.core_attention(AttentionShape(4, 2, 8, layer=3), 0.1),
         ]
@@ -141,7 +141,7 @@ def test_a_region_of_a_length_that_fp8_cannot_take_is_entered_and_left(engine: E
 
 def test_the_librarys_copies_of_a_weight_are_dropped_where_they_are_kept(engine: Engine) -> None:
     context = single_process_context(dtype=torch.bfloat16)
-    layer: Any = layers(engine, context, fp8="current").row_linear(32, 32, bias=False, init=INIT)
+    layer: Any = layers(engine, context, fp8="current").row_linear(LinearSpec(32, 32, INIT, bias=False))
     kept = layer.module._fp8_workspaces
     quantized = QuantizedWeight(context.gradients, layer.module)
     context.gradients.start_step(2, lambda _: None)

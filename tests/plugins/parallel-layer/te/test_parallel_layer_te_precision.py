@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from megatron_run.config.request import Request
-from megatron_run.contracts import Init, LinearPart
+from megatron_run.contracts import Init, LinearPart, LinearSpec
 from megatron_run.errors import InputError, PluginError, Problems
 from megatron_run.planning import resolve
 from megatron_run_engine.nn.parallel import Split
@@ -31,7 +31,7 @@ def precision(fp8: Any, split: Split = ALONE, **train: Any) -> Precision:
 
 
 def column(layers: EngineLayers, inputs: int = 32, outputs: int = 32) -> nn.Module:
-    return layers.column_linear(inputs, (LinearPart("up", outputs),), bias=True, init=INIT)
+    return layers.column_linear(LinearSpec(inputs, (LinearPart("up", outputs),), INIT, bias=True))
 
 
 @pytest.mark.parametrize(
@@ -183,7 +183,7 @@ def test_a_side_of_a_matrix_that_fp8_cannot_take_is_refused_with_the_arithmetic(
     with pytest.raises(InputError, match=f"{size} output features of a rank do not fit"):
         column(layers, 128, size)
     with pytest.raises(InputError, match=f"{size} input features of a rank do not fit"):
-        layers.row_linear(size, 128, bias=False, init=INIT)
+        layers.row_linear(LinearSpec(size, 128, INIT, bias=False))
 
 
 def test_tokens_that_fp8_cannot_take_are_refused_with_the_arithmetic() -> None:

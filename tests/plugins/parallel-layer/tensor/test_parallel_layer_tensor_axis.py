@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from megatron_run.contracts import Init, LinearPart, ParallelLayers
+from megatron_run.contracts import Init, LinearPart, LinearSpec, ParallelLayers
 from megatron_run.contracts.topology import Sizes, Topology
 from megatron_run.errors import InputError
 from megatron_run_engine.builtin.parallel_layer.dense import DenseLayers
@@ -30,8 +30,8 @@ class FeedForward(nn.Module):
         super().__init__()
         init = Init("normal", 0.5)
         norm = layers.norm("layernorm", 8)
-        self.up = layers.column_linear(8, (LinearPart("up", 12),), bias=True, init=init, norm=norm)
-        self.down = layers.row_linear(12, 8, bias=True, init=init)
+        self.up = layers.column_linear(LinearSpec(8, (LinearPart("up", 12),), init, bias=True), norm)
+        self.down = layers.row_linear(LinearSpec(12, 8, init, bias=True))
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.down(F.gelu(self.up(x)))

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_run.contracts import Init, LinearPart
+from megatron_run.contracts import Init, LinearPart, LinearSpec
 from megatron_run.contracts.topology import Topology
 from megatron_run_engine.runtime.comm import Groups
 from megatron_run_testing.build_contexts import example_microbatch, prepare
@@ -237,7 +237,7 @@ def column_events(topology: Topology, groups: Groups, sequence: bool, overlap: b
     events: list[str] = []
     context = gpt_context(topology, groups, {}, sequence=sequence)
     parts, init = (LinearPart("up", 12),), Init("normal", 0.5)
-    layer: Any = tensor_layers(context, overlap=overlap).column_linear(8, parts, bias=True, init=init)
+    layer: Any = tensor_layers(context, overlap=overlap).column_linear(LinearSpec(8, parts, init, bias=True))
     prepare(context, [layer])
     y = layer(torch.randn(8, 2, 8, dtype=torch.float64).requires_grad_())
     watched = {name: watching(name, events) for name in COLLECTIVES if hasattr(dist, name)}

@@ -81,6 +81,7 @@ def checked(
     return main(["plugins", "check", target]), " ".join(capsys.readouterr().out.split())
 
 
+@pytest.mark.nightly  # as that of a wrong file does
 def test_plugins_check_starts_the_ranks_that_it_needs(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

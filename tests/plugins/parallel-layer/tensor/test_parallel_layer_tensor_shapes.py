@@ -19,7 +19,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "gpt2": {},
     "llama": {
         "position": "rope",
-        "norm": "rmsnorm",
+        "norm.kind": "rmsnorm",
         "activation": "swiglu",
         "ffn_size": 40,
         "bias": False,

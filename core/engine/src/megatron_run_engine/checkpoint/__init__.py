@@ -5,5 +5,32 @@ A save: every rank writes its shards (``shard_file``), then rank 0 writes the ma
 a step holds adapters alone (``adapted``). What travels beside the steps: ``kept_files``.
 ``training.state`` lists every refusal of a checkpoint with the function that raises it.
 
-Imports: contracts, data, errors, files, runtime.
+Imports: contracts, data, errors, files, lazy, runtime.
 """
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from megatron_run.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from megatron_run_engine.checkpoint.boxes import Box as Box
+    from megatron_run_engine.checkpoint.boxes import cover_fault as cover_fault
+    from megatron_run_engine.checkpoint.files import FileSystem as FileSystem
+    from megatron_run_engine.checkpoint.files import followed as followed
+    from megatron_run_engine.checkpoint.files import read_whole as read_whole
+    from megatron_run_engine.checkpoint.files import reading as reading
+    from megatron_run_engine.checkpoint.reader import TensorFile as TensorFile
+    from megatron_run_engine.checkpoint.shard_file import Entry as Entry
+    from megatron_run_engine.checkpoint.shard_file import write_tensors as write_tensors
+
+__getattr__, __dir__ = lazy_names(
+    __name__,
+    {
+        "megatron_run_engine.checkpoint.boxes": ("Box", "cover_fault"),
+        "megatron_run_engine.checkpoint.files": ("FileSystem", "followed", "read_whole", "reading"),
+        "megatron_run_engine.checkpoint.reader": ("TensorFile",),
+        "megatron_run_engine.checkpoint.shard_file": ("Entry", "write_tensors"),
+    },
+)

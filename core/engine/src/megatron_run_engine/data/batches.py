@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
 
+from megatron_run.contracts.data import Dataset
 from megatron_run.errors import DataError
 
 if TYPE_CHECKING:
@@ -15,8 +16,6 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
     from torch import Tensor
-
-    from megatron_run.contracts.data import Dataset
 
 
 @lru_cache(maxsize=4)  # train and validation each read one epoch, and two where a batch crosses into the next
@@ -35,15 +34,21 @@ def sample_index(length: int, seed: int, position: int) -> int:
     return int(epoch_order(length, seed, epoch)[offset])
 
 
-def sample_at(dataset: Dataset, seed: int, position: int) -> int:
-    """Return the index of the sample at ``position`` of the run: itself if ``dataset.in_order`` is true."""
-    return position if getattr(dataset, "in_order", False) else sample_index(len(dataset), seed, position)
+class RunSamples(Dataset, Protocol):
+    """The samples of a run: those of data with an order of its own are ``in_order`` and read by ascending index."""
+
+    in_order: bool
+
+
+def sample_at(dataset: RunSamples, seed: int, position: int) -> int:
+    """Return the index of the sample at ``position`` of the run: itself if they are in order."""
+    return position if dataset.in_order else sample_index(len(dataset), seed, position)
 
 
 class SampleStream:
     """An endless stream over a dataset, read by position. ``seed`` shuffles every epoch of data without an order."""
 
-    def __init__(self, dataset: Dataset, seed: int) -> None:
+    def __init__(self, dataset: RunSamples, seed: int) -> None:
         self._dataset, self._seed = dataset, seed
 
     def fields(self, positions: Iterable[int], names: Sequence[str], device: torch.device) -> dict[str, Tensor]:

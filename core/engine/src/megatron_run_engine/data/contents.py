@@ -18,7 +18,7 @@ import xxhash
 
 from megatron_run.errors import DataError
 from megatron_run.files.foreign_file import open_file, read_file
-from megatron_run_engine.data.user_cache import YOUNG, cached, keep
+from megatron_run.files.user_cache import YOUNG, cached, keep
 
 #: Bytes up to which a file is read whole, in seconds to minutes. Of a larger one as much is read, evenly spread.
 WHOLE = 64 << 30

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from unicodedata import category, name, normalize
 
 #: Words of an n-gram.
-SIZE = 8
+NGRAM_WORDS = 8
 _WORD = re.compile(r"[^\W_]+")
 #: How Unicode names the characters of scripts that put no space between words. A letter of them is a word.
 _UNSPACED = (
@@ -31,7 +31,7 @@ class Overlap(NamedTuple):
         return self.found / self.total if self.total else 0.0
 
 
-def overlap(test: Iterable[str], train: Iterable[str], size: int = SIZE) -> Overlap:
+def overlap(test: Iterable[str], train: Iterable[str], size: int = NGRAM_WORDS) -> Overlap:
     """Count the n-grams of the documents ``test`` that occur in a document of ``train``.
 
     Layout and punctuation make no difference (:func:`words`). Memory grows with the test set only; the count is exact.

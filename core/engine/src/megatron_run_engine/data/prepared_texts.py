@@ -44,7 +44,7 @@ class PreparedTextOptions(BaseModel):
     )
 
 
-def check_config(config: Config, options: PreparedTextOptions) -> Iterator[str]:  # noqa: ARG001  # the contract's
+def check_prepared_texts(config: Config, options: PreparedTextOptions) -> Iterator[str]:  # noqa: ARG001  # the contract's
     """A notice where nothing is kept for validation."""
     return validation_notice(options.split)
 
@@ -65,8 +65,6 @@ class DrawnSamples(ABC):
 
 class Epochs:
     """The samples of ``drawn`` in the order of a run, without end: each epoch shuffles them and draws anew."""
-
-    in_order = True
 
     def __init__(self, drawn: DrawnSamples, seed: int) -> None:
         self._drawn, self._seed = drawn, seed

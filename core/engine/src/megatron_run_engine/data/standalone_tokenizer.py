@@ -7,6 +7,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+from megatron_run.files.user_cache import keep, user_cache
 from megatron_run_engine.data.sentencepiece_tokenizer import SentencePieceTokenizer
 from megatron_run_engine.data.tokenizer import (
     END_OF_DOCUMENT,
@@ -18,7 +19,6 @@ from megatron_run_engine.data.tokenizer_files import SENTENCEPIECE, find_file, f
 from megatron_run_engine.data.tokenizer_folder import FolderTokenizer
 from megatron_run_engine.data.tokenizer_folder.folder_files import read_tokenizer_file, template_beside
 from megatron_run_engine.data.tokenizer_folder.record import CHAT_TEMPLATE, TOKENIZER, TOKENIZER_CONFIG
-from megatron_run_engine.data.user_cache import keep, user_cache
 
 #: The names under which a tokenizer is kept, by its form.
 SENTENCEPIECE_MODEL = f"tokenizer{SENTENCEPIECE}"

@@ -35,9 +35,9 @@ from megatron_run.errors import DataError
 from megatron_run.errors.wording import plural
 from megatron_run.files.foreign_file import open_file, read_file
 from megatron_run.files.publishing import publishing
+from megatron_run.files.user_cache import YOUNG, locked, user_cache
 from megatron_run_engine.data.documents import Document, Shares, split_streams, token_type
 from megatron_run_engine.data.option_types import SPLITS
-from megatron_run_engine.data.user_cache import YOUNG, locked, user_cache
 from megatron_run_engine.data.user_files import unreadable
 
 if TYPE_CHECKING:

@@ -10,8 +10,8 @@ import numpy as np
 import xxhash
 
 from megatron_run.errors import DataError
+from megatron_run.files.user_cache import YOUNG, locked, user_cache
 from megatron_run_engine.data.indexed_files import tokens_path
-from megatron_run_engine.data.user_cache import YOUNG, locked, user_cache
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

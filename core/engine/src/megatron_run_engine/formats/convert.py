@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from megatron_run import __version__
+from megatron_run.config.values import flat, nested
 from megatron_run.config.yaml import yaml_text
 from megatron_run.contracts.format import ADAPTERS, ReadTensor, Weights
 from megatron_run.contracts.optimizer import MASTER, StatePiece
@@ -163,14 +164,14 @@ PART = 2 << 30
 _MASTERS = (torch.float32, torch.bfloat16, torch.float16)
 #: Values that are looked through at once.
 _BLOCK = 1 << 20
-_MODEL, _WORD = "model.", "embedding.word.weight"
+_WORD = "embedding.word.weight"
 
 
 def read_step(checkpoints: Checkpoints, step: int) -> Weights:
     """A saved step. Every byte is compared with its SHA-256 first. Raises :class:`CheckpointError`."""
     manifest = checkpoints.verify(step)
     reader, identity = open_step(checkpoints, step, manifest), manifest.about.identity
-    config = {key.removeprefix(_MODEL): value for key, value in identity.items() if key.startswith(_MODEL)}
+    config = nested(identity).get("model", {})
     config["use"] = plain_name(str(config.get("use", "")))
     if config.get("vocab_size") is None and _WORD in reader.shapes():
         config["vocab_size"] = reader.shapes()[_WORD][0]
@@ -349,7 +350,7 @@ def _sections(weights: Weights) -> dict[str, dict[str, Any]]:
 
 
 def _identity(weights: Weights) -> dict[str, Any]:
-    return {f"{section}.{key}": value for section, keys in _sections(weights).items() for key, value in keys.items()}
+    return flat(_sections(weights))
 
 
 def _config_text(weights: Weights, source: str, folder: Path, kept: TokenizerFiles | None) -> str:
@@ -357,7 +358,8 @@ def _config_text(weights: Weights, source: str, folder: Path, kept: TokenizerFil
     sections = {"run": {"init_from": str(folder.absolute())}, **_sections(weights)}
     if kept is not None:
         sections["data"] = {"use": "text", "tokenizer": str(folder.absolute() / kept.name)}
-    sections["model"] = {key: value for key, value in sections["model"].items() if key in {"use", *weights.config}}
+    given = {"use", *flat(weights.config)}
+    sections["model"] = nested({key: value for key, value in flat(sections["model"]).items() if key in given})
     return f"# Imported from {source.splitlines()[0]}\n{yaml_text({'version': 1, **sections})}"
 
 

@@ -80,7 +80,8 @@ def gpt_options(weights: Weights, model: str = _GPT) -> GptOptions:
     try:
         options = options_class(model).model_validate(given)
     except ValidationError as error:
-        reasons = [f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors(include_url=False)]
+        found = error.errors(include_url=False)
+        reasons = [": ".join(filter(None, (".".join(map(str, each["loc"])), each["msg"]))) for each in found]
         raise InputError(f"model={model} cannot represent this model", why="; ".join(reasons)) from error
     if options.vocab_size is None:
         raise InputError("the size of the model's vocabulary is unknown")
@@ -106,7 +107,8 @@ def logical_shapes(
     The model itself says it: built with dense layers on the meta device, it takes no memory for values, but time for
     each layer. Raises :class:`CheckpointError` for more layers or experts than the files that are imported can hold.
     """
-    for count, most, what in ((options.num_layers, most_layers, "layers"), (options.experts, most_experts, "experts")):
+    layers, experts = options.num_layers, options.experts.count
+    for count, most, what in ((layers, most_layers, "layers"), (experts, most_experts, "experts")):
         if count > most:
             raise CheckpointError(f"the model is said to have {count} {what}", why=f"its files hold at most {most:g}")
     longest = longest_sequence(options, sequence_length) if options.position == "learned" else 1

@@ -2,10 +2,10 @@
 
 Importing this package is instant, because the sidecar of each rank imports it: public names are loaded when first
 used, torch by the ranks, or by ``launch`` when it resolves the run. Reading order: ``api`` (where ranks come from),
-``local``, ``fork_server`` and ``rank`` (how one starts), ``worker`` (its work), ``rank_output`` (where its words go),
-``failures`` (how its failure reaches the user), ``watchdog`` (how a hang is noticed).
+``rank`` (the job), ``local`` and ``fork_server`` (how it starts), ``worker`` (a rank's work), ``rank_output`` (where
+its words go), ``failures`` (how its failure reaches the user), ``watchdog`` (how a hang is noticed).
 
-Imports: checkpoint, config, contracts, data, errors, files, lazy, planning, registry, run_folder, runtime,
+Imports: checkpoint, config, contracts, errors, estimate, files, host, lazy, planning, registry, run_folder, runtime,
 signal_bell, training.
 """
 
@@ -16,20 +16,21 @@ from typing import TYPE_CHECKING
 from megatron_run.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from megatron_run_engine.launch.api import FailedRunError, LaunchOptions, launch, run_task, train
+    from megatron_run_engine.host.environments import LaunchMode
+    from megatron_run_engine.launch.api import FailedRunError, launch, run_task, train
+    from megatron_run_engine.launch.options import LaunchOptions
     from megatron_run_engine.launch.rank import Task
     from megatron_run_engine.launch.results import RunResult
-    from megatron_run_engine.training.environments import LaunchMode
 
 __all__ = ["FailedRunError", "LaunchMode", "LaunchOptions", "RunResult", "Task", "launch", "run_task", "train"]
 
-_API = "megatron_run_engine.launch.api"
 __getattr__, __dir__ = lazy_names(
     __name__,
     {
-        **dict.fromkeys(("FailedRunError", "LaunchOptions", "launch", "run_task", "train"), _API),
-        "LaunchMode": "megatron_run_engine.training.environments",
-        "RunResult": "megatron_run_engine.launch.results",
-        "Task": "megatron_run_engine.launch.rank",
+        "megatron_run_engine.host.environments": ("LaunchMode",),
+        "megatron_run_engine.launch.api": ("FailedRunError", "launch", "run_task", "train"),
+        "megatron_run_engine.launch.options": ("LaunchOptions",),
+        "megatron_run_engine.launch.rank": ("Task",),
+        "megatron_run_engine.launch.results": ("RunResult",),
     },
 )

@@ -9,13 +9,22 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_run.config.request import Request
 from megatron_run.errors import CheckpointError, ExitCode, InputError, RunError
+from megatron_run_engine.host.environments import LaunchMode, find_world
+from megatron_run_engine.host.process import (
+    assign_device,
+    borrowed_process,
+    check_local_devices,
+    forks_ranks,
+    kept_settings,
+)
+from megatron_run_engine.host.rank_environment import threads_per_rank
 from megatron_run_engine.launch.failures import (
     Restarts,
     exit_code,
@@ -26,24 +35,15 @@ from megatron_run_engine.launch.failures import (
     resumed,
     without_logs,
 )
-from megatron_run_engine.launch.rank_output import flush_output, terminal_environment, terminal_writer, untold
+from megatron_run_engine.launch.options import LaunchOptions
+from megatron_run_engine.launch.rank_output import flush_output, terminal_environment, terminal_writer
 from megatron_run_engine.launch.results import RunResult
 from megatron_run_engine.runtime.cuda_libraries import environment_kept
 from megatron_run_engine.runtime.world import World
-from megatron_run_engine.training.environments import LaunchMode, find_world
-from megatron_run_engine.training.process import (
-    assign_device,
-    borrowed_process,
-    check_local_devices,
-    forks_ranks,
-    kept_settings,
-)
-from megatron_run_engine.training.rank_environment import threads_per_rank
 
 if TYPE_CHECKING:
     from megatron_run.planning import ResolvedRun
-    from megatron_run_engine.launch.local import LocalPlan
-    from megatron_run_engine.launch.rank import Task
+    from megatron_run_engine.launch.rank import Job, Task
     from megatron_run_engine.launch.rendezvous import ResolveRun
     from megatron_run_engine.run_folder import OpenedFolder, RunFolder
 
@@ -52,22 +52,6 @@ _RESTARTING = {
     "torchrun": "write torchrun --max-restarts N before -m megatron_run_cli",
     "slurm": "submit the job with --requeue",
 }
-
-
-@dataclass(frozen=True)
-class LaunchOptions:
-    """How a run is started, apart from what is trained.
-
-    ``arguments`` are remembered in the run folder; ``quiet`` shows nothing of rank 0; ``debug`` keeps tracebacks of
-    documented errors too; ``tell`` shows a line of the launcher to the user. Local ranks are started again at most
-    ``max_restarts`` times.
-    """
-
-    arguments: Sequence[str] = ()
-    quiet: bool = False
-    debug: bool = False
-    max_restarts: int = 0
-    tell: Callable[[str], None] = print
 
 
 class FailedRunError(RunError):
@@ -192,7 +176,7 @@ def _checked(run: ResolvedRun) -> ResolvedRun:
     train = run.config.train
     named = isinstance(train.recompute, tuple) or isinstance(train.offload, tuple)
     if divides or named or run.one("graph-capture").name != "none":
-        from megatron_run_engine.training.memory_estimate import model_size
+        from megatron_run_engine.estimate.model_size import model_size
 
         try:
             model_size(run)
@@ -256,7 +240,7 @@ def _start_local(run: ResolvedRun, request: Request, options: LaunchOptions) -> 
 
     request = pinned(request, run)
     fork = forks_ranks(run.config.run.start_method, check_local_devices(run))
-    for notice in untold(run.notices):
+    for notice in run.notices:
         options.tell(notice)
     restarts, typed = Restarts(options.max_restarts), run
     result = _attempt(run, request, options, typed, fork=fork)
@@ -280,9 +264,10 @@ def _attempt(
     with opened.lock:
         if opened.finished:
             return _already_finished(opened, options.tell)
-        plan = _local_plan(run, request, opened.folder, options, fork=fork)
+        job = _job(run, request, opened.folder, options, fork=fork)
+        job = job if options.quiet else replace(job, shown=terminal_environment())
         try:
-            result = run_local(plan if options.quiet else replace(plan, shown_environment=terminal_environment()))
+            result = run_local(job, options.tell, None if options.quiet else terminal_writer())
             if result.code == ExitCode.SIGINT:
                 result = replace(result, message=interrupted(result.message, result.folder, typed))
         except BaseException as error:
@@ -296,30 +281,12 @@ def _attempt(
     return result
 
 
-def _local_plan(
-    run: ResolvedRun,
-    request: Request,
-    folder: RunFolder,
-    options: LaunchOptions,
-    *,
-    fork: bool,
-    task: Task | None = None,
-) -> LocalPlan:
-    from megatron_run_engine.launch.local import LocalPlan
+def _job(run: ResolvedRun, request: Request, folder: RunFolder, options: LaunchOptions, *, fork: bool) -> Job:
+    from megatron_run_engine.launch.rank import Job
 
-    return LocalPlan(
-        request=request,
-        folder=folder,
-        size=run.sizes.world,
-        threads=threads_per_rank(run.config.run.threads, run.sizes.world),
-        environment=os.environ,
-        show=None if options.quiet else terminal_writer(),
-        tell=options.tell,
-        debug=options.debug,
-        timeout=run.config.run.timeout,
-        fork=fork,
-        task=task,
-    )
+    size, asked = run.sizes.world, run.config.run
+    threads = threads_per_rank(asked.threads, size)
+    return Job(request, folder.path, folder.attempt, size, threads, fork, options.debug, asked.timeout)
 
 
 def run_task(run: ResolvedRun, request: Request, task: Task, options: LaunchOptions) -> RunResult:
@@ -341,7 +308,8 @@ def run_task(run: ResolvedRun, request: Request, task: Task, options: LaunchOpti
     with tempfile.TemporaryDirectory(prefix="megatron-run-task-") as scratch:
         folder = RunFolder(Path(scratch), 1)
         folder.logs.mkdir(parents=True)
-        result = run_local(_local_plan(run, request, folder, options, fork=fork, task=task))
+        job = replace(_job(run, request, folder, options, fork=fork), task=task)
+        result = run_local(job, options.tell, None if options.quiet else terminal_writer())
         if result.code == ExitCode.SIGINT:
             raise KeyboardInterrupt
         if result.code:
@@ -368,9 +336,7 @@ def _join(resolve_run: ResolveRun, world: World, options: LaunchOptions) -> RunR
     from megatron_run_engine.run_folder import REFUSALS
 
     with _kept_descriptors(1, 2), kept_settings():
-        worker = RankWorker(
-            resolve_run, world, options.tell, arguments=options.arguments, quiet=options.quiet, debug=options.debug
-        )
+        worker = RankWorker(resolve_run, world, options)
         result = worker.run()
     folder, message = worker.folder, result.message
     if message and folder is not None and world.rank > 0:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import ctypes
 import gc
-import json
 import os
 import signal
 import socket
@@ -29,7 +28,7 @@ from typing import TYPE_CHECKING, NoReturn
 from megatron_run.errors import ExitCode
 from megatron_run_engine.launch.rank import RANK_PROGRAM, Job, failed_start, main
 from megatron_run_engine.launch.rank_output import flush_output, redirect_output
-from megatron_run_engine.launch.start import RankProcess, RankStart, SpawnedRank, spawn
+from megatron_run_engine.launch.start import RankProcess, SpawnedRank, spawn
 
 if TYPE_CHECKING:
     from megatron_run.planning import ResolvedRun
@@ -46,22 +45,18 @@ _DEATH_SIGNAL = 1
 
 
 @contextmanager
-def forked_ranks(
-    job: Path, lifeline: int, environment: Mapping[str, str], starts: Sequence[RankStart]
-) -> Iterator[Sequence[RankProcess]]:
-    """One process for each of ``starts``, forked once a server has imported all. None is left when the block ends.
+def forked_ranks(path: Path, job: Job, environment: Mapping[str, str]) -> Iterator[Sequence[RankProcess]]:
+    """One process for each rank of ``job``, which lies at ``path``, forked once a server has imported all.
 
-    What the server itself prints, such as the warnings of an import, is in the first log.
+    None is left when the block ends. What the server itself prints, as the warnings of an import, is in the first log.
     """
     ours, theirs = socket.socketpair()
     with ours:
         with theirs:
-            words = [*_PROGRAM, str(job), str(theirs.fileno()), str(os.getpid())]
-            process = spawn(words, environment, starts[0].log, (lifeline, theirs.fileno()))
-        server = _Server(process, ours, len(starts))
+            words = [*_PROGRAM, str(path), str(theirs.fileno()), str(os.getpid())]
+            process = spawn(words, environment, job.log(0), (job.lifeline, theirs.fileno()))
+        server = _Server(process, ours, job.size)
         try:
-            with suppress(BrokenPipeError):  # it has failed already, which is heard next
-                ours.sendall(_encode(starts))
             yield server.ranks
         finally:
             server.end()
@@ -142,35 +137,27 @@ class _Server:
             self.process.wait()
 
 
-def _encode(starts: Sequence[RankStart]) -> bytes:
-    return json.dumps([(dict(variables), str(log)) for variables, log in starts]).encode() + b"\n"
-
-
-def _decode(line: bytes) -> list[RankStart]:
-    return [RankStart(variables, Path(log)) for variables, log in json.loads(line)]
-
-
 # --- The server's side ---
 
 
-def serve(job: Path, control: socket.socket, launcher: int) -> int:
-    """Import, start the ranks, and report their ends until the process ``launcher`` has closed its end of ``control``.
+def serve(path: Path, control: socket.socket, launcher: int) -> int:
+    """Import, start the ranks of the job at ``path``, and report their ends.
 
-    Returns the exit status of this process, which is that of the ranks that it could not start.
+    That ends once the process ``launcher`` has closed its end of ``control``. Returns the exit status of this process,
+    which is that of the ranks that it could not start.
     """
     try:
-        _serve(job, control, launcher)
+        _serve(path, control, launcher)
     except Exception as error:
         return failed_start(error)
     return 0
 
 
-def _serve(job: Path, control: socket.socket, launcher: int) -> None:
-    with control.makefile("rb") as file:
-        starts = _decode(file.readline())
+def _serve(path: Path, control: socket.socket, launcher: int) -> None:
+    job = Job.read(path)
     gc.disable()  # little of what imports make becomes garbage, and looking for it takes a while
     with _ending_with(launcher):
-        run = preload(Job.read(job), len(starts))
+        run = preload(job)
     gc.freeze()  # the ranks do not write to the pages of what is here by looking for garbage in it
     gc.enable()
     wakeup, bell = socket.socketpair()
@@ -181,8 +168,8 @@ def _serve(job: Path, control: socket.socket, launcher: int) -> None:
     # A lock that another thread holds during a fork is never released.
     begin = partial(_fork, run) if can_fork() else _spawn
     processes = []
-    for rank, start in enumerate(starts):
-        processes.append(begin(job, start, (control, wakeup, bell)))
+    for rank in range(job.size):
+        processes.append(begin(path, job, rank, (control, wakeup, bell)))
         _tell(control, "started", rank, processes[rank])
     _report(control, wakeup, processes)
 
@@ -206,18 +193,18 @@ def _ending_with(launcher: int) -> Iterator[None]:
         call(_DEATH_SIGNAL, 0)
 
 
-def _fork(run: ResolvedRun | None, job: Path, start: RankStart, private: Sequence[socket.socket]) -> int:
+def _fork(run: ResolvedRun | None, path: Path, job: Job, rank: int, private: Sequence[socket.socket]) -> int:
     process = os.fork()
     if process == 0:
         for each in private:
             each.close()
-        become_rank(job, start, run)
+        become_rank(path, job, rank, run)
     return process
 
 
-def _spawn(job: Path, start: RankStart, _private: Sequence[socket.socket]) -> int:
-    environment = {**os.environ, **start.variables}
-    return spawn([*RANK_PROGRAM, str(job)], environment, start.log, (Job.read(job).lifeline,)).pid
+def _spawn(path: Path, job: Job, rank: int, _private: Sequence[socket.socket]) -> int:
+    environment = {**os.environ, **job.variables(rank)}
+    return spawn([*RANK_PROGRAM, str(path)], environment, job.log(rank), (job.lifeline,)).pid
 
 
 def _report(control: socket.socket, wakeup: socket.socket, processes: Sequence[int]) -> None:
@@ -239,8 +226,8 @@ def _report(control: socket.socket, wakeup: socket.socket, processes: Sequence[i
         os.waitpid(process, 0)
 
 
-def preload(job: Job, size: int) -> ResolvedRun | None:
-    """Import what every one of ``size`` ranks will, and resolve the run that all of them would resolve alike.
+def preload(job: Job) -> ResolvedRun | None:
+    """Import what every rank of ``job`` will, and resolve the run that all of them would resolve alike.
 
     None if something is wrong with it: each rank finds that by itself, and says so.
     """
@@ -249,7 +236,7 @@ def preload(job: Job, size: int) -> ResolvedRun | None:
     with suppress(Exception):
         from megatron_run_engine.launch import worker  # noqa: F401  # all that trains
 
-        run = job.resolve_run(size)
+        run = job.resolve_run()
         # torch's compiler is two seconds of imports: torch's optimizers import most of it when the first is made, and
         # its choice of deterministic kernels the rest.
         import torch._inductor  # noqa: F401
@@ -279,7 +266,7 @@ def can_fork() -> bool:
     return len(list(Path("/proc/self/task").iterdir())) == 1 and not torch.cuda.is_initialized()
 
 
-def become_rank(job: Path, start: RankStart, run: ResolvedRun | None = None) -> NoReturn:
+def become_rank(path: Path, job: Job, rank: int, run: ResolvedRun | None = None) -> NoReturn:
     """Be what ``python -m megatron_run_engine.launch.rank JOB`` would be, in a process that was just forked.
 
     It need not resolve the ``run`` that is given.
@@ -288,12 +275,12 @@ def become_rank(job: Path, start: RankStart, run: ResolvedRun | None = None) -> 
         os.setsid()  # a process group of its own, which is killed with all that the rank has started
         signal.set_wakeup_fd(-1)  # the bell is the server's: the rank has closed its copy
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        redirect_output(start.log)
-        os.environ.update(start.variables)
-        sys.argv[1:] = [str(job)]
+        redirect_output(job.log(rank))
+        os.environ.update(job.variables(rank))
+        sys.argv[1:] = [str(path)]
         if "numpy.random" in sys.modules:  # Python's own generator is seeded anew by a fork, and torch's by the run
             sys.modules["numpy.random"].seed()
-        status = main(job, run)
+        status = main(path, run)
     except BaseException as error:
         status = int(ExitCode.BUG)
         with suppress(ValueError):  # it may have closed its output

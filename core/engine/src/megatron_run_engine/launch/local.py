@@ -12,106 +12,86 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from math import inf
 from pathlib import Path
 
-from megatron_run.config.request import Request
 from megatron_run.errors import ExitCode, RankLostError
+from megatron_run_engine.host.rank_environment import available_cores, rank_environment
 from megatron_run_engine.launch.failures import describe, first_cause
 from megatron_run_engine.launch.fork_server import forked_ranks
-from megatron_run_engine.launch.rank import RANK_PROGRAM, Job, Task, page_path
+from megatron_run_engine.launch.rank import RANK_PROGRAM, Job, page_path
 from megatron_run_engine.launch.rank_output import Relay, count_warnings
 from megatron_run_engine.launch.results import RankResult, RunResult, has_reported
 from megatron_run_engine.launch.signals import AFTER_THE_STEP, SAVING, STARTING, caught_signals
-from megatron_run_engine.launch.start import RankProcess, RankStart, scratch_folder, spawned_ranks, starting
+from megatron_run_engine.launch.start import RankProcess, scratch_folder, spawned_ranks, starting
 from megatron_run_engine.launch.watchdog.monitor import Watchdog
 from megatron_run_engine.launch.watchdog.page import Page
 from megatron_run_engine.launch.watchdog.verdict import IN_ORDER
-from megatron_run_engine.run_folder import RunFolder, open_log
-from megatron_run_engine.training.rank_environment import available_cores, rank_environment
+from megatron_run_engine.run_folder import open_log
 
 #: Seconds that the other ranks get to end by themselves once one has failed: all are gone within 5.
 GRACE = 4.0
 _POLL = 0.02
 
 
-@dataclass(frozen=True)
-class LocalPlan:
-    """A job to start: ``size`` ranks of ``program`` with ``threads`` threads each.
+def run_local(
+    job: Job,
+    tell: Callable[[str], None],
+    show: Callable[[bytes], None] | None,
+    *,
+    program: Sequence[str] = RANK_PROGRAM,
+    environment: Mapping[str, str] | None = None,
+    grace: float = GRACE,
+) -> RunResult:
+    """Start the ranks, wait for them all, and return how the run ended. Signals are forwarded meanwhile.
 
-    With ``fork`` the ranks are forked from a process that has imported everything, and ``program`` is not used.
-    ``show`` gets what rank 0 prints, None for silence, and ``shown_environment`` is for rank 0 only, which then knows
-    that a terminal shows it; ``tell`` gets the launcher's own lines. A rank whose status page does not change for
-    ``timeout`` seconds hangs, unless it waits for another. Without a ``task`` the ranks train.
+    ``tell`` gets the launcher's own lines, and ``show`` what rank 0 prints, None for silence. Ranks that are not forked
+    run ``program``. Their environment is made from ``environment``, by default this process's.
     """
-
-    request: Request
-    folder: RunFolder
-    size: int
-    threads: int
-    environment: Mapping[str, str]
-    show: Callable[[bytes], None] | None
-    tell: Callable[[str], None]
-    shown_environment: Mapping[str, str] = field(default_factory=dict)
-    debug: bool = False
-    program: Sequence[str] = RANK_PROGRAM
-    fork: bool = False
-    grace: float = GRACE
-    timeout: float = inf
-    task: Task | None = None
-
-
-def run_local(plan: LocalPlan) -> RunResult:
-    """Start the ranks, wait for them all, and return how the run ended. Signals are forwarded meanwhile."""
     with ExitStack() as cleanup:
         signals = cleanup.enter_context(caught_signals(*AFTER_THE_STEP))  # until the scratch folder is gone
         with starting():
             scratch = cleanup.enter_context(scratch_folder())
-            ranks = _Ranks(plan, scratch)
-            cleanup.enter_context(ranks.started())
-            relay = Relay(plan.folder.log(0), plan.show, plan.tell) if plan.show is not None else None
+            ranks = _Ranks(job, scratch, tell, grace)
+            cleanup.enter_context(ranks.started(program, os.environ if environment is None else environment))
+            relay = Relay(job.log(0), show, tell) if show is not None else None
             if relay is not None:
                 relay.start()  # after the last start of a rank: forked ones would miss this thread
                 cleanup.callback(relay.finish)
         ranks.wait(signals)
         if relay is not None:
             relay.finish()
-        return _run_result(plan, ranks, signals)
+        return _run_result(job, ranks, signals, tell)
 
 
 class _Ranks:
     """The processes of the ranks and what became of them."""
 
-    def __init__(self, plan: LocalPlan, scratch: Path) -> None:
-        self._plan = plan
-        self._job = scratch / "job.json"
-        self._init_method = f"file://{scratch / 'rendezvous'}"
+    def __init__(self, job: Job, scratch: Path, tell: Callable[[str], None], grace: float) -> None:
+        self._job, self._tell, self._grace = job, tell, grace
+        self._path = scratch / "job.json"
         self._processes: Sequence[RankProcess] = ()
-        self._watchdog = Watchdog([page_path(self._job, rank) for rank in range(plan.size)], plan.timeout)
+        self._watchdog = Watchdog([page_path(self._path, rank) for rank in range(job.size)], job.timeout)
         self._order: dict[int, int] = {}  # rank -> how many had ended before it
         self._killed: set[int] = set()
         self._deserted: set[int] = set()
         self.verdict: RankLostError | None = None
 
     @contextmanager
-    def started(self) -> Iterator[None]:
+    def started(self, program: Sequence[str], environment: Mapping[str, str]) -> Iterator[None]:
         """Start every rank, and leave none behind. Descriptors 1 and 2 of a rank are its log."""
-        plan = self._plan
         # No process inherits the write end, so that the kernel closes it, and wakes the ranks, when this one dies.
         lifeline, ours = os.pipe()
         try:
-            folder = plan.folder
-            job = Job(plan.request, folder.path, folder.attempt, self._init_method, lifeline, plan.debug, plan.task)
-            job.write(self._job)
-            common = rank_environment(plan.environment, plan.threads, plan.size, available_cores())
-            starts = [RankStart(self._variables(rank), plan.folder.log(rank)) for rank in range(plan.size)]
-            for start in starts:
-                os.close(open_log(start.log))  # the relay opens it at once, and a rank that never came has an empty one
+            init_method = f"file://{self._path.with_name('rendezvous')}"
+            job = replace(self._job, init_method=init_method, lifeline=lifeline)
+            job.write(self._path)
+            common = rank_environment(environment, job.threads, job.size, available_cores())
+            for rank in range(job.size):  # the relay opens a log at once, and a rank that never came has an empty one
+                os.close(open_log(job.log(rank)))
             with (
-                forked_ranks(self._job, lifeline, common, starts)
-                if plan.fork
-                else spawned_ranks(plan.program, self._job, lifeline, common, starts)
+                forked_ranks(self._path, job, common) if job.fork else spawned_ranks(program, self._path, job, common)
             ) as self._processes:
                 try:
                     yield
@@ -120,13 +100,6 @@ class _Ranks:
         finally:
             os.close(ours)
             os.close(lifeline)
-
-    def _variables(self, rank: int) -> dict[str, str]:
-        size = self._plan.size
-        place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
-        return {name: str(value) for name, value in place.items()} | (
-            dict(self._plan.shown_environment) if rank == 0 else {}
-        )
 
     def wait(self, signals: Sequence[int]) -> None:
         """Return once every rank has ended, by itself or killed.
@@ -139,8 +112,8 @@ class _Ranks:
             if len(signals) > forwarded:
                 number, forwarded = signals[forwarded], forwarded + 1
                 if forwarded == 1:
-                    if number == signal.SIGINT and self._plan.task is None:  # a task ends at once, and saves nothing
-                        self._plan.tell(SAVING if self._begun else STARTING)
+                    if number == signal.SIGINT and self._job.task is None:  # a task ends at once, and saves nothing
+                        self._tell(SAVING if self._begun else STARTING)
                     for process in self._running():
                         process.send_signal(number)
                 else:
@@ -149,7 +122,7 @@ class _Ranks:
             elif deadline == inf and (
                 self._deserted or any(process.returncode not in (None, *IN_ORDER) for process in self._processes)
             ):
-                deadline = time.monotonic() + self._plan.grace
+                deadline = time.monotonic() + self._grace
             elif deadline == inf:
                 self.verdict = self._watchdog.look(ended=self._order)
                 if self.verdict is not None:
@@ -164,7 +137,7 @@ class _Ranks:
             if rank not in self._order and process.poll() is not None:
                 self._order[rank] = len(self._order)
                 process.kill_group()
-                if process.returncode == 0 and self._watchdog.page(rank) and not has_reported(self._job, rank):
+                if process.returncode == 0 and self._watchdog.page(rank) and not has_reported(self._path, rank):
                     self._deserted.add(rank)
         return bool(self._running())
 
@@ -184,11 +157,11 @@ class _Ranks:
         pages = self._pages()
         return [
             replace(
-                RankResult.read(self._job, rank, process.wait()),
+                RankResult.read(self._path, rank, process.wait()),
                 order=self._order.get(rank, len(self._order)),
                 killed=rank in self._killed,
                 deserted=rank in self._deserted,
-                log=self._plan.folder.log(rank),
+                log=self._job.log(rank),
                 place=page.place if page is not None else "",
             )
             for rank, (process, page) in enumerate(zip(self._processes, pages, strict=True))
@@ -208,17 +181,17 @@ class _Ranks:
         return [self._watchdog.page(rank) for rank in range(len(self._processes))]
 
 
-def _run_result(plan: LocalPlan, ranks: _Ranks, signals: Sequence[int]) -> RunResult:
+def _run_result(job: Job, ranks: _Ranks, signals: Sequence[int], tell: Callable[[str], None]) -> RunResult:
     """How the run ended: by the watchdog's verdict, well, by a signal, or by the rank that failed first."""
     results = ranks.results()
     cause = first_cause(results)
-    _tell_warnings(plan, results)
+    _tell_warnings(results, tell)
 
     def ended(code: ExitCode, message: str = "") -> RunResult:
-        return RunResult(code, plan.folder.path, message, ranks.steps)
+        return RunResult(code, job.folder, message, ranks.steps)
 
     if ranks.verdict is not None:
-        log = plan.folder.log(ranks.verdict.rank or 0)
+        log = job.log(ranks.verdict.rank or 0)
         return ended(ranks.verdict.exit_code, f"{ranks.verdict} (log: {log})")
     if cause is None:
         return ended(ExitCode.DONE)
@@ -236,11 +209,11 @@ def _run_result(plan: LocalPlan, ranks: _Ranks, signals: Sequence[int]) -> RunRe
     return ended(cause.code, describe(cause, results))
 
 
-def _tell_warnings(plan: LocalPlan, results: Sequence[RankResult]) -> None:
+def _tell_warnings(results: Sequence[RankResult], tell: Callable[[str], None]) -> None:
     """Count the warnings of the ranks that are not shown, and quote the first."""
     found = [(result, *count_warnings(result.log)) for result in results[1:]]
     total = sum(count for _, count, _ in found)
     if total:
         result, _, text = next(each for each in found if each[1])
         count = f"{total} warning{'s' if total > 1 else ''} of other ranks"
-        plan.tell(f"{count}, the first on rank {result.rank}: {text} (log: {result.log})")
+        tell(f"{count}, the first on rank {result.rank}: {text} (log: {result.log})")

@@ -15,13 +15,16 @@ import traceback
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from importlib import import_module
+from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_run.config.request import Request
 from megatron_run.errors import ExitCode
 from megatron_run.errors.machine_limits import system_limit
+from megatron_run_engine.launch.options import LaunchOptions
 from megatron_run_engine.launch.rank_output import flush_output
+from megatron_run_engine.run_folder.folder import RunFolder
 
 if TYPE_CHECKING:
     from megatron_run.contracts.activity import Activity
@@ -56,27 +59,46 @@ class Task:
 
 @dataclass(frozen=True)
 class Job:
-    """The knowledge that a rank needs and does not find in its environment.
+    """The work of ``size`` ranks of this host, as their launcher starts it and each of them reads it.
 
-    ``request`` is what the user typed; ``folder``, ``attempt`` the run folder opened by the launcher; ``init_method``
-    the address of the rendezvous; ``lifeline`` a file descriptor that reads end-of-file when the launcher is gone.
-    Without a ``task`` it is a training.
+    ``request`` is what the user typed; ``folder``, ``attempt`` the run folder opened by the launcher. A rank has
+    ``threads`` threads, and ``debug`` keeps its tracebacks. With ``fork`` the ranks are forked from a process that has
+    imported everything. ``shown`` are variables of rank 0, by which it knows that a terminal shows it. A rank whose
+    status page does not change for ``timeout`` seconds hangs, unless it waits for another. Without a ``task`` it is a
+    training.
+
+    Once it is started, ``init_method`` is the address of the rendezvous, and ``lifeline`` a file descriptor that reads
+    end-of-file when the launcher is gone.
     """
 
     request: Request
     folder: Path
     attempt: int
-    init_method: str
-    lifeline: int
+    size: int
+    threads: int = 1
+    fork: bool = False
     debug: bool = False
+    timeout: float = inf
+    shown: Mapping[str, str] = field(default_factory=dict)
     task: Task | None = None
+    init_method: str = ""
+    lifeline: int = -1
 
-    def resolve_run(self, size: int) -> ResolvedRun:
-        """The run of ``size`` ranks, the same on every rank. Raises what is wrong with it."""
+    def resolve_run(self) -> ResolvedRun:
+        """The run, the same on every rank. Raises what is wrong with it."""
         from megatron_run.planning import resolve
 
         make = resolve if self.task is None else self.task.resolve_run
-        return make(replace(self.request, nproc=size))
+        return make(replace(self.request, nproc=self.size))
+
+    def log(self, rank: int) -> Path:
+        """The file of descriptors 1 and 2 of ``rank``."""
+        return RunFolder(self.folder, self.attempt).log(rank)
+
+    def variables(self, rank: int) -> dict[str, str]:
+        """The variables of ``rank`` besides those of all ranks: torchrun's, and for rank 0 those of the terminal."""
+        place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": self.size, "LOCAL_WORLD_SIZE": self.size}
+        return {name: str(value) for name, value in place.items()} | (dict(self.shown) if rank == 0 else {})
 
     def write(self, path: Path) -> None:
         """Write the job where a rank will :meth:`read` it."""
@@ -106,18 +128,17 @@ def main(path: Path, run: ResolvedRun | None = None) -> int:
     job = Job.read(path)
     hold_lifeline(job.lifeline)
 
+    from megatron_run_engine.host.environments import local_world
     from megatron_run_engine.launch.worker import RankWorker
-    from megatron_run_engine.run_folder import RunFolder
-    from megatron_run_engine.training.environments import local_world
 
     world = local_world(os.environ, job.init_method)
     folder = RunFolder(job.folder, job.attempt, world.rank)
     page, work = page_path(path, world.rank), None if job.task is None else job.task.work
 
     def make(_latest: Mapping[str, str]) -> ResolvedRun:  # the request of the job has it
-        return job.resolve_run(world.size) if run is None else run
+        return job.resolve_run() if run is None else run
 
-    result = RankWorker(make, world, print, folder=folder, page=page, debug=job.debug, work=work).run()
+    result = RankWorker(make, world, LaunchOptions(debug=job.debug), folder=folder, page=page, work=work).run()
     result.write(path)  # also of one that ended well: a plugin may have called os._exit(0)
     return result.status
 

@@ -1,7 +1,4 @@
-"""The output of a rank: its way to the log, a local rank 0's from there to the terminal, and what the launcher reads.
-
-Notices about an environment are told once in it; each leaves an empty file in the user's cache.
-"""
+"""The output of a rank: its way to the log, from that of rank 0 to the terminal, and what the launcher reads of it."""
 
 from __future__ import annotations
 
@@ -13,13 +10,10 @@ from codecs import getincrementaldecoder
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from functools import partial
-from hashlib import sha256
 from io import RawIOBase
 from pathlib import Path
 from typing import Any, TextIO, cast
 
-from megatron_run.planning.choosing import EnvironmentNotice
-from megatron_run_engine.data.user_cache import user_cache
 from megatron_run_engine.run_folder.folder import open_log
 
 #: Seconds between two looks at rank 0's log: a progress bar moves ten times a second at most.
@@ -196,21 +190,3 @@ def count_warnings(log: Path) -> tuple[int, str]:
     except OSError:
         return 0, ""
     return len(found), found[0] if found else ""
-
-
-def untold(notices: Iterable[str]) -> Iterator[str]:
-    """``notices`` without those about this environment that were told before; those that remain count as told."""
-    for notice in notices:
-        if not isinstance(notice, EnvironmentNotice) or _first_time(notice):
-            yield notice
-
-
-def _first_time(notice: str) -> bool:
-    """Whether ``notice`` was not told yet in this environment; where nothing can be written it never was."""
-    try:
-        (user_cache("told") / sha256(f"{sys.prefix} {notice}".encode()).hexdigest()[:16]).touch(exist_ok=False)
-    except FileExistsError:
-        return False
-    except OSError:  # a home that cannot be written, or none
-        return True
-    return True

@@ -1,4 +1,4 @@
-"""The processes of local ranks: what one is started with, what the launcher does with it, and how each starts anew.
+"""The processes of local ranks: what the launcher does with one, and how each starts anew.
 
 ``fork_server`` is the faster way, by which they share one import.
 """
@@ -15,19 +15,15 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from megatron_run.errors import InputError
 from megatron_run.errors.machine_limits import system_limit
 from megatron_run.files.safe_folder import SafeFolder
 from megatron_run_engine.run_folder.folder import open_log
 
-
-class RankStart(NamedTuple):
-    """The own things of one rank: variables besides those of all ranks, and the log for its descriptors 1 and 2."""
-
-    variables: Mapping[str, str]
-    log: Path
+if TYPE_CHECKING:
+    from megatron_run_engine.launch.rank import Job
 
 
 class RankProcess(Protocol):
@@ -120,21 +116,22 @@ def _guard() -> Iterator[Callable[[int], None]]:
 
 @contextmanager
 def spawned_ranks(
-    program: Sequence[str], job: Path, lifeline: int, environment: Mapping[str, str], starts: Sequence[RankStart]
+    program: Sequence[str], path: Path, job: Job, environment: Mapping[str, str]
 ) -> Iterator[Sequence[RankProcess]]:
-    """One process of ``program`` for each of ``starts``. None is left running when the block ends."""
+    """One process of ``program`` for each rank of ``job``, which lies at ``path``. None runs when the block ends."""
     ranks: list[SpawnedRank] = []
     with _guard() as tell:
         try:
-            for variables, log in starts:
-                ranks.append(spawn([*program, str(job)], {**environment, **variables}, log, (lifeline,)))
+            for rank in range(job.size):
+                own = {**environment, **job.variables(rank)}
+                ranks.append(spawn([*program, str(path)], own, job.log(rank), (job.lifeline,)))
                 tell(ranks[-1].pid)
             yield ranks
         finally:
-            for rank in ranks:
-                if rank.poll() is None:
-                    rank.kill_group()
-                    rank.wait()
+            for process in ranks:
+                if process.poll() is None:
+                    process.kill_group()
+                    process.wait()
 
 
 @contextmanager

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from datetime import timedelta
@@ -17,8 +17,10 @@ import torch.distributed as dist
 from megatron_run.contracts.activity import Activity
 from megatron_run.errors import CheckpointError, ExitCode, RankLostError
 from megatron_run.planning.run import comparison_table
+from megatron_run_engine.host.process import assign_device, gpu_name, set_threads, start_device
 from megatron_run_engine.launch.failures import classify, exit_code, last_line
-from megatron_run_engine.launch.rank_output import append_line, redirect_output, shown_log, untold
+from megatron_run_engine.launch.options import LaunchOptions
+from megatron_run_engine.launch.rank_output import append_line, redirect_output, shown_log
 from megatron_run_engine.launch.rendezvous import (
     PeerError,
     Rendezvous,
@@ -35,7 +37,6 @@ from megatron_run_engine.launch.watchdog.sidecar_client import SidecarClient
 from megatron_run_engine.run_folder import OpenedFolder, RunFolder, join_run_folder, open_run_folder
 from megatron_run_engine.runtime.comm import patience
 from megatron_run_engine.runtime.world import StopRequest, World
-from megatron_run_engine.training.process import assign_device, gpu_name, set_threads, start_device
 from megatron_run_engine.training.trainer import train_rank
 
 if TYPE_CHECKING:
@@ -53,27 +54,22 @@ class RankWorker:
     """A rank at work.
 
     ``resolve_run`` makes the run, the same on every rank, or raises what is wrong with it. ``folder`` is given when
-    our launcher has opened it (and will close it); else rank 0 opens one and the others join it. ``tell`` shows a
-    line to the user. ``page`` is where our launcher reads the status page of this rank. ``work`` is what it does, by
-    default a training.
+    our launcher has opened it (and will close it); else rank 0 opens one and the others join it. ``page`` is where our
+    launcher reads the status page of this rank. ``work`` is what it does, by default a training.
     """
 
-    def __init__(  # noqa: PLR0913  # facts of three launchers
+    def __init__(
         self,
         resolve_run: ResolveRun,
         world: World,
-        tell: Callable[[str], None],
+        options: LaunchOptions,
         *,
         folder: RunFolder | None = None,
         page: Path | None = None,
-        arguments: Sequence[str] = (),
-        quiet: bool = False,
-        debug: bool = False,
         work: Work | None = None,
     ) -> None:
         self.folder, self._work = folder, work
-        self._resolve_run, self._world, self._tell, self._page = resolve_run, world, tell, page
-        self._arguments, self._quiet, self._debug = arguments, quiet, debug
+        self._resolve_run, self._world, self._options, self._page = resolve_run, world, options, page
         self._opened: OpenedFolder | None = None
         self._rendezvous: Rendezvous | None = None
         self._sidecar: SidecarClient | None = None
@@ -116,7 +112,7 @@ class RankWorker:
         if self._opened is not None:
             if not self._opened.finished:
                 with suppress(OSError, CheckpointError):  # a full disk or a moved folder must not change the exit code
-                    self._opened.end(result.code, result.message, keep=self._debug)
+                    self._opened.end(result.code, result.message, keep=self._options.debug)
             self._opened.lock.release()
         self._shown.close()
         if self._sidecar is not None:
@@ -133,8 +129,8 @@ class RankWorker:
         world = self._place(rendezvous, run)
         if self.folder is None:
             if world.rank == 0:
-                for notice in untold(run.notices):
-                    self._tell(notice)
+                for notice in run.notices:
+                    self._options.tell(notice)
                     self._early.append(f"megatron-run: {notice}")
             self.folder = self._find_folder(rendezvous, run)
         if self.folder is None:
@@ -208,16 +204,16 @@ class RankWorker:
             keys = {"path": str(folder.path), "attempt": folder.attempt, "id": opened.run_id}
             return {**keys, "finished": opened.finished}
 
-        opening = attempt(lambda: open_run_folder(run, self._arguments) if rank == 0 else None)
+        opening = attempt(lambda: open_run_folder(run, self._options.arguments) if rank == 0 else None)
         self._opened = opening.values[0] if opening.values else None
         found = rendezvous.agree("open", opening, ticket).first
         if found["finished"]:
             if rank == 0:
-                self._tell(f"run folder {found['path']} is finished: nothing to do")
+                self._options.tell(f"run folder {found['path']} is finished: nothing to do")
             return None
         joining = attempt(lambda: join_run_folder(Path(found["path"]), found["attempt"], found["id"], rank))
         folder = rendezvous.agree("join", joining).value
-        if rank > 0 or self._quiet:
+        if rank > 0 or self._options.quiet:
             redirect_output(folder.log(rank))
         else:
             self._shown.enter_context(shown_log(folder.log(rank), self._early))
@@ -227,7 +223,7 @@ class RankWorker:
         """The result of a rank that raised ``error``. A bug prints its traceback, with ``--debug`` every error does."""
         code, known = exit_code(error), classify(error)
         reported_by_peer = isinstance(error, PeerError)
-        if self._debug or (code == ExitCode.BUG and not reported_by_peer):
+        if self._options.debug or (code == ExitCode.BUG and not reported_by_peer):
             traceback.print_exception(error)
         message = "" if reported_by_peer else last_line(error, None if self.folder is None else self.folder.path)
         lost = known.rank if isinstance(known, RankLostError) else None

@@ -12,6 +12,7 @@ from megatron_run_engine.nn.block import (
     ExpertBlock,
     TransformerBlock,
     attention_fields,
+    drops,
     follow_recompute,
     make_block,
     parameters_of,
@@ -20,6 +21,7 @@ from megatron_run_engine.nn.chunk import DecoderChunk, ForwardPass
 from megatron_run_engine.nn.cross_entropy import CrossEntropy, LinearCrossEntropy, cross_entropy
 from megatron_run_engine.nn.dropout import Dropout
 from megatron_run_engine.nn.embedding import WORD, Embedding, Positions, embed, embedding_fields, tie_to_word
+from megatron_run_engine.nn.fused import split_heads, triton_lack
 from megatron_run_engine.nn.gelu import Activation
 from megatron_run_engine.nn.linear import (
     PLAIN,
@@ -30,12 +32,13 @@ from megatron_run_engine.nn.linear import (
     linear,
     submit_gradients,
 )
-from megatron_run_engine.nn.mlp import Mlp
+from megatron_run_engine.nn.mlp import Mlp, activation
 from megatron_run_engine.nn.moe.layer import RouterReports
-from megatron_run_engine.nn.norm import LayerNorm, RmsNorm, make_norm
+from megatron_run_engine.nn.norm import LayerNorm, RmsNorm, make_norm, norm_of
+from megatron_run_engine.nn.packed_attention import cumulative_lengths
 from megatron_run_engine.nn.parameter import build_device, empty_parameter
 from megatron_run_engine.nn.rotary import Rotary
-from megatron_run_engine.nn.spec import ExpertSpec, TransformerSpec
+from megatron_run_engine.nn.spec import ExpertSpec, TransformerSpec, check_heads
 
 __all__ = [
     "PLAIN",
@@ -64,9 +67,13 @@ __all__ = [
     "SelfAttention",
     "TransformerBlock",
     "TransformerSpec",
+    "activation",
     "attention_fields",
     "build_device",
+    "check_heads",
     "cross_entropy",
+    "cumulative_lengths",
+    "drops",
     "embed",
     "embedding_fields",
     "empty_parameter",
@@ -74,7 +81,10 @@ __all__ = [
     "linear",
     "make_block",
     "make_norm",
+    "norm_of",
     "parameters_of",
+    "split_heads",
     "submit_gradients",
     "tie_to_word",
+    "triton_lack",
 ]

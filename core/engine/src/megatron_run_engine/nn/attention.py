@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from megatron_run.contracts import AttentionShape, LinearPart
+from megatron_run.contracts import AttentionCore, AttentionShape, LinearPart, LinearSpec
 from megatron_run.contracts.parallel_layer import VARIANTS
 from megatron_run.errors import InputError
 from megatron_run_engine.nn.device import on_cpu, stands_for_gpu
@@ -76,7 +76,7 @@ class Attention(nn.Module):
             key, value = cache.extend(key, value, decoding.first)
         elif not self.causal:
             mask = both_ways(documents, len(query), query.shape[1], query.device)
-        elif documents is not None and getattr(self.core, "packs", False):
+        elif documents is not None and AttentionCore.of(self.core).packs:
             packed = (documents,)
         elif documents is not None:
             mask = within_documents(documents, len(query))
@@ -110,10 +110,10 @@ class SelfAttention(Attention):
         self.head_size, self.features = spec.head_size, [part.features for part in parts]
         norm = norm_of(layers, spec) if spec.norms_first else None
         bias = spec.bias if spec.qkv_bias is None else spec.qkv_bias
-        self.qkv = layers.column_linear(spec.hidden, parts, bias=bias, init=spec.init, norm=norm)
+        self.qkv = layers.column_linear(LinearSpec(spec.hidden, parts, spec.init, bias=bias), norm)
         self.qk_norm = qk_norms(context, layers, spec)
         self.rotary = rotary
-        self.output = layers.row_linear(width, spec.hidden, bias=spec.bias, init=spec.residual_init)
+        self.output = layers.row_linear(LinearSpec(width, spec.hidden, spec.residual_init, bias=spec.bias))
 
     def forward(
         self,
@@ -150,10 +150,11 @@ class SelfAttention(Attention):
 
 def _check_variants(shape: AttentionShape, core: nn.Module) -> None:
     """Raise :class:`InputError` unless ``core`` names each of the variants that ``shape`` asks for."""
-    lacking = sorted(shape.variants - getattr(core, "variants", frozenset()))
+    lacking = sorted(shape.variants - AttentionCore.of(core).variants)
     if lacking:
+        keys = " and no ".join(f"model.attention.{name}" for name in lacking)
         raise InputError(
-            f"the attention of these parallel layers has no {' and no '.join(VARIANTS[name] for name in lacking)}",
+            f"the attention of these parallel layers has no {keys}",
             fix="choose --plugin parallel-layer=tensor, or dense on one rank",
         )
 
@@ -202,22 +203,17 @@ class Variant(NamedTuple):
 PLAIN = Variant()
 
 
-class CoreAttention(nn.Module):
+class CoreAttention(nn.Module, AttentionCore):
     """softmax(q k^T / sqrt(d)) v by the faster of two implementations; dropout acts on the probabilities."""
 
-    #: It takes more keys than queries: those of earlier tokens.
-    caches = True
-    #: It keeps to packed documents by itself.
-    packs = True
-    #: It computes whatever a shape asks for.
-    variants = frozenset(VARIANTS)
+    caches, packs, variants = True, True, frozenset(VARIANTS)
 
     def __init__(self, dropout: float, variant: Variant = PLAIN) -> None:
         super().__init__()
         self.dropout, self.variant = dropout, variant
 
     @classmethod
-    def of(cls, shape: AttentionShape, dropout: float) -> CoreAttention:
+    def shaped(cls, shape: AttentionShape, dropout: float) -> CoreAttention:
         """That of a layer of this ``shape``."""
         return cls(dropout, Variant(shape.scale, shape.window, shape.softcap))
 

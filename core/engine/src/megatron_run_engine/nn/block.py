@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 Names = tuple[str, ...]
 
 #: Why an expert layer's segments that follow the routing run eagerly, for what the dispatcher says.
-_READS_HOST = "the host reads how many tokens each expert gets, since {}; not with model.expert_pad_to_capacity=true"
-_FOLLOWS = "its shapes follow how many tokens each expert gets, since {}; not with model.expert_pad_to_capacity=true"
+_READS_HOST = "the host reads how many tokens each expert gets, since {}; not with model.experts.pad_to_capacity=true"
+_FOLLOWS = "its shapes follow how many tokens each expert gets, since {}; not with model.experts.pad_to_capacity=true"
 _RECOMPUTES_A_PART = (
     "train.recompute=core_attn recomputes a part of it, and graphs recompute whole segments, as of attn"
 )

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from megatron_run.contracts import ChunkOut, Segment
+from megatron_run.contracts import AttentionCore, ChunkOut, DecodingChunk, Segment
 from megatron_run_engine.nn.attention import Attention, SelfAttention
 from megatron_run_engine.nn.block import ExpertBlock, attention_fields, make_block, parameters_of
 from megatron_run_engine.nn.norm import norm_of
@@ -81,7 +81,7 @@ class ForwardPass:
         return self.around(replace(segment, recompute=recompute, offload=offload))
 
 
-class DecoderChunk(nn.Module):
+class DecoderChunk(nn.Module, DecodingChunk):
     """Runs ``embedding`` if it has one, the blocks ``indices``, and the head if it has an ``output`` layer.
 
     ``routers`` collects what expert layers report during training; ``attention`` makes that of a layer, by default
@@ -111,10 +111,8 @@ class DecoderChunk(nn.Module):
         self.output, self.logits_scale, self.logits_softcap = output, spec.logits_scale, spec.logits_softcap
         self.cross_entropy = self._make_loss(layers, spec) if output is not None else None
 
-        #: Whether every layer here can keep what it needs of earlier tokens (:class:`megatron_run.contracts.Decoding`).
-        self.caches = all(getattr(block.attention.core, "caches", False) for block in blocks.values())
+        self.caches = all(AttentionCore.of(block.attention.core).caches for block in blocks.values())
         scaling = spec.rope_scaling
-        #: The longest text that is read with other angles than longer ones; None where all have the same.
         self.angle_switch = None if scaling is None else scaling.switch(spec.sequence_length)
         self.runner, self._forward_pass, self._routers = context.segments, ForwardPass(layers, context.train), routers
         self._mixed: list[Router] = []

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from megatron_run.contracts import LinearPart
+from megatron_run.contracts import LinearPart, LinearSpec
 from megatron_run_engine.nn.fused import fused_swiglu, fused_swiglu_gradient, fuses
 from megatron_run_engine.nn.gelu import Gelu
 from megatron_run_engine.nn.grouped import GroupedLayer
@@ -41,9 +41,9 @@ class Mlp(nn.Module):
     ) -> None:
         super().__init__()
         parts = input_parts(spec.activation, ffn, key)
-        self.input = layers.column_linear(spec.hidden, parts, bias=spec.bias, init=spec.init, norm=norm)
+        self.input = layers.column_linear(LinearSpec(spec.hidden, parts, spec.init, bias=spec.bias), norm)
         self.activation = activation(spec.activation)
-        self.output = layers.row_linear(ffn, spec.hidden, bias=spec.bias, init=spec.residual_init)
+        self.output = layers.row_linear(LinearSpec(ffn, spec.hidden, spec.residual_init, bias=spec.bias))
 
     def forward(self, x: Tensor) -> Tensor:
         """[s, b, h] -> [s, b, h]."""
@@ -122,10 +122,11 @@ class Experts(nn.Module):
 
     def __init__(self, layers: ParallelLayers, spec: TransformerSpec, experts: range, ffn: int) -> None:
         super().__init__()
-        parts = input_parts(spec.activation, ffn, "model.expert_ffn_size")
-        self.input = layers.expert_column_linear(experts, spec.hidden, parts, bias=spec.bias, init=spec.init)
+        parts = input_parts(spec.activation, ffn, "model.experts.ffn_size")
+        self.input = layers.expert_column_linear(experts, LinearSpec(spec.hidden, parts, spec.init, bias=spec.bias))
         self.activation = activation(spec.activation)
-        self.output = layers.expert_row_linear(experts, ffn, spec.hidden, bias=spec.bias, init=spec.residual_init)
+        output = LinearSpec(ffn, spec.hidden, spec.residual_init, bias=spec.bias)
+        self.output = layers.expert_row_linear(experts, output)
 
     @property
     def takes_device_counts(self) -> bool:

@@ -136,7 +136,9 @@ def norm_of(layers: ParallelLayers, spec: TransformerSpec) -> nn.Module:
     norm = layers.norm(spec.norm, spec.hidden, spec.norm_eps)
     known: ParameterSpec | None = getattr(norm, "parameter_specs", {}).get("weight")
     if spec.norm.endswith("_1p") and (known is None or known.init.kind != "zeros"):
-        raise InputError(f"these parallel layers have no model.norm={spec.norm}", fix="choose another parallel-layer")
+        raise InputError(
+            f"these parallel layers have no model.norm.kind={spec.norm}", fix="choose another parallel-layer"
+        )
     return norm
 
 

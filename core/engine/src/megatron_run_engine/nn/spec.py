@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from megatron_run.contracts import Init, NormKind
+from megatron_run.contracts.costs import AttentionCosts, Divided, FeedForwardCosts, LayerCosts, ModelCosts
 from megatron_run.errors.wording import nearest_divisors, nearest_multiples
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 Scores = Literal["softmax", "sigmoid"]
 DropPolicy = Literal["probs", "position"]
@@ -198,28 +202,45 @@ class TransformerSpec:
         """Initial values of matrices that add to the residual stream, scaled by 1/sqrt(2L): the stream sums 2L."""
         return Init("normal", self.init_std / math.sqrt(2 * self.layers))
 
-    @property
-    def matmul_parameters(self) -> int:
-        """Parameters of the matrices that multiply one token: the blocks' and the output layer's, no embedding.
+    def costs(self, *, tied: bool, attention: AttentionCosts | None = None) -> ModelCosts:
+        """The costs of this network, ``tied`` to its embedding, where ``attention`` may be another than its own."""
+        experts = self.experts
+        matrices, gate = 3 if self.activation in GATED else 2, self.activation.startswith("geglu")
+        dense = mixed = FeedForwardCosts(self.ffn, matrices, gate)
+        if experts is not None:
+            shared, shared_gate = experts.shared_ffn, experts.shared_gate and experts.shared_ffn > 0
+            mixed = FeedForwardCosts(experts.ffn, matrices, gate, experts.count, experts.top_k, shared, shared_gate)
 
-        In expert layers: its ``top_k`` experts, the shared expert and the router.
-        """
-        attention = self.head_size * (2 * self.heads + 2 * self.kv_heads)
-        features, others = self.ffn * self.layers, 0
+        def layer(index: int) -> LayerCosts:
+            rotary = self.rotates(index)
+            own = attention or AttentionCosts.plain(self.heads, self.head_size, self.kv_heads, rotary=rotary)
+            feed = mixed if experts is not None and index in experts.layers else dense
+            return LayerCosts(self.hidden, self.sequence_length, (own, feed), self.dropout > 0, self.bias)
+
+        return ModelCosts(
+            tuple(map(layer, range(self.layers))),
+            self.vocab,
+            tied=tied,
+            positions=self.sequence_length if self.position == "learned" else 0,
+            loss_chunks=self.loss_chunks,
+            divided=tuple(self._divided()),
+            approximations=tuple(self._approximations()),
+        )
+
+    def _divided(self) -> Iterator[Divided]:
+        yield Divided(self.heads, "attention heads (model.num_heads)")
+        yield Divided(self.kv_heads, "key-value heads (model.num_kv_heads)")
+        experts = self.experts
+        if experts is None or len(experts.layers) < self.layers:
+            yield Divided(self.ffn, "features of the feed-forward layer (model.ffn_size)")
+        if experts is not None:
+            yield Divided(experts.ffn, "features of the feed-forward layer (model.experts.ffn_size)")
+            yield Divided(experts.shared_ffn, "features of the shared expert (model.experts.shared.ffn_size)")
+
+    def _approximations(self) -> Iterator[str]:
         if self.experts is not None:
-            mixed = len(self.experts.layers)
-            features += mixed * (self.experts.ffn_features - self.ffn)
-            others = mixed * (self.experts.count + self.experts.shared_gate)
-        mlps = features * (3 if self.activation in GATED else 2)
-        return self.hidden * (self.layers * attention + mlps + others + self.vocab)
-
-    @property
-    def flops_per_token(self) -> float:
-        """Floating-point operations of one token, forward and backward, at the full sequence length.
-
-        ``6 N + 12 L s n d``: two operations a parameter and three passes over each matrix (one forward, two
-        backward), and the two s x s products of attention counted in full, as if nothing were masked (Chowdhery et
-        al. 2022, PaLM, appendix B). ``N`` counts the output layer and no embedding.
-        """
-        attention = self.layers * self.sequence_length * self.heads * self.head_size
-        return 6.0 * self.matmul_parameters + 12.0 * attention
+            yield "evenly loaded experts because no routing is known"
+            if self.experts.capacity_factor is not None:
+                yield "experts without a capacity because drops follow the routing"
+        if self.window_layers:
+            yield "full attention because windows are not timed"

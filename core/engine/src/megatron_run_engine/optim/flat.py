@@ -10,11 +10,12 @@ from torch import Tensor
 
 from megatron_run.contracts import Optimizer
 from megatron_run.contracts.topology import Replicas
+from megatron_run_engine.optim.buckets import build_buckets
 from megatron_run_engine.optim.gradients import gradients_of
+from megatron_run_engine.optim.reducer import BucketReducer
 from megatron_run_engine.optim.sharding import Shard, give_values, take_gradients
 from megatron_run_engine.optim.update import Update, iter_state, load_state, load_weights
 from megatron_run_engine.optim.update_rules import find_rule
-from megatron_run_engine.runtime.gradients import BucketReducer, build_buckets
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -22,11 +23,11 @@ if TYPE_CHECKING:
     from torch.nn import Parameter
 
     from megatron_run.contracts import Chunk, ParamInfo, ReadState, StatePiece
+    from megatron_run_engine.optim.buckets import Bucket
     from megatron_run_engine.optim.sharding import ShardingStrategy
     from megatron_run_engine.optim.update_rules import UpdateOptions
     from megatron_run_engine.runtime.comm import ParallelGroup, Pending
     from megatron_run_engine.runtime.context import BuildContext
-    from megatron_run_engine.runtime.gradients import Bucket
 
 
 class FlatOptimizer(Optimizer):

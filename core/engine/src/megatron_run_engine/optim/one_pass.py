@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron_run_engine.nn.fused import has_kernels
-from megatron_run_engine.runtime.gradients.buckets import ALIGNMENT
+from megatron_run_engine.optim.buckets import ALIGNMENT
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

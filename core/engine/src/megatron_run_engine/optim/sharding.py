@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from megatron_run.contracts import ParamInfo, Part
+    from megatron_run_engine.optim.buckets import Bucket
     from megatron_run_engine.runtime.comm import ParallelGroup
-    from megatron_run_engine.runtime.gradients import Bucket
 
 Key = TypeVar("Key")
 

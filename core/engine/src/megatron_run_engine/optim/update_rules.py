@@ -16,12 +16,13 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import torch
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
+from megatron_run.contracts.meaning import FIXED, NOT_LEARNED
 from megatron_run.errors import InputError, let_end
 from megatron_run.errors.wording import advice, did_you_mean
 from megatron_run.registry.choose import is_file
 from megatron_run.registry.hooks import in_one_line
 from megatron_run.registry.importing import FileNotRunError, import_file
-from megatron_run_engine.runtime.gradients import DEFAULT_CAPACITY
+from megatron_run_engine.optim.buckets import DEFAULT_CAPACITY
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -67,7 +68,7 @@ class UpdateOptions(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
-    rule: Annotated[str, AfterValidator(_rule)] = Field(
+    rule: Annotated[str, AfterValidator(_rule), FIXED] = Field(
         "adamw", description="adamw, adam, sgd, muon, or MODULE:CLASS or ./FILE.py:CLASS of a torch optimizer"
     )
     betas: tuple[Decay, Decay] = Field((0.9, 0.999), description="decay of the moments, for adamw and adam")
@@ -85,8 +86,12 @@ class UpdateOptions(BaseModel):
     grad_dtype: Literal["main", "param"] = Field(
         "main", description="type of gradient accumulation and reduction; main: fp32, param: the parameters'"
     )
-    bucket_size: int = Field(DEFAULT_CAPACITY, ge=1, description="values that complete a gradient bucket")
-    overlap_grad_reduce: bool = Field(True, description="reduce complete buckets during the backward")
+    bucket_size: Annotated[int, NOT_LEARNED] = Field(
+        DEFAULT_CAPACITY, ge=1, description="values that complete a gradient bucket"
+    )
+    overlap_grad_reduce: Annotated[bool, NOT_LEARNED] = Field(
+        True, description="reduce complete buckets during the backward"
+    )
 
     def factor(self, name: str) -> float:
         """The learning rate's factor for the parameter ``name``."""

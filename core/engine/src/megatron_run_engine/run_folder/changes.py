@@ -10,21 +10,27 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from megatron_run.config.origin import DEFAULT
+from megatron_run.config.fields import default_of, meanings, walk
+from megatron_run.config.origin import DEFAULT, KIND_SECTIONS, dotted
 from megatron_run.config.run_home import config_file, run_home
+from megatron_run.config.values import leaves, plain
+from megatron_run.contracts.meaning import FIXED, FREE_OF_WEIGHTS, NOT_LEARNED, OF_TRAINING
+from megatron_run.contracts.schema import SECTIONS, Header
 from megatron_run.errors import InputError
 from megatron_run.errors.wording import advice, did_you_mean
-from megatron_run.planning.run import leaves, sections
+from megatron_run.planning.run import sections
 
 if TYPE_CHECKING:
-    from pydantic import BaseModel
+    from pydantic.fields import FieldInfo
 
+    from megatron_run.config.origin import Key
     from megatron_run.config.request import Request
+    from megatron_run.contracts.meaning import Meaning
     from megatron_run.planning import ResolvedRun
 
 
@@ -32,53 +38,37 @@ if TYPE_CHECKING:
 #: graph_capture, observer) decide where and how fast it runs and what is observed. They may change between attempts:
 #: losses then agree to rounding.
 LEARNED = ("version", "model", "train", "data", "optimizer", "scaler")
-#: Keys of those sections that do not change what is learned: limits, counters, communication and memory.
-_NOT_LEARNED = frozenset(
-    {
-        "model.loss_chunks",
-        "train.max_skips",
-        "train.recompute",
-        "train.offload",
-        "train.count_zeros",
-        "optimizer.bucket_size",
-        "optimizer.overlap_grad_reduce",
-        "optimizer.overlap_param_gather",
-    }
-)
 #: Kinds that save state. Whether another plugin can read that state is decided when a checkpoint is resumed.
 STATEFUL = ("optimizer", "scaler")
-#: Model options that may differ for the same weights: how the model is trained, and how its rotary angles grow.
-FREE_OF_MODEL = frozenset(
-    {
-        "model.dropout",
-        "model.init_std",
-        "model.label_smoothing",
-        "model.rope_theta",
-        "model.rope_scaling",
-        "model.rope_factor",
-        "model.rope_original_length",
-        "model.rope_low_freq",
-        "model.rope_high_freq",
-        "model.rope_attention_factor",
-        "model.rope_short_factors",
-        "model.rope_long_factors",
-    }
-)
-#: Keys besides those of the model that give the saved state its meaning: which moments there are, and how many tokens a
-#: sample has, in which the position in the data is counted.
-_RULE, _SAMPLE = "optimizer.rule", "train.sequence_length"
+#: What lets an option of a model differ between attempts. Every other one gives the weights their meaning.
+FREE = frozenset({NOT_LEARNED, OF_TRAINING, FREE_OF_WEIGHTS})
 #: Names a file, whose content decides what is learned, and not where it lies.
 _TOKENIZER = "data.tokenizer"
 #: The length of a run, of which one key is set.
 LENGTH = frozenset({"train.steps", "train.samples"})
 
 
+def meaning_of_keys(run: ResolvedRun) -> dict[str, frozenset[Meaning]]:
+    """Every dotted key that may decide what is learned, with what its field says of itself."""
+    return {dotted(key): meanings(field) for key, field in _fields(run)}
+
+
+def _fields(run: ResolvedRun) -> Iterator[tuple[Key, FieldInfo]]:
+    """The fields of the sections that decide what is learned, with their keys."""
+    yield from walk(Header)
+    for name in LEARNED:
+        if name in SECTIONS:
+            yield from walk(SECTIONS[name], (name,))
+        elif name in KIND_SECTIONS:
+            yield from walk(run.one(KIND_SECTIONS[name]).options_model, (name,))
+
+
 def identity(run: ResolvedRun) -> dict[str, Any]:
     """Return every dotted key that decides what is learned, with its resolved value, as plain JSON."""
-    everything = sections(run)
+    everything, meaning = sections(run), meaning_of_keys(run)
     chosen = {name: everything[name] for name in LEARNED}
     keys = {".".join(key): value for key, value in leaves(chosen)}
-    return {key: value for key, value in keys.items() if key not in _NOT_LEARNED}
+    return {key: value for key, value in keys.items() if NOT_LEARNED not in meaning.get(key, ())}
 
 
 def with_added_options(saved: Mapping[str, Any], run: ResolvedRun) -> dict[str, Any]:
@@ -87,19 +77,11 @@ def with_added_options(saved: Mapping[str, Any], run: ResolvedRun) -> dict[str, 
     Its model and its training were those that the defaults describe. An option that was unset is saved as such, and
     stays.
     """
-    options, now = run.one("model").options, identity(run)
-    owners: dict[str, BaseModel] = {"train": run.config.train}
-    if options is not None and saved.get("model.use") == now["model.use"]:
-        owners["model"] = options
-    fields = {
-        f"{section}.{name}": field
-        for section, owner in owners.items()
-        for name, field in type(owner).model_fields.items()
-        if not field.is_required()
-    }
-    usual = {key: field.get_default() for key, field in fields.items() if key in now}
-    plain: dict[str, Any] = json.loads(json.dumps(usual, default=str))
-    return {**plain, **saved}
+    now = identity(run)
+    owners = {"train", "model"} if saved.get("model.use") == now["model.use"] else {"train"}
+    fields = {dotted(key): field for key, field in _fields(run) if key[0] in owners and not field.is_required()}
+    usual = {key: plain(default_of(field)) for key, field in fields.items() if key in now}
+    return {**usual, **saved}
 
 
 def with_moved_tokenizer(saved: Mapping[str, Any], now: Mapping[str, Any], home: Path) -> dict[str, Any]:
@@ -120,28 +102,20 @@ def digest(keys: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(keys, sort_keys=True).encode()).hexdigest()
 
 
-def nested(identity: Mapping[str, Any]) -> dict[str, Any]:
-    """``{"model.use": "gpt"}`` as ``{"model": {"use": "gpt"}}``."""
-    found: dict[str, Any] = {}
-    for key, value in identity.items():
-        section = found
-        *sections, name = key.split(".")
-        for each in sections:
-            section = section.setdefault(each, {})
-        section[name] = value
-    return found
-
-
 #: Digits of a hash that are shown, and the words before the key whose contents it is of.
 _DIGITS, _CONTENTS = 12, "contents of "
 
 
 class Change(NamedTuple):
-    """A key with its value ``before`` and ``now``; None for a key that is unset."""
+    """A key with its value ``before`` and ``now``; None for a key that is unset.
+
+    It is ``fixed`` where the saved state would mean something else.
+    """
 
     key: str
     before: Any
     now: Any
+    fixed: bool = False
 
     def __str__(self) -> str:
         before, now = ("unset" if value is None else value for value in (self.before, self.now))
@@ -150,7 +124,8 @@ class Change(NamedTuple):
     @classmethod
     def of_content(cls, key: str, before: str | None, now: str | None) -> Change:
         """A change of what ``key`` names, whose value is the same, by the hashes of the contents."""
-        return cls(f"{_CONTENTS}{key}", *(None if value is None else value[:_DIGITS] for value in (before, now)))
+        short = [None if value is None else value[:_DIGITS] for value in (before, now)]
+        return cls(f"{_CONTENTS}{key}", short[0], short[1])
 
     @property
     def by_content(self) -> bool:
@@ -162,21 +137,14 @@ class Change(NamedTuple):
         """Whether the run gets longer by it."""
         return self.key in LENGTH and None not in (self.before, self.now) and self.now > self.before
 
-    @property
-    def fixed(self) -> bool:
-        """Whether the saved state would mean something else."""
-        of_model = self.key.startswith("model.") and self.key not in FREE_OF_MODEL
-        return of_model or self.key in ("version", _RULE, _SAMPLE)
 
-
-def find_changes(
-    before: Mapping[str, Any], now: Mapping[str, Any], dropped: Collection[str] = ()
-) -> tuple[Change, ...]:
-    """Return how two identities differ, in order of the keys.
+def find_changes(before: Mapping[str, Any], run: ResolvedRun, dropped: Collection[str] = ()) -> tuple[Change, ...]:
+    """Return how the identity ``before`` differs from that of ``run``, in order of the keys.
 
     For a kind in ``STATEFUL`` another plugin is no change, nor are options that only one of the two plugins has. Kinds
     in ``dropped`` start their state anew, so that nothing of theirs is a change.
     """
+    now, meaning = identity(run), meaning_of_keys(run)
     differing = [key for key in sorted(before.keys() | now.keys()) if before.get(key) != now.get(key)]
     replaced = [kind for kind in STATEFUL if f"{kind}.use" in differing]
 
@@ -185,7 +153,11 @@ def find_changes(
         in_both = name != "use" and key in before and key in now
         return section not in dropped and (section not in replaced or in_both)
 
-    return tuple(Change(key, before.get(key), now.get(key)) for key in differing if counts(key))
+    def fixed(key: str) -> bool:
+        marks = meaning.get(key, frozenset())
+        return FIXED in marks or (key.startswith("model.") and not marks & FREE)
+
+    return tuple(Change(key, before.get(key), now.get(key), fixed(key)) for key in differing if counts(key))
 
 
 class Refusal(NamedTuple):
@@ -208,7 +180,7 @@ def find_refusal(
         return None
     keys = [change.key for change in refused]
     anew = f"for a new run from its weights: another run.folder with --set {quote(f'run.init_from={weights}')}"
-    if keys == [_RULE]:
+    if fixed and all(key.startswith("optimizer.") for key in keys):
         first = "to start the moments anew: --allow-plugin-change optimizer"
     elif fixed:
         first = "what is saved has no meaning under other values: give the same"

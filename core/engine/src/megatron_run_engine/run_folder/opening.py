@@ -259,7 +259,7 @@ def _check_same_run(path: Path, record: dict[str, Any], keys: dict[str, Any], ru
     """Return what was changed with permission or before a step. Raises :class:`InputError` for all else."""
     check_names(run.request, run)
     before = with_moved_tokenizer(with_added_options(record.get("identity", {}), run), keys, path)
-    found = find_changes(before, keys, run.request.allow_plugin_change)
+    found = find_changes(before, run, run.request.allow_plugin_change)
     check_length(run, found, path)  # before permissions are asked for: there is none
     refusal = find_refusal(found, run.request, path)
     if refusal is not None and has_trained(path):

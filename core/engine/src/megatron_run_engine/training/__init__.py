@@ -1,9 +1,8 @@
 """The training loop: builds a rank, runs steps, evaluates and saves.
 
 ``trainer`` holds one step from top to bottom. ``state`` resumes and saves checkpoints, ``health`` checks losses,
-weights and ranks; ``calibration`` measures the machine; ``environments`` finds the world that a process was started in,
-``process`` prepares it.
+weights and ranks.
 
-Imports: capture, checkpoint, config, contracts, data, errors, files, nn, pipeline, planning, registry, run_folder,
-runtime.
+Imports: capture, checkpoint, config, contracts, data, errors, evaluation, files, host, pipeline, planning,
+registry, run_folder, runtime.
 """

@@ -21,6 +21,7 @@ from megatron_run.pipeline.verify import forward_plan
 from megatron_run_engine.runtime.comm import ALONE, Groups, ParallelGroup, create_groups, patience
 from megatron_run_engine.runtime.context import BuildContext, Dtypes
 from megatron_run_engine.runtime.execute import Executor
+from megatron_run_engine.runtime.generation import Network
 from megatron_run_engine.runtime.gradients import GradientAccumulator
 from megatron_run_engine.runtime.messages import Messenger
 from megatron_run_engine.runtime.metrics import Metrics
@@ -46,7 +47,6 @@ if TYPE_CHECKING:
         Optimizer,
         ParallelLayers,
         ParamInfo,
-        Scaler,
     )
     from megatron_run.pipeline.lower import Instruction
     from megatron_run.pipeline.plan import Plan
@@ -100,7 +100,8 @@ DTYPES: Mapping[str, Dtypes] = MappingProxyType(
 class Assembly:
     """Everything that one rank trains with. ``positions`` are the positions of its chunks in the layout.
 
-    ``infos`` describe the chunks' parameters, of which the frozen ones wait for ``adapters``.
+    ``infos`` describe the chunks' parameters, of which the frozen ones wait for ``adapters``. ``network`` is the model
+    as what scores and writes tokens sees it.
     """
 
     context: BuildContext
@@ -115,6 +116,13 @@ class Assembly:
     graph_capture: GraphCapture
     executor: Executor
     programs: Programs
+    network: Network
+
+    @property
+    def flops_per_token(self) -> float:
+        """FLOPs of a token's forward and backward, as the model's options tell its costs."""
+        options, length = cast("ModelOptions", self.context.model), self.context.train.sequence_length
+        return options.costs(length, self.context.vocab_size).flops_per_token
 
     def wait_for_parameters(self) -> None:
         """Wait until every all-gather of updated parameters to this rank has completed."""
@@ -124,7 +132,7 @@ class Assembly:
 
 def build(run: ResolvedRun, world: World, activity: Activity | None = None) -> Assembly:
     """Build this rank's part of ``run``. Collective over the world. ``activity`` records what the rank is doing."""
-    data = cast("DataSource", run.one("data").create())
+    data = run.make_data()
     topology = Topology(run.sizes, world.rank, (run.layout[0].stage, run.layout[-1].stage))
     activity = Activity() if activity is None else activity
     activity.enter("start", "the process groups")
@@ -142,7 +150,7 @@ def build(run: ResolvedRun, world: World, activity: Activity | None = None) -> A
         initialise(described, run.config.train.seed)
         for parameter, info in (trained(described) if layers.adapters() else described).items():
             context.gradients.adopt(parameter, info.name)
-    optimizer = cast("Optimizer", run.one("optimizer").create(context=context))
+    optimizer = run.make_optimizer(context)
     optimizer.attach(chunks, [trained(described) for described in infos], grad_scale=1 / run.sizes.data)
     context.segments.read_parameters_after(optimizer.ensure_ready)
     messenger = Messenger(
@@ -153,6 +161,9 @@ def build(run: ResolvedRun, world: World, activity: Activity | None = None) -> A
         sharers=_message_sharers(run, topology, groups),
         activity=groups.activity,
     )
+    executor = Executor(chunks, context.gradients, messenger, world.rank, groups.activity)
+    programs = Programs(run, topology.stage, world.backend)
+    reads, last = read_fields(run, model, positions), run.layout[-1].stage
     return Assembly(
         context=context,
         data=data,
@@ -162,10 +173,11 @@ def build(run: ResolvedRun, world: World, activity: Activity | None = None) -> A
         infos=infos,
         adapters=layers.adapters(),
         optimizer=optimizer,
-        scaler=CheckedScaler(cast("Scaler", run.one("scaler").create(context=context)), run.one("scaler")),
-        graph_capture=cast("GraphCapture", run.one("graph-capture").create(context=context)),
-        executor=Executor(chunks, context.gradients, messenger, world.rank, groups.activity),
-        programs=Programs(run, topology.stage, world.backend),
+        scaler=CheckedScaler(run.make_scaler(context), run.one("scaler")),
+        graph_capture=run.make_graph_capture(context),
+        executor=executor,
+        programs=programs,
+        network=Network(context, model, chunks, executor, programs.forward_only, reads, last),
     )
 
 

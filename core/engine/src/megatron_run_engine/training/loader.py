@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from megatron_run.contracts import Dataset
     from megatron_run.planning import ResolvedRun
+    from megatron_run_engine.data.batches import RunSamples
     from megatron_run_engine.training.build import Assembly
 
 
@@ -37,7 +37,7 @@ class BatchLoader:
         self._ahead = ahead if self._device.type == "cuda" else 0
         self._loaded: dict[tuple[int, int], dict[str, Tensor]] = {}  # by consumed samples and microbatch
 
-    def load_ahead(self, dataset: Dataset, consumed: int, microbatches: int) -> None:
+    def load_ahead(self, dataset: RunSamples, consumed: int, microbatches: int) -> None:
         """Load the first of ``microbatches`` of a step that may come, while a GPU still works on the one before.
 
         A step after other ``consumed`` samples loads its own. So does one whose samples could not be read here: what is
@@ -48,7 +48,7 @@ class BatchLoader:
             for index in range(min(microbatches, self._ahead)):
                 self._loaded[consumed, index] = self._fields(dataset, consumed, index)
 
-    def training(self, dataset: Dataset, step: int, consumed: int) -> Callable[[int], Microbatch]:
+    def training(self, dataset: RunSamples, step: int, consumed: int) -> Callable[[int], Microbatch]:
         """Return the loader of ``step``, whose batch starts after ``consumed`` samples of the shuffled stream."""
 
         def microbatch(index: int) -> Microbatch:
@@ -58,7 +58,7 @@ class BatchLoader:
 
         return microbatch
 
-    def _fields(self, dataset: Dataset, consumed: int, index: int) -> dict[str, Tensor]:
+    def _fields(self, dataset: RunSamples, consumed: int, index: int) -> dict[str, Tensor]:
         first = consumed + self._first_sample(index)
         positions = range(first, first + self._train.micro_batch_size)
         return SampleStream(dataset, self._train.seed).fields(positions, self._names, self._device)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from megatron_run_engine.training.numbers import LANGUAGE_MODEL
+from megatron_run_engine.runtime.losses import LANGUAGE_MODEL
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -1,7 +1,4 @@
-"""The numbers of a step: on the device while it runs, then on the host after one copy, then as observers see them.
-
-The losses that a model's chunks report are summed by name, and kept by microbatch until the step ends.
-"""
+"""The numbers of a step: on the device while it runs, then on the host after one copy, then as observers see them."""
 
 from __future__ import annotations
 
@@ -16,65 +13,22 @@ import torch
 from torch import Tensor
 
 from megatron_run.contracts import StepMetrics
-from megatron_run.errors import CheckpointError, ExitCode, PluginError
+from megatron_run.errors import CheckpointError, ExitCode
+from megatron_run_engine.runtime.losses import LANGUAGE_MODEL
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from megatron_run.contracts import DevicePeak, Model
+    from megatron_run.contracts import DevicePeak
     from megatron_run.planning import ResolvedRun
     from megatron_run_engine.runtime.metrics import Metrics
 
-#: The loss by which a run is judged. Every model reports it.
-LANGUAGE_MODEL = "lm"
 #: The name under which observers see the zeros in the gradient (``train.count_zeros``).
 ZEROS = "optimizer/zeros"
 #: The metric by which a rank that was asked to stop reports its exit code. Observers do not see it.
 STOP = "stop"
 #: The metric by which a rank reports that its captured graphs did not fit. Observers do not see it.
 MISMATCH = "mismatch"
-
-
-class Reported(NamedTuple):
-    """The sum of a loss over the tokens of one microbatch."""
-
-    microbatch: int
-    name: str
-    total: Tensor
-
-
-class Losses:
-    """One meter for each name in ``model.metric_names``. Raises :class:`PluginError` unless ``lm`` is among them.
-
-    ``reported`` lists what this rank has reported since :meth:`start_step`, in order.
-    """
-
-    def __init__(self, model: Model, metrics: Metrics) -> None:
-        if LANGUAGE_MODEL not in model.metric_names:
-            raise PluginError(
-                f"the model declares the losses {', '.join(model.metric_names) or 'none'}",
-                why=f"the one that a run is judged by is {LANGUAGE_MODEL!r}",
-                fix=f"add {LANGUAGE_MODEL!r} to Model.metric_names",
-            )
-        self._meters = {name: metrics.scalar(name) for name in model.metric_names}
-        self.reported: list[Reported] = []
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """The names of all losses."""
-        return tuple(self._meters)
-
-    def start_step(self) -> None:
-        """Clear ``reported``."""
-        self.reported.clear()
-
-    def report(self, microbatch: int, name: str, total: Tensor, weight: Tensor) -> None:
-        """Add a chunk's loss: its sum and weight. Raises :class:`PluginError` for an undeclared name."""
-        if name not in self._meters:
-            raise PluginError(f"a chunk reports the loss {name!r}", fix="add it to Model.metric_names")
-        self._meters[name].add(total, weight)
-        # Clone: if the chunk was replayed from a graph, the next replay overwrites ``total``.
-        self.reported.append(Reported(microbatch, name, total.clone()))
 
 
 class StepNumbers(NamedTuple):
@@ -180,23 +134,24 @@ class StepDone(NamedTuple):
 class StepFacts:
     """A step as the host knows it without the device: batch in samples, microbatches, learning rate, seconds.
 
-    ``peak`` is the peak of the device, None if unknown.
+    ``flops`` are those of a token, forward and backward. ``peak`` is the peak of the device, None if unknown.
     """
 
     batch: int
     microbatches: int
     lr: float
     seconds: float
+    flops: float
     peak: DevicePeak | None = None
 
 
 def step_metrics(
-    run: ResolvedRun, model: Model, progress: Progress, facts: StepFacts, numbers: HostNumbers, device: torch.device
+    run: ResolvedRun, progress: Progress, facts: StepFacts, numbers: HostNumbers, device: torch.device
 ) -> StepMetrics:
     """Return the metrics of the step that ``progress`` counted last, as observers see them."""
     length = run.config.train.sequence_length
     rate = facts.batch * length / facts.seconds
-    tflops = rate * model.flops_per_token(length) / run.sizes.world / 1e12
+    tflops = rate * facts.flops / run.sizes.world / 1e12
     return StepMetrics(
         step=progress.step,
         time=time.time(),

@@ -13,8 +13,8 @@ from megatron_run.contracts.topology import Replicas
 from megatron_run.pipeline.simulate import timeline
 from megatron_run.planning.describe import describe
 from megatron_run.planning.run import to_yaml
+from megatron_run_engine.host.process import processor_name
 from megatron_run_engine.runtime.parameter_init import count_parameters
-from megatron_run_engine.training.process import processor_name
 
 if TYPE_CHECKING:
     import logging

@@ -16,10 +16,12 @@ import torch
 from megatron_run.errors import ExitCode
 from megatron_run.planning.batch_size import BatchSizes, run_length, total_samples
 from megatron_run.planning.learning_rate import LearningRate, WeightDecay
+from megatron_run_engine.evaluation.evaluator import Evaluator, generate_text, why_no_text
+from megatron_run_engine.host.process import chosen_kernels
 from megatron_run_engine.runtime.execute import StepInputs
+from megatron_run_engine.runtime.losses import Losses
 from megatron_run_engine.training.build import Assembly, build
 from megatron_run_engine.training.checked_plugins import open_split
-from megatron_run_engine.training.evaluate import Evaluator, generate_text, why_no_text
 from megatron_run_engine.training.health.faulting import install_faults
 from megatron_run_engine.training.health.guards import Guards
 from megatron_run_engine.training.health.launches import watch_launches
@@ -29,7 +31,6 @@ from megatron_run_engine.training.numbers import (
     MISMATCH,
     STOP,
     HostNumbers,
-    Losses,
     Progress,
     StepDone,
     StepFacts,
@@ -39,7 +40,6 @@ from megatron_run_engine.training.numbers import (
 )
 from megatron_run_engine.training.observers import Beginning, Observers, start_observers
 from megatron_run_engine.training.peak import device_peak
-from megatron_run_engine.training.process import chosen_kernels
 from megatron_run_engine.training.same_data import check_same_data
 from megatron_run_engine.training.state.checkpointing import Checkpointing, fingerprint
 from megatron_run_engine.training.state.resuming import Resumed
@@ -92,6 +92,7 @@ class Trainer:
         self._weight_decay = WeightDecay.from_config(train)
         self._progress = Progress()
         self._resumed = Resumed(self._progress)
+        self._flops = assembly.flops_per_token
         self._losses = Losses(assembly.model, self._context.metrics)
         self._weights = LossWeights(run, assembly)
         self._steps = StepRunner(assembly, self._weights.seed)
@@ -108,7 +109,7 @@ class Trainer:
         self._dataset = opened("train", train.sequence_length, train.seed, total_samples(train))
         held_out = run.config.eval.batches * train.global_batch_size
         validation = opened("validation", train.sequence_length, train.seed, held_out)
-        self._evaluator = Evaluator(run, assembly, validation)
+        self._evaluator = Evaluator(run, assembly.network, assembly.data, validation, opened)
         self._checkpoints = Checkpointing(run, assembly, folder, self._dataset)
         if run.sizes.world > 1:
             records = {"train": self._checkpoints.data, "validation": fingerprint(validation)}
@@ -165,11 +166,12 @@ class Trainer:
             self._check_evaluate_save(observers, stopping=stop is not None)
             if stop is not None and metrics.step < self._last:
                 return stop
-        text = generate_text(self._run, self._assembly) if self._run.config.eval.sample else None
+        written = self._run, self._assembly.network, self._assembly.data
+        text = generate_text(*written) if self._run.config.eval.sample else None
         if text is not None:
             observers.on_sample(text)
         elif self._run.config.eval.sample:
-            self._context.log.warning("%s", why_no_text(self._run, self._assembly))
+            self._context.log.warning("%s", why_no_text(*written))
         self._activity.enter("end")
         return ExitCode.DONE
 
@@ -201,8 +203,8 @@ class Trainer:
         numbers = self._update(lr, weight_decay, batch)
         self._assembly.scaler.check_state(numbers.loss_scale)
         progress.count(batch, skipped=numbers.skipped)
-        facts = StepFacts(batch, microbatches, lr, time.perf_counter() - start, self.peak)
-        metrics = step_metrics(self._run, self._assembly.model, progress, facts, numbers, self._context.device)
+        facts = StepFacts(batch, microbatches, lr, time.perf_counter() - start, self._flops, self.peak)
+        metrics = step_metrics(self._run, progress, facts, numbers, self._context.device)
         return StepDone(metrics, times, agreed_code(numbers.means), mismatch=MISMATCH in numbers.means)
 
     def _accumulate(self, microbatches: int, clock: Callable[[], float] | None) -> StepRecord:

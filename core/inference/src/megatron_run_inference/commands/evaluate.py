@@ -22,7 +22,7 @@ from megatron_run_inference.commands.generate import load_here, read_source
 if TYPE_CHECKING:
     from megatron_run.config.request import Request
     from megatron_run.planning import ResolvedRun
-    from megatron_run_engine.training.tasks import TaskResult
+    from megatron_run_engine.evaluation.tasks import TaskResult
 
 #: Seconds between two lines about how far an evaluation is.
 _PAUSE = 10.0
@@ -82,7 +82,7 @@ def model(
 
     The numbers of a run also go to its eval.jsonl and to TensorBoard.
     """
-    from megatron_run_engine.training.tasks import TaskResult, check_files
+    from megatron_run_engine.evaluation.tasks import TaskResult, check_files
     from megatron_run_inference.evaluation import record
     from megatron_run_inference.network import plan
 

@@ -139,8 +139,8 @@ def read_source(model: Path, step: int | None, request: Request) -> Source:
 
 def load_here(run: ResolvedRun, source: Source) -> LoadedModel:
     """The model of ``source`` in this process."""
+    from megatron_run_engine.host.process import assign_device, start_device
     from megatron_run_engine.runtime.world import World
-    from megatron_run_engine.training.process import assign_device, start_device
     from megatron_run_inference.loaded_model import LoadedModel
 
     world = assign_device(run, World())

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import json
 from collections.abc import Container, Iterable, Mapping
-from typing import Any, TypeVar
+from types import NoneType
+from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, PydanticUserError, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
+from megatron_run.config.fields import fields_of, submodel, walk
 from megatron_run.config.origin import DEFAULT, Key, Origin, Text, Value, dotted
 from megatron_run.config.values import members, plain, read_text, whole
 from megatron_run.config.yaml import bare, parse
+from megatron_run.contracts.groups import AT_KEY
 from megatron_run.contracts.schema import Section
 from megatron_run.errors import Findings, InputError, RunError
-from megatron_run.errors.wording import did_you_mean
+from megatron_run.errors.wording import did_you_mean, similar_word
 
 AnyModel = TypeVar("AnyModel", bound=BaseModel)
 
@@ -45,6 +48,7 @@ _MUST = {
     "dict_type": "it must be a mapping",
     "model_type": "it must be a mapping of keys",
     "value_error": "{error}",
+    AT_KEY: "{why}",
 }
 
 
@@ -114,7 +118,7 @@ def annotation_at(model: type[BaseModel], prefix: Key, key: Key, origin: Origin)
     fields = fields_of(model)
     field = fields.get(key[0])
     if field is None:
-        raise unknown_key(prefix, key[0], fields, origin)
+        raise unknown_key(prefix, key[0], [model], origin)
     return _deeper(field.annotation, prefix, key, origin)
 
 
@@ -130,6 +134,15 @@ def _deeper(annotation: object, prefix: Key, key: Key, origin: Origin) -> object
     raise InputError(f"{name} has no keys of its own, got {dotted(prefix + key)}", origin=str(origin))
 
 
+def knows(model: type[BaseModel], key: Key) -> bool:
+    """Whether ``model`` has the key, to its last part."""
+    field = fields_of(model).get(key[0])
+    if field is None or len(key) == 1:
+        return field is not None
+    inner = submodel(field.annotation)
+    return knows(inner, key[1:]) if inner else _takes_mapping(field.annotation)
+
+
 def _takes_mapping(annotation: object) -> bool:
     """Whether a field of this type holds a mapping of any keys."""
     return any(issubclass(kind, Mapping) for kind in map(_class_of, members(annotation)))
@@ -140,29 +153,32 @@ def _class_of(annotation: object) -> type:
     return origin if isinstance(origin, type) else object
 
 
-def submodel(annotation: object) -> type[BaseModel] | None:
-    """The model among the types of a field, if there is one."""
-    models = (kind for kind in members(annotation) if isinstance(kind, type) and issubclass(kind, BaseModel))
-    return next(models, None)
-
-
-def fields_of(model: type[BaseModel]) -> dict[str, FieldInfo]:
-    """The model's fields by the name a configuration writes."""
-    return {field.alias or name: field for name, field in model.model_fields.items()}
-
-
 def unknown_key(
-    prefix: Key, word: str, known: Iterable[str], origin: Origin, owner: str = "", hint: str = ""
+    prefix: Key, word: str, models: Iterable[type[BaseModel]], origin: Origin, owner: str = "", hint: str = ""
 ) -> InputError:
-    """The error of a key that does not exist; ``owner`` is what would have it, the section unless given.
+    """The error of a key that none of ``models`` has; ``owner`` is what would have it, the section unless given.
 
     ``hint`` says who has it: then nothing that is only spelt alike is suggested.
     """
-    names = list(known)
+    models = list(models)
+    names = list(dict.fromkeys(name for model in models for name in fields_of(model)))
     owner = owner or dotted(prefix)
     listed = f"{owner} has {', '.join(names)}" if names else f"{owner} has no options"
-    fix = f"{hint}; {listed}" if hint else did_you_mean(word, names) or listed
+    fix = f"{hint}; {listed}" if hint else _meant(prefix, word, models) or listed
     return InputError(f"unknown key {dotted((*prefix, word))}", origin=str(origin), fix=fix)
+
+
+def _meant(prefix: Key, word: str, models: Iterable[type[BaseModel]]) -> str:
+    """The key that ``word`` may stand for, one of a group by its whole name: ``did you mean 'model.rope.theta'?``."""
+    if any(tuple(word.split(".")) == key for model in models for key, _ in walk(model)):  # in a file or a mapping
+        *groups, last = word.split(".")
+        return f"nest it: {' {'.join(f'{each}:' for each in groups)} {{{last}: ...{'}' * len(groups)}"
+    known = {"_".join(key): key for model in models for key, _ in walk(model)}
+    ends = [name for name in known if f"_{name}".endswith(f"_{word}")]
+    key = known.get(ends[0] if len(ends) == 1 else similar_word(word, known), ())
+    if len(key) > 1:
+        return f"did you mean {dotted(prefix + key)!r}?"
+    return did_you_mean(word, [name for model in models for name in fields_of(model)])
 
 
 def _read(key: Key, value: Value, annotation: object) -> Any:
@@ -172,14 +188,38 @@ def _read(key: Key, value: Value, annotation: object) -> Any:
                 f"{dotted(key)} is not UTF-8", origin=str(value.origin).encode("ascii", "backslashreplace").decode()
             )
         if submodel(annotation) and value.data != "null":
-            raise InputError(f"{dotted(key)} is a section, not a value", origin=str(value.origin))
+            raise _not_a_value(key, value, annotation)
         if _takes_mapping(annotation) and value.data.lstrip().startswith("{"):
             return {name: bare(node) for name, node in parse(value.data, str(value.origin)).items()}
         return read_text(value.data, annotation)
     try:
-        return plain(value.data)
+        data = plain(value.data)
     except TypeError as error:
         raise InputError(f"{dotted(key)}: {error}", origin=str(value.origin)) from None
+    if submodel(annotation) and not isinstance(data, dict) and not (data is None and NoneType in members(annotation)):
+        raise _not_a_value(key, value, annotation)
+    return data
+
+
+def _not_a_value(key: Key, value: Value, annotation: object) -> InputError:
+    """The error of a value for a group of keys, with the first key of the group that takes it."""
+    inner = submodel(annotation)
+    keys = [] if inner is None else list(walk(inner))
+    taking = (each for each, field in keys if _takes(field, value.data))
+    chosen = next(taking, keys[0][0] if keys else ())
+    fix = f"set {dotted(key + chosen)}"
+    return InputError(f"{dotted(key)} is a group of keys, not a value", origin=str(value.origin), fix=fix)
+
+
+def _takes(field: FieldInfo, data: Any) -> bool:
+    """Whether a field of this type and these bounds takes ``data``."""
+    read = read_text(data, field.annotation) if isinstance(data, Text) else data
+    try:
+        adapter: TypeAdapter[Any] = TypeAdapter(Annotated[field.annotation, field])  # type: ignore[arg-type]  # made from a field
+        adapter.validate_python(read)
+    except (ValidationError, PydanticUserError):
+        return False
+    return True
 
 
 def _countable(key: Key, data: Any, origin: Origin, findings: Findings) -> Any:
@@ -208,8 +248,14 @@ def _problems(
     grouped: dict[Key, list[ErrorDetails]] = {}
     for detail in error.errors(include_url=False):
         if detail["type"] not in later:
-            grouped.setdefault(_key_of(model, detail["loc"]), []).append(detail)
+            grouped.setdefault(_key_of(model, _location(detail)), []).append(detail)
     return [_problem(prefix, key, details, values, fix_missing) for key, details in grouped.items()]
+
+
+def _location(detail: ErrorDetails) -> tuple[int | str, ...]:
+    """Where the error is: a rule over several groups says at which key."""
+    inside = detail["ctx"]["key"].split(".") if detail["type"] == AT_KEY else ()
+    return (*detail["loc"], *inside)
 
 
 def _key_of(model: type[BaseModel] | None, location: tuple[int | str, ...]) -> Key:
@@ -234,7 +280,7 @@ def _problem(
         return InputError(f"{name} is not set", why=fix_missing, fix=f"add --set {name}=... or write it into the file")
     if not key or details[0]["type"] == "rule":  # a rule over several keys says which by itself
         return InputError(_must(details[0]))
-    given = details[0]["input"]
+    given = details[0]["ctx"]["value"] if details[0]["type"] == AT_KEY else details[0]["input"]
     why = ", or ".join(dict.fromkeys(_must(detail) for detail in details)).replace(", or it must be", " or")
     return InputError(f"{name}={_shown(given)}", why=why, origin=origin)
 

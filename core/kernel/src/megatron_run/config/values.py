@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from enum import Enum
 from pathlib import PurePath
 from types import NoneType, UnionType
@@ -78,6 +78,32 @@ def typed(value: object) -> str:
     if isinstance(value, tuple | list | set | frozenset):
         return ",".join(typed(item) for item in value)
     return str(value)
+
+
+def leaves(data: Mapping[str, Any], prefix: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Every key of nested mappings with its value, in order; an empty mapping is a value."""
+    for name, value in data.items():
+        if isinstance(value, Mapping) and value:
+            yield from leaves(value, (*prefix, name))
+        else:
+            yield (*prefix, name), value
+
+
+def flat(data: Mapping[str, Any]) -> dict[str, Any]:
+    """``{"model": {"use": "gpt"}}`` as ``{"model.use": "gpt"}``; an empty mapping is a value."""
+    return {".".join(key): value for key, value in leaves(data)}
+
+
+def nested(data: Mapping[str, Any]) -> dict[str, Any]:
+    """``{"model.use": "gpt"}`` as ``{"model": {"use": "gpt"}}``; what is nested already is merged with it."""
+    found: dict[str, Any] = {}
+    for key, value in leaves(data):
+        inner = found
+        *groups, name = ".".join(key).split(".")
+        for each in groups:
+            inner = inner.setdefault(each, {})
+        inner[name] = value
+    return found
 
 
 def read_text(text: str, annotation: object) -> Any:

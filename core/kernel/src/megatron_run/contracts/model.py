@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
+    from megatron_run.contracts.costs import ModelCosts
     from megatron_run.contracts.data import Field
     from megatron_run.contracts.parallel_layer import ParallelLayers
     from megatron_run.contracts.schedule import Place
@@ -170,37 +171,43 @@ class ModelOptions(Protocol):
     num_layers: int
     vocab_size: int | None
 
+    def costs(self, sequence_length: int, vocab_size: int) -> ModelCosts:
+        """The costs of the model for samples of ``sequence_length`` tokens and ``vocab_size`` token ids.
+
+        Training reports MFU by them, and the planner plans with them; it needs neither torch nor a device.
+        """
+        ...
+
 
 @dataclass(frozen=True)
 class NewParts:
     """Parts that may differ between a model and the weights that it starts from (``run.init_from``), as a head.
 
-    ``options`` do not change what the other weights mean. Logical tensors whose names begin with one of ``prefixes``
-    start from their initial values where the weights lack them or have them in another shape, and may be left over.
-    Options declare it as a class attribute ``new_parts``.
+    Logical tensors whose names begin with one of ``prefixes`` start from their initial values where the weights lack
+    them or have them in another shape, and may be left over. Options declare it as a class attribute ``new_parts``, and
+    mark those of such a part with :data:`~megatron_run.contracts.meaning.OF_NEW_PART`.
     """
 
-    options: frozenset[str] = frozenset()
     prefixes: tuple[str, ...] = ()
 
 
-class MixtureOptions(ModelOptions, Protocol):
-    """Those of a model whose layers may have ``experts`` (0: none). Each token is routed to ``top_k`` of them."""
+class Mixture(Protocol):
+    """The group ``experts`` of a model's options: ``count`` of them (0: none), of which a token has ``top_k``."""
 
-    experts: int
+    count: int
     top_k: int
 
 
-def mixture_options(options: object) -> MixtureOptions | None:
-    """``options`` where they say how many experts a layer has; None for a model that knows of none."""
-    return cast("MixtureOptions", options) if isinstance(getattr(options, "experts", None), int) else None
+def mixture_of(options: object) -> Mixture | None:
+    """The group ``experts`` of ``options``; None for a model that knows of no experts."""
+    experts = getattr(options, "experts", None)
+    return cast("Mixture", experts) if isinstance(getattr(experts, "count", None), int) else None
 
 
 class Chunk(Protocol):
     """The part of the model at one position of the layout; in practice a ``torch.nn.Module``.
 
-    A chunk with a true attribute ``caches`` honours ``Microbatch.decoding``: its layers keep what they need of earlier
-    tokens, and rows may be padded. Text is generated from any other chunk by reading all of it again for every token.
+    One that honours ``Microbatch.decoding`` is a :class:`DecodingChunk` too.
     """
 
     def __call__(self, x: Tensor | None, microbatch: Microbatch, **beside: Tensor) -> ChunkOut:
@@ -223,14 +230,26 @@ class Chunk(Protocol):
         ...
 
 
+class DecodingChunk:
+    """A chunk whose layers may keep what they need of earlier tokens, and whose rows may be padded.
+
+    Text is generated from a chunk without ``caches``, or of another class, by reading all of it again for each token.
+    """
+
+    #: Whether every layer here keeps what it needs.
+    caches: bool = False
+    #: The longest text that is read with other angles than longer ones; None where all have the same.
+    angle_switch: int | None = None
+
+
 class Model(ABC):
     """Describes a network, and builds its chunks on one rank from parallel layers.
 
     A model knows nothing of pipelines, tensor parallelism or optimizers: it builds the layers of one place, and states
     what crosses between places. The engine derives communication, initial values and checkpoints from that.
 
-    Its options are :class:`ModelOptions`, and :class:`MixtureOptions` where layers may have experts. A whole working
-    plugin is the built-in ``gpt``.
+    Its options are :class:`ModelOptions`, with a group ``experts`` as :class:`Mixture` where layers may have some. A
+    whole working plugin is the built-in ``gpt``.
     """
 
     #: Names of the losses and metrics that chunks report, equal on every rank.
@@ -283,7 +302,3 @@ class Model(ABC):
         what was counted. Such parameters must get no gradient and no weight decay, and have the type of the master
         weights; every rank that holds one must change it alike.
         """
-
-    @abstractmethod
-    def flops_per_token(self, sequence_length: int) -> float:
-        """Floating-point operations of one token's forward and backward; attention counts as if nothing were masked."""

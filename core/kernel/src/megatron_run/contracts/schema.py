@@ -22,6 +22,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
+from megatron_run.contracts.meaning import FIXED, NOT_LEARNED
 from megatron_run.contracts.quantities import Duration, Span
 from megatron_run.errors.wording import advice, did_you_mean
 
@@ -93,7 +94,7 @@ class TrainSection(Section):
 
     steps: int | None = Field(None, ge=1, description="length in optimizer steps; or set train.samples")
     samples: int | None = Field(None, ge=1, description="length in samples; or set train.steps")
-    sequence_length: int = Field(1024, ge=1, description="tokens per sample")
+    sequence_length: Annotated[int, FIXED] = Field(1024, ge=1, description="tokens per sample")
     micro_batch_size: int = Field(1, ge=1, description="samples per forward on one rank")
     global_batch_size: int = Field(ge=1, description="samples per optimizer step; accumulation follows")
     ramp_up: RampUp | None = Field(None, description="grow the global batch at the start")
@@ -124,14 +125,14 @@ class TrainSection(Section):
     weight_decay_end: float | None = Field(None, ge=0, description="weight decay at the end of the run")
     weight_decay_shape: Shape = Field("constant", description="ramp to train.weight_decay_end")
     clip_norm: float = Field(1.0, ge=0, description="largest gradient norm; 0: no clipping")
-    recompute: SegmentNames = Field(
+    recompute: Annotated[SegmentNames, NOT_LEARNED] = Field(
         "none", description="recompute in the backward: full layers, or segments such as attn, mlp; core_attn"
     )
-    offload: SegmentNames = Field(
+    offload: Annotated[SegmentNames, NOT_LEARNED] = Field(
         "none", description="move saved activations to host memory until the backward: full layers, or segments"
     )
-    count_zeros: bool = Field(False, description="report the zeros in the gradient each step")
-    max_skips: int = Field(50, ge=1, description="consecutive skipped steps that stop the run")
+    count_zeros: Annotated[bool, NOT_LEARNED] = Field(False, description="report the zeros in the gradient each step")
+    max_skips: Annotated[int, NOT_LEARNED] = Field(50, ge=1, description="consecutive skipped steps that stop the run")
 
     @field_validator("samples")
     @classmethod
@@ -303,7 +304,7 @@ class PluginsSection(Section):
 class Header(Section):
     """The keys above all sections."""
 
-    version: Literal[1] = Field(1, description="schema version")
+    version: Annotated[Literal[1], FIXED] = Field(1, description="schema version")
 
 
 class Config(Header):

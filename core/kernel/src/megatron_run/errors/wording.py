@@ -27,12 +27,18 @@ def printable(text: str) -> str:
 LONGEST_WORD = 200
 
 
-def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """``"did you mean 'interleaved'?"``, or an empty string if no known word is similar."""
+def similar_word(word: str, known: Iterable[str]) -> str:
+    """The known word that is most similar to ``word``; empty if none is."""
     if len(word) > LONGEST_WORD:
         return ""
     near = get_close_matches(word, [each for each in known if len(each) <= LONGEST_WORD], n=1, cutoff=0.6)
-    return f"did you mean {near[0]!r}?" if near else ""
+    return near[0] if near else ""
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """``"did you mean 'interleaved'?"``, or an empty string if no known word is similar."""
+    near = similar_word(word, known)
+    return f"did you mean {near!r}?" if near else ""
 
 
 def near_path(path: Path) -> str:

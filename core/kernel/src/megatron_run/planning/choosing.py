@@ -9,11 +9,12 @@ from pathlib import Path
 from shlex import quote
 from typing import Any
 
+from megatron_run.config.fields import default_of, field_at, fields_of
 from megatron_run.config.merge import ConfigSource, merge
 from megatron_run.config.origin import DEFAULT, Choice, Key, Origin, Value, dotted, section_of
 from megatron_run.config.run_home import config_file, run_home
 from megatron_run.config.sources import DEFAULT_PLUGINS, default_source, plugin_name
-from megatron_run.config.validate import fields_of, unchecked, unknown_key, validate
+from megatron_run.config.validate import knows, unchecked, unknown_key, validate
 from megatron_run.config.values import typed
 from megatron_run.contracts.plugin import RUN_KINDS, SEPARATORS, check_run_kind
 from megatron_run.contracts.schema import PluginSection, PluginsSection
@@ -29,12 +30,6 @@ from megatron_run.registry.loaded_plugin import Plugin, UncheckedOptions, unload
 
 #: Kinds to which a plugin handed in from Python is added instead of replacing what was chosen.
 _ADDED = ("observer", "parallel-layer")
-
-
-class EnvironmentNotice(str):
-    """A notice about what is installed, the same for every run: a training shows it once in an environment."""
-
-    __slots__ = ()
 
 
 def choose_plugins(
@@ -120,8 +115,7 @@ def _load(
         if kind == "observer" and choice.origin == DEFAULT:
             others = ",".join(word for word in DEFAULT_PLUGINS[kind] if word != choice.word)
             instead = f"to run without it: --set {kind}={others}"
-            told = f"{kind}={choice.word} is left out: {error.what}; {advice(error.fix, instead)}"
-            notices.append(EnvironmentNotice(told))
+            notices.append(f"{kind}={choice.word} is left out: {error.what}; {advice(error.fix, instead)}")
         else:
             error.why = error.why or _saved_with(merged, kind, choice.word)
             findings.add(error)
@@ -219,9 +213,9 @@ def _wishes(merged: ConfigSource, plugin: Plugin) -> Mapping[str, Any]:
     wishes = dict(plugin.info.suggests)
     for condition, more in plugin.info.suggests_with.items():
         option, _, wanted = condition.partition("=")
-        given = merged.values.get((section_of(plugin.kind), option))
-        field = plugin.options_model.model_fields.get(option)
-        if typed(given.data if given else field and field.default) == wanted:
+        key = tuple(option.split("."))
+        given, field = merged.values.get((section_of(plugin.kind), *key)), field_at(plugin.options_model, key)
+        if typed(given.data if given else field and default_of(field)) == wanted:
             wishes.update(more)
     return wishes
 
@@ -249,7 +243,7 @@ def with_options(
     dropped: list[str] = []
     owner = f"{kind}={'+'.join(plugin.name for plugin in plugins)}"
     for key, value in values.items():
-        owners = _owners(kind, key, plugins)
+        owners = _owners(kind, key, plugins, inherited=value.inherited)
         for name, inner in owners.items():
             owned[name][inner] = value
         if owners or not _reachable(kind, key, plugins, merged):
@@ -257,27 +251,32 @@ def with_options(
         if value.inherited:
             dropped.append(dotted((section, *key)))
         else:
-            known = dict.fromkeys(field for plugin in plugins for field in fields_of(plugin.options_model))
-            findings.add(unknown_key((section,), key[0], known, value.origin, owner, _who_has(kind, key[0], catalog)))
+            models, hint = [plugin.options_model for plugin in plugins], _who_has(kind, key, catalog)
+            findings.add(unknown_key((section,), key[0], models, value.origin, owner, hint))
     if dropped:
         notices.append(f"{owner} has no {', '.join(dropped)}, written for another {kind}: dropped")
     return tuple(_validated(plugin, owned[plugin.name], findings) for plugin in plugins)
 
 
-def _owners(kind: str, key: Key, plugins: tuple[Plugin, ...]) -> dict[str, Key]:
-    """The plugins that an option belongs to, and what it is called there."""
+def _owners(kind: str, key: Key, plugins: tuple[Plugin, ...], *, inherited: bool) -> dict[str, Key]:
+    """The plugins that an option belongs to, and what it is called there.
+
+    One that lacks a key of a group that it has gets it to say so, unless the key was written for another.
+    """
     if kind in SEPARATORS and len(key) > 1 and key[0] in {plugin.name for plugin in plugins}:
         return {key[0]: key[1:]}
-    return {plugin.name: key for plugin in plugins if not plugin.loaded or key[0] in fields_of(plugin.options_model)}
+    near = [plugin for plugin in plugins if not plugin.loaded or key[0] in fields_of(plugin.options_model)]
+    whole = [plugin for plugin in near if not plugin.loaded or knows(plugin.options_model, key)]
+    return dict.fromkeys((plugin.name for plugin in (whole if inherited else whole or near)), key)
 
 
-def _who_has(kind: str, option: str, catalog: Catalog) -> str:
+def _who_has(kind: str, option: Key, catalog: Catalog) -> str:
     """The choice that brings ``option``. For an error only: it loads the first-party plugins that are installed."""
     owners = []
     for entry in catalog.of_kind(kind):
         if known_plugin(kind, entry.name):
             with suppress(PluginError):
-                if option in fields_of(load(entry, "").options_model):
+                if knows(load(entry, "").options_model, option):
                     owners.append(f"--plugin {entry}")
     return f"choose {' or '.join(owners)}, which has it" if owners else ""
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from math import gcd
 
 from megatron_run.config.origin import DEFAULT, Key, Origin, dotted
-from megatron_run.contracts import mixture_options
+from megatron_run.contracts import mixture_of
 from megatron_run.contracts.schema import ParallelSection, TrainSection
 from megatron_run.contracts.topology import Sizes
 from megatron_run.errors import InputError, RunError
@@ -89,8 +89,8 @@ def _names(text: str, key: str) -> bool:
 
 def experts_of(model: Plugin | None) -> int | None:
     """The experts of a layer by the options of ``model``; None where these are invalid or have no experts."""
-    options = mixture_options(model.options) if model else None
-    return options.experts if options else None
+    experts = mixture_of(model.options) if model else None
+    return experts.count if experts else None
 
 
 def held_experts(experts: int, ways: int, position: int) -> range:
@@ -118,8 +118,8 @@ class ExpertSplit:
         if not experts:
             raise InputError(
                 f"parallel.expert={ways} splits experts over ranks",
-                why="the model has none: model.experts=0",
-                fix=f"set model.experts to a multiple of {ways}, or parallel.expert=1",
+                why="the model has none: model.experts.count=0",
+                fix=f"set model.experts.count to a multiple of {ways}, or parallel.expert=1",
             )
         if faults := [*self._faults()]:
             raise InputError(", and ".join(faults), why=self._why(), fix=self._fix())
@@ -139,7 +139,7 @@ class ExpertSplit:
         ways, experts = self.parallel.expert, self.experts
         if experts % ways:
             quotient = f"{experts} / {ways} = {experts / ways:g}"
-            yield f"model.experts={experts} do not split over parallel.expert={ways} ranks: {quotient}"
+            yield f"model.experts.count={experts} do not split over parallel.expert={ways} ranks: {quotient}"
         if self._data is not None and self._data % ways:
             yield f"parallel.expert={ways} does not divide the data-parallel size {self._data}"
 
@@ -155,7 +155,7 @@ class ExpertSplit:
         advice = [f"set parallel.expert to {nearest(ways, serves)}"] if serves else []
         if self._fits_ranks(ways):
             key = "or " if advice else "set "
-            advice.append(f"{key}model.experts to {nearest_multiples(self.experts, ways)}")
+            advice.append(f"{key}model.experts.count to {nearest_multiples(self.experts, ways)}")
         elif data is not None and not self.experts % ways:
             sizes = [each for each in range(ways, 2 * data + ways, ways) if self._fits_batch(each)]
             advice += [f"or {self._ranks(data, sizes)}"] if sizes else []

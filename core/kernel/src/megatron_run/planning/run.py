@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from hashlib import sha256
 from typing import TYPE_CHECKING, Any
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from megatron_run import __version__
 from megatron_run.config.origin import KIND_SECTIONS, dotted
 from megatron_run.config.request import Request
+from megatron_run.config.values import leaves
 from megatron_run.config.yaml import yaml_text
 from megatron_run.contracts.plugin import SEPARATORS
 from megatron_run.planning.choosing import dumped
@@ -19,6 +20,7 @@ from megatron_run.registry.discover import KERNEL, source_digest
 
 if TYPE_CHECKING:
     from megatron_run.config.origin import Key, Origin
+    from megatron_run.contracts import DataSource, GraphCapture, Optimizer, Scaler
     from megatron_run.contracts.schedule import Place
     from megatron_run.contracts.schema import Config
     from megatron_run.contracts.topology import Sizes
@@ -55,6 +57,26 @@ class ResolvedRun:
         (plugin,) = self.plugins[kind]
         return plugin
 
+    def make_data(self) -> DataSource:
+        """A new data source. This and the methods below raise :class:`PluginError` as :meth:`Plugin.create` does."""
+        made: DataSource = self.one("data").create()
+        return made
+
+    def make_optimizer(self, context: object) -> Optimizer:
+        """A new optimizer of a rank, whose ``context`` is a ``megatron_run_engine.runtime.BuildContext``."""
+        made: Optimizer = self.one("optimizer").create(context=context)
+        return made
+
+    def make_scaler(self, context: object) -> Scaler:
+        """A new scaler, with ``context`` as above."""
+        made: Scaler = self.one("scaler").create(context=context)
+        return made
+
+    def make_graph_capture(self, context: object) -> GraphCapture:
+        """A new graph capture, with ``context`` as above."""
+        made: GraphCapture = self.one("graph-capture").create(context=context)
+        return made
+
     def __repr__(self) -> str:
         chosen = ", ".join(f"{kind}={'+'.join(each.name for each in many)}" for kind, many in self.plugins.items())
         return f"ResolvedRun({chosen}, world={self.sizes.world})"
@@ -72,15 +94,6 @@ def sections(run: ResolvedRun) -> dict[str, Any]:
         if section in data:
             data[section] = {"use": data[section]["use"], **data[section]["options"]}
     return data
-
-
-def leaves(data: Mapping[str, Any], prefix: Key = ()) -> Iterator[tuple[Key, Any]]:
-    """Every key of nested mappings with its value, in order; an empty mapping is a value."""
-    for name, value in data.items():
-        if isinstance(value, Mapping) and value:
-            yield from leaves(value, (*prefix, name))
-        else:
-            yield (*prefix, name), value
 
 
 #: Keys that may differ between ranks.
@@ -106,7 +119,7 @@ def comparison_table(run: ResolvedRun) -> dict[str, str]:
 
 
 def _plugin_rows(name: str, plugin: Plugin) -> dict[str, str]:
-    options = {f"{name} option {key}": json.dumps(value) for key, value in dumped(plugin).items()}
+    options = {f"{name} option {'.'.join(key)}": json.dumps(value) for key, value in leaves(dumped(plugin))}
     return {f"{name} version": f"{plugin.distribution} {plugin.version}", f"{name} code": plugin.digest, **options}
 
 

@@ -252,7 +252,15 @@ def info_difference(info: object, kind: str, name: str) -> str:
         return f"says api={info.api}, and this kernel knows {kind} up to api={KINDS[kind]}: a newer kernel is needed"
     if kind not in RUN_KINDS and info.options is not None:
         return f"says options={info.options!r}, and a {kind} has none: nothing could set them"
-    return _options_difference(info.options)
+    return _options_difference(info.options) or _costs_difference(kind, info.options)
+
+
+def _costs_difference(kind: str, options: type[BaseModel] | None) -> str:
+    """How the options of a model fail to tell its costs."""
+    if kind != "model" or callable(getattr(options, "costs", None)):
+        return ""
+    said = options.__name__ if options else None
+    return f"says options={said}, which must have a method costs(sequence_length, vocab_size) -> ModelCosts"
 
 
 def _options_difference(options: object) -> str:

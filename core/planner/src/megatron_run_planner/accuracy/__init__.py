@@ -16,13 +16,15 @@ from itertools import combinations
 from pathlib import Path
 from typing import NamedTuple
 
+from megatron_run.contracts.costs import ModelCosts
 from megatron_run.errors import InputError
 from megatron_run.errors.wording import did_you_mean
 from megatron_run.files.foreign_file import read_file
+from megatron_run.planning.plans import MAX_LAYERS
 from megatron_run_planner.devices import Device
 from megatron_run_planner.schedules import Schedules
 from megatron_run_planner.step_time import step_time
-from megatron_run_planner.workload import Model, Recompute, Split
+from megatron_run_planner.workload import Recompute, Split, gpt2
 
 #: What a column's name holds, and the quantity in it.
 _COLUMNS = {
@@ -46,12 +48,12 @@ _STATE = 18
 class Measured:
     """One row of a table: a run, and the ``seconds`` that a step of it took."""
 
-    model: Model
+    model: ModelCosts
     split: Split
     seconds: float
 
     @property
-    def group(self) -> tuple[Model, int, int]:
+    def group(self) -> tuple[ModelCosts, int, int]:
         """Rows that are choices for one task: the same model, devices and global batch."""
         return self.model, self.split.ranks, self.split.global_batch
 
@@ -129,7 +131,10 @@ def _row(file: Path, number: int, line: Sequence[str], where: dict[str, int], vo
         whole = {name: int(value) for name, value in told.items() if name != "milliseconds"}
     except (ValueError, IndexError, OverflowError):
         raise InputError(f"{file}:{number}: a column holds no number", fix="correct or remove the row") from None
-    model = Model(whole["layers"], whole["hidden"], whole["heads"], whole["sequence"], vocabulary)
+    sizes = f"{file}:{number}: the sizes are no run"
+    if min(*whole.values(), told["milliseconds"]) <= 0 or whole["layers"] > MAX_LAYERS:
+        raise InputError(sizes, fix=f"all are above 0, and layers at most {MAX_LAYERS}")
+    model = gpt2(whole["layers"], whole["hidden"], whole["heads"], whole["sequence"], vocabulary)
     split = Split(
         tensor=whole["tensor"],
         pipeline=whole["pipeline"],
@@ -138,11 +143,10 @@ def _row(file: Path, number: int, line: Sequence[str], where: dict[str, int], vo
         global_batch=whole["global_batch"],
         scatter_messages=True,  # as Megatron-LM and DeepSpeed send them
     )
-    if min(*whole.values(), told["milliseconds"]) <= 0 or split.ranks != whole["devices"]:
-        fix = "tensor x pipeline x data must be the number of GPUs"
-        raise InputError(f"{file}:{number}: the sizes are no run", fix=fix)
-    if split.global_batch % (split.micro_batch * split.data) or split.pipeline > model.layers:
-        raise InputError(f"{file}:{number}: the sizes are no run", fix="batches and layers must divide")
+    if split.ranks != whole["devices"]:
+        raise InputError(sizes, fix="tensor x pipeline x data must be the number of GPUs")
+    if split.global_batch % (split.micro_batch * split.data) or split.pipeline > len(model.layers):
+        raise InputError(sizes, fix="batches and layers must divide")
     return Measured(model, split, told["milliseconds"] / 1000)
 
 
@@ -155,11 +159,11 @@ def needs_recompute(row: Measured, memory: float) -> bool:
     nothing follows.
     """
     model, split = row.model, row.split
-    tokens = split.micro_batch * model.sequence * model.hidden
-    layer = tokens * (10 + 24 / split.tensor + 5 * model.heads * model.sequence / model.hidden / split.tensor)
+    tokens, heads = split.micro_batch * model.sequence * model.hidden, model.layers[0].attentions[0].heads
+    layer = tokens * (10 + 24 / split.tensor + 5 * heads * model.sequence / model.hidden / split.tensor)
     in_flight = min(split.pipeline, split.microbatches)
     state = _STATE * model.parameters / (split.tensor * split.pipeline)
-    return state < memory < state + layer * model.layers / split.pipeline * in_flight
+    return state < memory < state + layer * len(model.layers) / split.pipeline * in_flight
 
 
 def compare(rows: Iterable[Measured], device: Device, schedules: Schedules) -> Accuracy:
@@ -172,7 +176,7 @@ def predict(row: Measured, device: Device, schedules: Schedules) -> float:
     """Seconds of a step of ``row``."""
     split = row.split
     kind = "sequential" if split.pipeline == 1 else "interleaved" if split.chunks > 1 else "1f1b"
-    plan = schedules.plan(kind, row.model.layers, split.pipeline, split.chunks, split.microbatches)
+    plan = schedules.plan(kind, len(row.model.layers), split.pipeline, split.chunks, split.microbatches)
     return step_time(row.model, split, device, plan).seconds
 
 

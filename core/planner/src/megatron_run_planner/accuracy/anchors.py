@@ -56,7 +56,7 @@ class Anchor(NamedTuple):
         """From a survey."""
         task = read_task(Request.from_json(told["request"]), int(told["ranks"]))
         split = task.split
-        plan = Schedules().plan(task.schedule, task.model.layers, split.pipeline, split.chunks, split.microbatches)
+        plan = Schedules().plan(task.schedule, len(task.model.layers), split.pipeline, split.chunks, split.microbatches)
         return cls(task, plan, float(told["seconds"]))
 
     def error(self, device: Device) -> float:

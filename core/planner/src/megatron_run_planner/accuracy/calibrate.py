@@ -15,6 +15,7 @@ from statistics import median
 from typing import Any
 
 from megatron_run.config.yaml import yaml_text
+from megatron_run.contracts.costs import AttentionCosts, FeedForwardCosts, LayerCosts, ModelCosts
 from megatron_run.contracts.schedule import LayoutSpec, looped_layout
 from megatron_run_planner.accuracy.anchors import least_squares, with_anchors
 from megatron_run_planner.devices import (
@@ -29,9 +30,9 @@ from megatron_run_planner.devices import (
     Products,
     Sweeps,
 )
-from megatron_run_planner.layer_time import embedding_time, head_time, layer_time
+from megatron_run_planner.layer_time import embedding_time, head_time, mean_layer
 from megatron_run_planner.step_time import place_times
-from megatron_run_planner.workload import Model, Split
+from megatron_run_planner.workload import Split, gpt2_heads
 
 #: Rows and depths at which a product may reach half of its peak: those that are tried.
 _HALVES = tuple(2 ** (power / 2) for power in range(-2, 19))
@@ -167,23 +168,17 @@ def _cores(survey: Survey) -> Cores:
     return Cores(count=survey.cores, slowdown=tuple(slowdown), crowded=tuple(slowdown))
 
 
-def model_of(run: Mapping[str, Any]) -> tuple[Model, Split]:
+def model_of(run: Mapping[str, Any]) -> tuple[ModelCosts, Split]:
     """The model and split that a run of a survey stands for."""
-    model = Model(
-        layers=run["layers"],
-        hidden=run["hidden"],
-        heads=run["heads"],
-        sequence=run["sequence"],
-        vocabulary=run["vocabulary"] * run["tensor"],
-        flash=True,
-        experts=run["experts"],
-        top_k=2 if run["experts"] else 0,
-    )
+    hidden, heads = run["hidden"], run["heads"]
+    feed = FeedForwardCosts(4 * hidden, experts=run["experts"], top_k=2 if run["experts"] else 0)
+    layer = LayerCosts(hidden, run["sequence"], (AttentionCosts.plain(heads, hidden / heads), feed))
+    model = ModelCosts((layer,) * run["layers"], run["vocabulary"] * run["tensor"])
     batch = run["micro_batch"] * run["microbatches"]
     return model, Split(tensor=run["tensor"], micro_batch=run["micro_batch"], global_batch=batch, gradient_bytes=4)
 
 
-def _layers(survey: Survey) -> list[tuple[Model, Split, float, float]]:
+def _layers(survey: Survey) -> list[tuple[ModelCosts, Split, float, float]]:
     """Model, split and seconds of one layer's forward and backward, for each two runs that differ in depth alone."""
     sizes = ("hidden", "heads", "sequence", "micro_batch", "tensor", "vocabulary", "microbatches", "experts")
     by_shape: defaultdict[tuple[Any, ...], list[Mapping[str, Any]]] = defaultdict(list)
@@ -211,7 +206,7 @@ def _with_layers(device: Device, survey: Survey) -> Device:
     bare = _alone(_changed(device, "sweeps", efficiency=1.0, backward=1e-9))
     once = _alone(_changed(device, "sweeps", efficiency=1.0, backward=1.0))
     for model, split, forward, backward in _layers(survey):
-        left, swept = layer_time(model, split, bare), layer_time(model, split, once)
+        left, swept = mean_layer(model, split, bare), mean_layer(model, split, once)
         work = swept.backward - left.backward
         rows.append(((work / forward, 0.0, 1 / forward, 0.0), (forward - left.forward + work) / forward))
         rows.append(((0.0, work / backward, 0.0, 1 / backward), (backward - left.backward) / backward))
@@ -221,8 +216,10 @@ def _with_layers(device: Device, survey: Survey) -> Device:
     device = _changed(device, "host", layer=first + second, forward=first / ((first + second) or 1.0))
     measured = []
     for model, split, forward, backward in _layers(survey):
-        modelled = layer_time(model, split, _alone(device))
-        shape = LayerShape(model.hidden, model.heads, model.sequence, split.tensor, split.micro_batch)
+        modelled = mean_layer(model, split, _alone(device))
+        shape = LayerShape(
+            model.hidden, gpt2_heads(model.layers[0], fused=True), model.sequence, split.tensor, split.micro_batch
+        )
         ratios = (round(forward / modelled.forward, 3), round(backward / modelled.backward, 3))
         measured.append(MeasuredLayer(*shape, *ratios))
     return device.model_copy(update={"layers": tuple(sorted(measured))})
@@ -238,7 +235,8 @@ def _with_head(device: Device, survey: Survey) -> Device:
         if run["experts"]:
             continue
         model, split = model_of(run)
-        layers, head = layer_time(model, split, _alone(device)).times(model.layers), head_time(model, split, bare)
+        layers = mean_layer(model, split, _alone(device)).times(len(model.layers))
+        head = head_time(model, split, bare)
         rest = head.then(embedding_time(model, split, bare))
         tokens = split.micro_batch * model.sequence
         logits = 4 * tokens * run["vocabulary"] / swept
@@ -257,7 +255,7 @@ def _with_update(device: Device, survey: Survey) -> Device:
     swept = device.bandwidth * device.sweeps.efficiency
     for run in survey.runs:
         model, split = model_of(run)
-        parameters = model.layers * (model.dense_parameters + model.expert_parameters) / split.tensor
+        parameters = len(model.layers) * (model.layer_weights + model.expert_weights) / split.tensor
         parameters += run["vocabulary"] * model.hidden
         rows.append(((parameters / swept / run["rest"], 1 / run["rest"]), 1.0))
     update, step = least_squares(rows)
@@ -270,11 +268,12 @@ def _with_experts(device: Device, survey: Survey) -> Device:
     for run in survey.runs:
         if run["experts"]:
             model, split = model_of(run)
-            layout = looped_layout(LayoutSpec(1, 1, model.layers, ()))
+            layout = looped_layout(LayoutSpec(1, 1, len(model.layers), ()))
             (modelled,) = place_times(model, split, _alone(device), layout)
             whole = run["forward"] + run["backward"]
             more = whole - modelled.forward - modelled.backward
-            rows.append(((model.layers / whole, model.layers * model.experts / whole), more / whole))
+            layers = len(model.layers) / whole
+            rows.append(((layers, layers * model.experts), more / whole))
     if not rows:
         return device
     routing, each = least_squares(rows)

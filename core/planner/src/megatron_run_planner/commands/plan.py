@@ -105,23 +105,6 @@ def _refuse_outputs(inputs: Sequence[Path], others: dict[str, Any]) -> None:
         refuse_input(timeline, "--timeline", inputs)
 
 
-def counted_task(request: Request, ranks: int | None) -> Task:
-    """The task of ``request``; the parameters of a model that the planner does not know are those of its layers."""
-    from megatron_run.errors import RunError
-    from megatron_run.planning import resolve
-    from megatron_run_planner.task import read_task
-
-    task = read_task(request, ranks)
-    if task.known:
-        return task
-    try:
-        from megatron_run_engine.training.memory_estimate import model_size
-
-        return task.with_parameters(model_size(resolve(request)).parameters)
-    except (ImportError, RunError):  # without the engine, or where the configuration's own split cannot run
-        return task
-
-
 def timeline_options(command: Command) -> Command:
     """Give ``command`` a file for the predicted step as ``timeline``, and one of a run that joins it as ``beside``."""
     for option in (
@@ -176,13 +159,13 @@ def search(
     from megatron_run_planner.commands import plan_report as report
     from megatron_run_planner.schedules import Schedules
     from megatron_run_planner.search import Search
-    from megatron_run_planner.task import check_sizes, to_install, written
+    from megatron_run_planner.task import check_sizes, read_task, to_install, written
 
-    task, schedules = counted_task(request, gpus), Schedules()
+    task, schedules = read_task(request, gpus), Schedules()
     if changes or as_is:
         keys = {word.partition("=")[0] for word in changes}
         kept = (word for word in request.sets if word.partition("=")[0] not in keys)
-        tasks = [task, *([counted_task(replace(request, sets=(*kept, *changes)), gpus)] if changes else [])]
+        tasks = [task, *([read_task(replace(request, sets=(*kept, *changes)), gpus)] if changes else [])]
         for each in tasks:
             check_sizes(each, gpus)
         shown = [
@@ -239,9 +222,9 @@ def schedule(
     from megatron_run_planner.schedules.for_task import find_for_task
     from megatron_run_planner.schedules.places import EFFORT
     from megatron_run_planner.schedules.plugin_file import write_plugin
-    from megatron_run_planner.task import check_one_batch, check_sizes
+    from megatron_run_planner.task import check_one_batch, check_sizes, read_task
 
-    task = counted_task(request, gpus)
+    task = read_task(request, gpus)
     check_sizes(task, gpus)
     if write:
         check_one_batch(task)
@@ -279,10 +262,11 @@ def goodput(request: Request, *, gpus: int | None, machine: Device, days: float,
     from megatron_run_planner.goodput import Conditions, best_interval, simulate_run
     from megatron_run_planner.schedules import Schedules
     from megatron_run_planner.search import Search
+    from megatron_run_planner.task import read_task
 
     links = machine.links
     slow = links.model_copy(update={"machine_bandwidth": links.machine_bandwidth * asked["slow_link"]})
-    task = counted_task(request, gpus)
+    task = read_task(request, gpus)
     ranks = gpus or task.split.ranks
     device = machine.model_copy(update={"links": slow})
     best = Search(task.model, ranks, task.split.global_batch, device, Schedules(), task.growth).run(1).best[0]
@@ -366,8 +350,8 @@ def calibrate(*, device: str, device_name: str | None, output: Path, overwrite: 
 
 def _measured_cores(name: str | None) -> tuple[Device, str, Survey | None]:
     """A core of this machine as a device, its processor, and what was measured."""
-    from megatron_run_engine.training.calibration.survey import survey
-    from megatron_run_engine.training.process import processor_name
+    from megatron_run_engine.estimate.calibration.survey import survey
+    from megatron_run_engine.host.process import processor_name
     from megatron_run_planner.accuracy.calibrate import Survey, describe
 
     measured = Survey(**survey(_say))
@@ -380,9 +364,9 @@ def _measured_cores(name: str | None) -> tuple[Device, str, Survey | None]:
 
 def _measured_gpu(name: str | None) -> tuple[Device, str, Survey | None]:
     """The first GPU as a device, and its name."""
+    from megatron_run_engine.estimate.calibration.gpu_clock import GpuClock
+    from megatron_run_engine.estimate.calibration.gpu_survey import survey_gpu
     from megatron_run_engine.nn.fused import has_kernels
-    from megatron_run_engine.training.calibration.gpu_clock import GpuClock
-    from megatron_run_engine.training.calibration.gpu_survey import survey_gpu
     from megatron_run_planner.accuracy.calibrate_gpu import GpuSurvey, describe_gpu
 
     measured = GpuSurvey(**survey_gpu(GpuClock(), _say))

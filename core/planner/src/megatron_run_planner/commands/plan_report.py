@@ -333,8 +333,8 @@ def _lines(rows: Iterable[Compared]) -> list[str]:
     for row, predicted in rows:
         model, split = row.model, row.split
         lines.append(
-            f"{model.layers:6}  {model.hidden:6}  {split.ranks:4}  {split.tensor:6}  {split.pipeline:8}  {split.data:4}"
-            f"  {split.micro_batch:5}  {split.global_batch:5}  {split.recompute:9}  {row.seconds:8.3f}s  "
+            f"{len(model.layers):6}  {model.hidden:6}  {split.ranks:4}  {split.tensor:6}  {split.pipeline:8}  "
+            f"{split.data:4}  {split.micro_batch:5}  {split.global_batch:5}  {split.recompute:9}  {row.seconds:8.3f}s  "
             f"{predicted:8.3f}s  {predicted / row.seconds - 1:+7.1%}"
         )
     return lines

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from megatron_run.contracts.costs import ModelCosts
 from megatron_run.contracts.schedule import ScheduleSpec
 from megatron_run.errors import InputError, RunError
 from megatron_run.pipeline.verify import verify
@@ -17,27 +18,26 @@ from megatron_run_planner.schedules.workload_costs import Pipeline, Work
 from megatron_run_planner.search import Candidate, Search
 from megatron_run_planner.step_time import last_time, message_time
 from megatron_run_planner.task import Task
-from megatron_run_planner.workload import Model, Split
+from megatron_run_planner.workload import Split
 
 #: Chunks a stage that are tried where the configuration leaves them open.
 CHUNKS = (1, 2, 3)
 
 
-def pipeline_of(model: Model, split: Split, device: Device) -> Pipeline:
+def pipeline_of(model: ModelCosts, split: Split, device: Device) -> Pipeline:
     """The pipeline of ``split``: what its ranks compute for a microbatch, and what of the device's memory they have.
 
     ``chunks`` are those of ``split``. The memory leaves out what every rank holds whatever its layers: buffers and
     reserve.
     """
     none = rank_memory(model, split, 0, [False, False], 0).total
-    kinds = [model.kind_of(layer) for layer in range(model.layers)]
     works = {}
-    for kind in set(kinds):
-        state = rank_memory(kind, split, 1, [False, False], 0).total - none
+    for _, kind in model.kinds:
+        state = rank_memory(replace(model, layers=(kind,)), split, 1, [False, False], 0).total - none
         works[kind] = _work(layer_time(kind, split, device), layer_activations(kind, split), state)
     ends = [rank_memory(model, split, 0, has, 0).total - none for has in ([True, False], [False, True], [True, True])]
     return Pipeline(
-        layers=tuple(works[each] for each in kinds),
+        layers=tuple(works[each] for each in model.layers),
         before=_work(embedding_time(model, split, device), 0.0, ends[0]),
         after=_work(last_time(model, split, device), 0.0, ends[1]),
         stages=split.pipeline,
@@ -95,14 +95,14 @@ def find_for_task(task: Task, device: Device, schedules: Schedules, seed: int = 
 def _chunks(task: Task) -> Sequence[int]:
     """The chunks of a stage to try."""
     said = task.counts or "chunks" in task.sections.get("parallel", {})
-    most = task.model.layers // task.split.pipeline
+    most = len(task.model.layers) // task.split.pipeline
     return (task.split.chunks,) if said else [chunks for chunks in CHUNKS if chunks <= max(1, most)]
 
 
 def _installed(task: Task, splits: Sequence[Split], search: Search, schedules: Schedules) -> Iterator[Candidate]:
     """The installed schedules that accept the split."""
     for split in splits:
-        shape = task.model.layers, split.pipeline, split.chunks, split.microbatches
+        shape = len(task.model.layers), split.pipeline, split.chunks, split.microbatches
         for name in schedules.serving(split.chunks):
             try:
                 plan = schedules.plan(name, *shape, task.counts)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from megatron_run.config.merge import ConfigSource
@@ -13,6 +13,7 @@ from megatron_run.config.sources import read_sources
 from megatron_run.config.validate import annotation_at, validate_section
 from megatron_run.config.values import core_scalar, read_text, typed
 from megatron_run.config.yaml import yaml_text
+from megatron_run.contracts.costs import ModelCosts
 from megatron_run.contracts.schema import SECTIONS, ParallelSection, TrainSection
 from megatron_run.errors import Findings, InputError
 from megatron_run.errors.wording import nearest_multiples
@@ -23,8 +24,8 @@ from megatron_run.registry.discover import Catalog, plain_name
 from megatron_run.registry.known import known_plugin
 from megatron_run_planner.schedules import named
 from megatron_run_planner.search import STEADY, Candidate, Growth
-from megatron_run_planner.task.model_options import KNOWN, read_model
-from megatron_run_planner.workload import Model, Recompute, Split
+from megatron_run_planner.task.model import read_model
+from megatron_run_planner.workload import Recompute, Split, split_over
 
 #: Parameters of layers are 12 L h^2; with h = 128 L, as GPT-3's larger models have, that is 12 * 128^2 L^3.
 _ASPECT = 128
@@ -46,25 +47,21 @@ class Task:
 
     ``split`` is its sections ``train`` and ``parallel`` over ``ranks``; ``steps`` is None when the run has no length.
     ``schedule`` is named with its options, and ``counts`` are the layers of each place where the user gave them.
-    ``growth`` is that of the batch by ``train.ramp_up``. ``reading`` says which parts of the model were read as others,
-    and why; of one that is not ``known``, parameters and FLOPs too.
+    ``growth`` is that of the batch by ``train.ramp_up``.
     """
 
-    model: Model
+    model: ModelCosts
     split: Split
     schedule: str
     counts: tuple[int, ...]
     steps: int | None
     sections: Mapping[str, Any]
-    reading: str = ""
-    known: bool = True
     growth: Growth = STEADY
 
-    def with_parameters(self, count: int) -> Task:
-        """The task with so many parameters of the model, counted elsewhere: those not read count in every layer."""
-        unread = (count - self.model.parameters) / self.model.layers
-        told = f"{self.reading}; its {count:,} parameters were counted in its layers"
-        return replace(self, model=replace(self.model, unread=self.model.unread + unread), reading=told)
+    @property
+    def reading(self) -> str:
+        """The parts of the model that are read as something else, and why."""
+        return "; ".join(self.model.approximations)
 
     @property
     def tokens(self) -> float | None:
@@ -107,8 +104,7 @@ def read_task(request: Request, ranks: int | None) -> Task:
     findings.settle()
     assert train is not None, "what is wrong was raised"
     assert parallel is not None, "and so was this"
-    word = merged.choices["model"][0].word.rpartition(":")[2]
-    model, reading = _model(word, merged, train)
+    model = read_model(merged, train, findings, notices)
     ways = parallel.tensor * parallel.pipeline
     copies = max(1, ranks // ways) if ranks else parallel.data or 1
     split = Split(
@@ -129,11 +125,11 @@ def read_task(request: Request, ranks: int | None) -> Task:
     counts = parallel.layers
     if is_uneven(parallel):
         counts = layer_counts(
-            model.layers, parallel, [index % split.pipeline for index in range(split.pipeline * split.chunks)]
+            len(model.layers), parallel, [index % split.pipeline for index in range(split.pipeline * split.chunks)]
         )
     steps = train.steps or (train.samples and train.samples // train.global_batch_size)
     schedule, sections = _schedule(merged, split), _sections(merged)
-    return Task(model, split, schedule, counts, steps, sections, reading, word in KNOWN, _growth(train))
+    return Task(model, split, schedule, counts, steps, sections, _growth(train))
 
 
 def _growth(train: TrainSection) -> Growth:
@@ -185,10 +181,10 @@ def check_sizes(task: Task, ranks: int | None) -> None:
             f"{split.micro_batch}: {wrong[0]} samples",
             fix=f"set start and increment to multiples of {split.micro_batch * split.data}",
         )
-    model.split_over(split.tensor)
-    if split.pipeline * split.chunks > model.layers:
+    split_over(model, split.tensor)
+    if split.pipeline * split.chunks > len(model.layers):
         raise InputError(
-            f"{model.layers} layers are fewer than the places of parallel.pipeline={split.pipeline} x "
+            f"{len(model.layers)} layers are fewer than the places of parallel.pipeline={split.pipeline} x "
             f"parallel.chunks={split.chunks}",
             fix="lower them",
         )
@@ -204,14 +200,6 @@ def check_one_batch(task: Task) -> None:
             why=f"train.ramp_up has {len(task.growth.batches) + 1} sizes of the batch",
             fix="leave --write or train.ramp_up out",
         )
-
-
-def _model(word: str, merged: ConfigSource, train: TrainSection) -> tuple[Model, str]:
-    """The model, and how it was read."""
-    given = {key[1]: _typed(value.data) for key, value in merged.values.items() if key[0] == "model" and len(key) == 2}
-    told = merged.values.get(("data", "vocab_size"))
-    size = _typed(told.data) if told else None  # None as well where the data tell it themselves
-    return read_model(word, given, train.sequence_length, None if size is None else int(size))
 
 
 def _typed(value: Any) -> Any:

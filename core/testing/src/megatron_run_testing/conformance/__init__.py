@@ -16,9 +16,10 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from megatron_run.config.fields import fields_of
 from megatron_run.config.origin import DEFAULT, Key, Value, section_of
 from megatron_run.config.sources import command_line_source
-from megatron_run.config.validate import fields_of, validate
+from megatron_run.config.validate import validate
 from megatron_run.contracts.plugin import COMMAND, KINDS, SEPARATORS, entry_point_group
 from megatron_run.errors import EngineMissingError, Findings, InputError, PluginError, RunError
 from megatron_run.errors.install_hint import check_engine

@@ -29,6 +29,7 @@ from megatron_run_testing.build_contexts import (
     prepare,
     single_process_context,
 )
+from megatron_run_testing.model.check_costs import check_costs
 from megatron_run_testing.model.half_sequence import HalfSequence
 from megatron_run_testing.model.slopes import check_slopes
 from megatron_run_testing.model.without_dropout import WithoutDropout, without_dropout
@@ -66,7 +67,7 @@ def model_checks(create: CreateModel, options: BaseModel) -> tuple[Check, ...]:
         "tensors between chunks match boundary under sequence parallelism": bench.boundary_splits,
         "segments cover every parameter": bench.segments_cover,
         "chunks of one stage share tied parameters": bench.shares_tied,
-        "flops do not shrink with the sequence": bench.flops_grow,
+        "costs are those of the layers": bench.costs_are_told,
     }
     return tuple(Check(name, run) for name, run in checks.items())
 
@@ -371,13 +372,9 @@ class _Bench:
         if sorted(counted) != sorted(every):
             raise CheckFailed(f"counted once each: {sorted(every)}; found {sorted(counted)}")
 
-    def flops_grow(self) -> None:
-        """The number is positive and does not fall with the sequence length."""
-        model = self.built().model
-        if not 0 < model.flops_per_token(16) <= model.flops_per_token(32):
-            raise CheckFailed(
-                f"flops_per_token is {model.flops_per_token(16)} at 16, {model.flops_per_token(32)} at 32"
-            )
+    def costs_are_told(self) -> None:
+        """Weights are those of the matrices that are built; FLOPs are some, and grow with the sequence."""
+        check_costs(self.options, self.built().infos.values())
 
 
 def _names(model: Model, position: int, layout: tuple[Place, ...]) -> set[str]:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 
-from megatron_run.contracts import Init, LinearPart, StackedLayers
+from megatron_run.contracts import Init, LinearSpec, StackedLayers
 
 
 class HalfSequence(StackedLayers):
@@ -20,21 +20,13 @@ class HalfSequence(StackedLayers):
     They test the shapes of a model without another rank; its values are meaningless.
     """
 
-    def column_linear(
-        self,
-        inputs: int,
-        parts: tuple[LinearPart, ...],
-        *,
-        bias: bool,
-        init: Init,
-        norm: nn.Module | None = None,
-    ) -> nn.Module:
+    def column_linear(self, spec: LinearSpec, norm: nn.Module | None = None) -> nn.Module:
         """A layer that enters the region."""
-        return _entering(super().column_linear(inputs, parts, bias=bias, init=init, norm=norm))
+        return _entering(super().column_linear(spec, norm))
 
-    def row_linear(self, inputs: int, outputs: int, *, bias: bool, init: Init) -> nn.Module:
+    def row_linear(self, spec: LinearSpec) -> nn.Module:
         """A layer that leaves the region."""
-        return _leaving(super().row_linear(inputs, outputs, bias=bias, init=init))
+        return _leaving(super().row_linear(spec))
 
     def vocab_embedding(self, vocab: int, hidden: int, *, init: Init) -> nn.Module:
         """A layer that leaves the region: every rank has all tokens."""

@@ -30,4 +30,6 @@ class WithoutDropout(StackedLayers):
 
 def without_dropout(options: BaseModel) -> BaseModel:
     """``options`` with every dropout at 0: a model may have layers of its own that drop."""
-    return options.model_copy(update=dict.fromkeys((x for x in type(options).model_fields if "dropout" in x), 0.0))
+    values = {name: getattr(options, name) for name in type(options).model_fields}
+    groups = {name: without_dropout(value) for name, value in values.items() if isinstance(value, BaseModel)}
+    return options.model_copy(update=groups | {name: 0.0 for name in values if "dropout" in name})

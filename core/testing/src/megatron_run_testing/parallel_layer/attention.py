@@ -13,7 +13,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from megatron_run.contracts import AttentionShape
+from megatron_run.contracts import AttentionCore, AttentionShape
 from megatron_run.contracts.parallel_layer import VARIANTS
 from megatron_run_testing.parallel_layer.cases import BATCH, Case, always, random_values
 from megatron_run_testing.parallel_layer.member import LENGTH, features, heads, whole
@@ -30,7 +30,7 @@ _SHAPES = {
     "with capped scores": replace(_SHAPE, softcap=_VARIED.softcap),
     "with scale, window and cap": _VARIED,
 }
-assert _VARIED.variants == VARIANTS.keys(), "every variant is compared"
+assert _VARIED.variants == set(VARIANTS), "every variant is compared"
 
 
 def attentions() -> Iterator[Case]:
@@ -99,8 +99,9 @@ def _case(
 
 def _unclaimed(core: nn.Module, shape: AttentionShape, attributes: tuple[str, ...]) -> str:
     """Which of the variants of ``shape`` and of ``attributes`` a core does not name, empty if it names all."""
-    variants = sorted(shape.variants - getattr(core, "variants", frozenset()))
-    missing = [*variants, *(name for name in attributes if not getattr(core, name, False))]
+    able = AttentionCore.of(core)
+    variants = sorted(shape.variants - able.variants)
+    missing = [*variants, *(name for name in attributes if not getattr(able, name))]
     return f"its attention does not claim {' and '.join(missing)}" if missing else ""
 
 

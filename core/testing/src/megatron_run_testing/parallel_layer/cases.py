@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from megatron_run.contracts import Init, LinearPart, ParallelLayers, ParamInfo, Part
+from megatron_run.contracts import Init, LinearPart, LinearSpec, ParallelLayers, ParamInfo, Part
 from megatron_run_engine.runtime.parameter_init import initialise
 from megatron_run_testing.parallel_layer.member import (
     HIDDEN,
@@ -128,19 +128,19 @@ def cases() -> tuple[Case, ...]:
 
 def _linears() -> Iterator[Case]:
     x, cut = random_values(LENGTH, BATCH, HIDDEN), features(*(part.features for part in _QKV))
+    whole = LinearSpec(HIDDEN, _QKV, INIT, bias=True)
+    bare = replace(whole, bias=False)
     for name, make in {
-        "column linear of three parts": lambda f: f.column_linear(HIDDEN, _QKV, bias=True, init=INIT),
-        "column linear after a layer norm": lambda f: f.column_linear(
-            HIDDEN, _QKV, bias=True, init=INIT, norm=f.norm("layernorm", HIDDEN, _LARGE_EPS)
-        ),
+        "column linear of three parts": lambda f: f.column_linear(whole),
+        "column linear after a layer norm": lambda f: f.column_linear(whole, f.norm("layernorm", HIDDEN, _LARGE_EPS)),
         "column linear after a root-mean-square norm": lambda f: f.column_linear(
-            HIDDEN, _QKV, bias=False, init=INIT, norm=f.norm("rmsnorm", HIDDEN, _LARGE_EPS)
+            bare, f.norm("rmsnorm", HIDDEN, _LARGE_EPS)
         ),
     }.items():
         yield Case(name, make, (x,), (tokens,), cut, _QKV)
     yield Case(
         "column linear after a root-mean-square norm times 1 + weight",
-        lambda f: f.column_linear(HIDDEN, _QKV, bias=False, init=INIT, norm=f.norm("rmsnorm_1p", HIDDEN, _LARGE_EPS)),
+        lambda f: f.column_linear(bare, f.norm("rmsnorm_1p", HIDDEN, _LARGE_EPS)),
         (x,),
         (tokens,),
         cut,
@@ -150,15 +150,15 @@ def _linears() -> Iterator[Case]:
     one = (LinearPart("up", 12),)
     yield Case(
         "column linear without bias",
-        lambda f: f.column_linear(HIDDEN, one, bias=False, init=INIT),
+        lambda f: f.column_linear(LinearSpec(HIDDEN, one, INIT, bias=False)),
         (x,),
         (tokens,),
         features(12),
         one,
     )
     for name, make in {
-        "row linear": lambda f: f.row_linear(HIDDEN, 12, bias=True, init=INIT),
-        "row linear without bias": lambda f: f.row_linear(HIDDEN, 12, bias=False, init=INIT),
+        "row linear": lambda f: f.row_linear(LinearSpec(HIDDEN, 12, INIT, bias=True)),
+        "row linear without bias": lambda f: f.row_linear(LinearSpec(HIDDEN, 12, INIT, bias=False)),
     }.items():
         yield Case(name, make, (x,), (features(HIDDEN),), tokens)
 
@@ -274,8 +274,8 @@ class _Experts(nn.Module):
     def __init__(self, layers: ParallelLayers, *, bias: bool) -> None:
         super().__init__()
         self._layers, parts = layers, (LinearPart("gate", 12), LinearPart("up", 12))
-        self.input = layers.expert_column_linear(range(4, 7), HIDDEN, parts, bias=bias, init=INIT)
-        self.output = layers.expert_row_linear(range(4, 7), 12, HIDDEN, bias=bias, init=INIT)
+        self.input = layers.expert_column_linear(range(4, 7), LinearSpec(HIDDEN, parts, INIT, bias=bias))
+        self.output = layers.expert_row_linear(range(4, 7), LinearSpec(12, HIDDEN, INIT, bias=bias))
 
     def forward(self, x: Tensor) -> Tensor:
         """[s, b, h] -> [s, b, h], both [s/t, b, h] under sequence parallelism."""

@@ -27,7 +27,7 @@ def check_config(config: Config, options: IndexedOptions) -> Iterator[str]:
 
     Raises :class:`InputError` for an option without effect, and for a seed that megatron-core could not have.
     """
-    from megatron_run_engine.data.option_types import validation_notice
+    from megatron_run_engine.data import validation_notice
 
     yield from validation_notice(options.split)
     for name in ("samples", "cache"):

@@ -19,7 +19,7 @@ import numpy as np
 from megatron_run.errors import DataError
 from megatron_run.files.foreign_file import check_file
 from megatron_run.files.publishing import publishing_folder
-from megatron_run_engine.data.user_cache import locked, user_cache
+from megatron_run.files.user_cache import locked, user_cache
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

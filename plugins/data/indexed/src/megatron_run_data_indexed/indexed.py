@@ -30,10 +30,8 @@ from megatron_run_data_indexed.samples import (
     Shuffled,
     blend_of,
 )
+from megatron_run_engine.data import PACKED_FIELDS, SPLITS, PackedDocuments, require_ids, same_shape
 from megatron_run_engine.data.indexed_files import Reader, files_of, open_tokens, prefix_of
-from megatron_run_engine.data.option_types import SPLITS
-from megatron_run_engine.data.packing import PACKED_FIELDS, PackedDocuments, same_shape
-from megatron_run_engine.data.token_ids import require_ids
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -41,7 +39,7 @@ if TYPE_CHECKING:
     from megatron_run_data_indexed.cache import Arrays
     from megatron_run_data_indexed.options import IndexedOptions
     from megatron_run_data_indexed.samples import Windows
-    from megatron_run_engine.data.tokenizer_base import Tokenizer
+    from megatron_run_engine.data import Tokenizer
 
 #: Samples after which the choices of a weighted blend start again under ``order=permuted``, which keeps no index file:
 #: the shares are exact to one sample in as many. Up to here they are megatron-core's.
@@ -88,7 +86,7 @@ class Indexed(DataSource):
     def _tokenizer(self) -> Tokenizer | None:
         if self._options.tokenizer is None:
             return None
-        from megatron_run_engine.data.tokenizer import open_tokenizer
+        from megatron_run_engine.data import open_tokenizer
 
         return open_tokenizer(self._options.tokenizer)
 
@@ -289,7 +287,7 @@ class Indexed(DataSource):
         """The file of ``data.tokenizer`` that is kept beside the weights, None without one."""
         if self._options.tokenizer is None:
             return None
-        from megatron_run_engine.data.standalone_tokenizer import json_file
+        from megatron_run_engine.data import json_file
 
         return json_file(self._options.tokenizer)
 

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
-from megatron_run_engine.data.option_types import AT_COMMAS, SplitShares
+from megatron_run_engine.data import AT_COMMAS, SplitShares
 
 
 class IndexedOptions(BaseModel):

@@ -22,15 +22,23 @@ from megatron_run.errors import DataError
 from megatron_run.errors.wording import plural
 from megatron_run.hookspecs import hookimpl
 from megatron_run_data_instruct.conversations import Line, conversation, lines_of
-from megatron_run_engine.data.chat_template.messages import NoConversation
-from megatron_run_engine.data.chat_template.template import Templates, template_source
-from megatron_run_engine.data.documents import Shares, find_documents, require_within
-from megatron_run_engine.data.option_types import Paths, SplitShares, validation_notice
-from megatron_run_engine.data.packing import PACKED_FIELDS, PackedDocuments, best_fit, one_a_row
-from megatron_run_engine.data.standalone_tokenizer import json_file
-from megatron_run_engine.data.tokenizer import open_tokenizer
-from megatron_run_engine.data.tokenizer_base import Tokenizer
-from megatron_run_engine.data.tokenizer_folder.record import AUTO
+from megatron_run_engine.data import (
+    AUTO,
+    PACKED_FIELDS,
+    PackedDocuments,
+    Paths,
+    Shares,
+    SplitShares,
+    Tokenizer,
+    best_fit,
+    find_documents,
+    json_file,
+    one_a_row,
+    open_tokenizer,
+    require_within,
+    validation_notice,
+)
+from megatron_run_engine.data.chat_template import NoConversation, Templates, template_source
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

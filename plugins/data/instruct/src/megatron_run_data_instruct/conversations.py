@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from megatron_run_engine.data.chat_template.messages import (
+from megatron_run_engine.data.chat_template import (
     Message,
     NoConversation,
     checked_messages,
@@ -17,7 +17,7 @@ from megatron_run_engine.data.user_files import file_lines, json_line
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from megatron_run_engine.data.documents import Document
+    from megatron_run_engine.data import Document
 
 
 class Conversation(NamedTuple):

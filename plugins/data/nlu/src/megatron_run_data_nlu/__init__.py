@@ -23,9 +23,7 @@ from megatron_run_data_nlu.official_metrics import accuracy, answers_of, binary_
 from megatron_run_data_nlu.questions import Task, files_of, read_choices, read_questions
 from megatron_run_data_nlu.recipes import published
 from megatron_run_data_nlu.rows import Choices, Reader, Spans
-from megatron_run_engine.data.standalone_tokenizer import json_file
-from megatron_run_engine.data.tokenizer import open_tokenizer
-from megatron_run_engine.data.tokenizer_base import Tokenizer
+from megatron_run_engine.data import Tokenizer, json_file, open_tokenizer
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

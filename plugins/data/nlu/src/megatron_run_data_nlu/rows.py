@@ -10,12 +10,12 @@ import numpy as np
 
 from megatron_run.errors import DataError, InputError
 from megatron_run_data_nlu.questions import Choice, Question
-from megatron_run_engine.data.pair_layout import PairLayout
+from megatron_run_engine.data import PairLayout
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from megatron_run_engine.data.tokenizer_base import Tokenizer
+    from megatron_run_engine.data import Tokenizer
 
     Tokens = NDArray[np.int64]
 

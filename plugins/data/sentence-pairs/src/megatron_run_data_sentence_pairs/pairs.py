@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from megatron_run_data_sentence_pairs.masking import Draws
-from megatron_run_engine.data.prepared_texts import DrawnSamples
+from megatron_run_engine.data import DrawnSamples
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -10,7 +10,7 @@ import numpy as np
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from megatron_run_engine.data.tokenizer_base import Tokenizer
+    from megatron_run_engine.data import Tokenizer
 
 #: The special tokens by their names in BERT's vocabulary: begin, separator, mask and padding.
 SPECIAL = ("[CLS]", "[SEP]", "[MASK]", "[PAD]")

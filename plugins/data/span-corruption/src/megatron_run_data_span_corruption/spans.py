@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from megatron_run_engine.data.prepared_texts import DrawnSamples
+from megatron_run_engine.data import DrawnSamples
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from megatron_run_engine.data.tokenizer_base import Tokenizer
+    from megatron_run_engine.data import Tokenizer
 
 #: A split's rest of fewer tokens is left out.
 LEAST = 8

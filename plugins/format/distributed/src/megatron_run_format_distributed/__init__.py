@@ -25,8 +25,8 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from megatron_run.contracts import Format, PluginInfo, ReadTensor, Weights
 from megatron_run.errors import CheckpointError
 from megatron_run.hookspecs import hookimpl
-from megatron_run_engine.checkpoint.files import FileSystem, read_whole
-from megatron_run_engine.data.tokenizer_files import holds_tokenizer
+from megatron_run_engine.checkpoint import FileSystem, read_whole
+from megatron_run_engine.data import holds_tokenizer
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from megatron_run.config.values import flat, nested
 from megatron_run.contracts import Weights
 from megatron_run.errors import CheckpointError, InputError
-from megatron_run_engine.checkpoint.files import FileSystem, followed
-from megatron_run_engine.formats.gpt_tensors import names_fault, shapes_fault
+from megatron_run_engine.checkpoint import FileSystem, followed
+from megatron_run_engine.formats import names_fault, shapes_fault
 from megatron_run_format_huggingface.family import Row, at_most_fp32, dropout_notes, must_be
 from megatron_run_format_huggingface.model_folder import (
     CONFIG,
@@ -43,7 +44,7 @@ _KEYS: Mapping[str, str] = {
     "ffn_size": "intermediate_size",
     "vocab_size": "vocab_size",
     "token_types": "type_vocab_size",
-    "norm_eps": "layer_norm_eps",
+    "norm.eps": "layer_norm_eps",
     "dropout": "hidden_dropout_prob",
     "init_std": "initializer_range",
 }
@@ -139,10 +140,10 @@ def read(source: Path) -> Weights:
     if fault := _untied(tensors):
         raise CheckpointError(f"{source} cannot be imported", why=fault)
     model = {ours: config[theirs] for ours, theirs in _KEYS.items()}
-    model |= {"use": "bert", "norm_order": "post", "head": head, "activation": _ACTIVATIONS[config["hidden_act"]]}
+    model |= {"use": "bert", "norm.order": "post", "head": head, "activation": _ACTIVATIONS[config["hidden_act"]]}
     tokenizer = source / "tokenizer.json"
     return Weights(
-        model,
+        nested(model),
         {ours: partial(_read, tensors.reader(named[theirs])) for theirs, (ours, _) in rows.items()},
         sequence_length=config["max_position_embeddings"],
         notes=tuple(_notes(config, head)),
@@ -161,8 +162,8 @@ class Counterpart(NamedTuple):
 
 def counterpart(weights: Weights) -> Counterpart:
     """The model at Hugging Face. Raises :class:`InputError` with every reason why it is not of this family."""
-    model: dict[str, Any] = {"norm_order": "pre", "head": "masked", "activation": "gelu", **weights.config}
-    reasons = [] if model["norm_order"] == "post" else [f"model.norm_order={model['norm_order']} (the family has post)"]
+    model: dict[str, Any] = {"norm.order": "pre", "head": "masked", "activation": "gelu", **flat(weights.config)}
+    reasons = [] if model["norm.order"] == "post" else [f"model.norm.order={model['norm.order']} (the family has post)"]
     if model["head"] not in _HEADS:
         reasons.append(f"model.head={model['head']} (the family has {' or '.join(_HEADS)})")
     positions = model.get("max_positions") or weights.sequence_length

@@ -2,7 +2,7 @@
 
 A family is a :class:`Family` in a file of its own, listed in ``families``. The table says
 
-- ``keys``: which of our ``model`` options is which key of their ``config.json``, one to one;
+- ``keys``: which of our ``model`` options, by dotted name (``norm.eps``), is which key of their ``config.json``;
 - ``fixed``: the options that all models of the family share, which no key of theirs says;
 - ``only``: keys of theirs whose other values have no counterpart here; an export writes the first value,
   unless it is None;
@@ -25,36 +25,27 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
+from pydantic import BaseModel
 
-from megatron_run_engine.formats.gpt_tensors import GptOptions, options_class
+from megatron_run.config.fields import computes_the_same, submodel, walk
+from megatron_run.config.values import nested
+from megatron_run_engine.formats import GptOptions, options_class
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from megatron_run.contracts import ReadTensor
-    from megatron_run_engine.formats.gpt_tensors import Shape
+    from megatron_run_engine.formats import Shape
 
 #: A ``config.json``, with the family's defaults; or our options as :meth:`GptOptions.explicit` gives them.
 Config = Mapping[str, Any]
 
-#: Options that change no logit: those of training, and how the work is done.
-TRAINING = frozenset(
-    {
-        "dropout",
-        "init_std",
-        "label_smoothing",
-        "loss_chunks",
-        "aux_loss_coeff",
-        "z_loss_coeff",
-        "token_dispatcher",
-        "expert_pad_to_capacity",
-    }
-)
+Options = TypeVar("Options", bound=BaseModel)
 #: Options of which it matters only whether they are 0: a rate of training, with which the model has more tensors.
-_PRESENT = frozenset({"router_bias_rate"})
+_PRESENT = frozenset({"experts.router.bias_rate"})
 #: Options that are equal for the same model up to rounding: square roots were taken on the way.
 _ROUNDED = 1e-6
 #: A module's tensors, and a name that is a tensor's itself.
@@ -173,14 +164,14 @@ class Family(NamedTuple):
         return must_be(config, self.only) + [why for section in self.sections for why in section.unsupported(config)]
 
     def options(self, config: Config) -> dict[str, Any]:
-        """Our ``model`` section. ``config`` has the family's defaults."""
+        """Our ``model`` section, its groups as mappings. ``config`` has the family's defaults."""
         said = {ours: config[theirs] for ours, theirs in self.keys.items()}
         found = {**self.fixed, **{key: value for key, value in said.items() if value is not None}}
         for section in self.sections:
             found |= section.read(config)
         rates = {config[key] for key in self.dropouts}
         found["dropout"] = config[self.dropouts[0]] if len(self.dropouts) > 1 or rates == {0.0} else 0.0
-        return found if self.model == "gpt" else {"use": self.model, **found}
+        return nested(found if self.model == "gpt" else {"use": self.model, **found})
 
     def config(self, options: GptOptions) -> dict[str, Any]:
         """Their ``config.json`` of our ``options``; it describes another model where there are :meth:`mismatches`."""
@@ -199,12 +190,13 @@ class Family(NamedTuple):
         """
         config = {**self.defaults, **self.config(options)}
         # Not validated: it is compared, be it possible or not.
-        its = options_class(self.model).model_construct(**self.options(config)).explicit()
+        its = _unchecked(options_class(self.model), self.options(config)).explicit()
         mine = options.explicit()
+        unseen = {".".join(key) for key, field in walk(type(options)) if computes_the_same(field)}
         differ = [
             f"model.{key}={_word(value)} (the family has {_word(its[key])})"
             for key, value in mine.items()
-            if key not in TRAINING and not (_present if key in _PRESENT else _same)(value, its[key])
+            if key not in unseen and not (_present if key in _PRESENT else _same)(value, its[key])
         ]
         return differ + self.unsupported(config)
 
@@ -221,7 +213,7 @@ class Family(NamedTuple):
             order = () if made.order is None else tuple(made.order(options))
             heads = options.num_heads if made.by_head else 1
             for layer in range(options.num_layers if "{layer}" in theirs else 1):
-                for expert in range(options.experts if "{expert}" in theirs else 1):
+                for expert in range(options.experts.count if "{expert}" in theirs else 1):
                     for part in _PARTS:
                         names = tuple(f"{name.format(layer=layer, expert=expert)}{part}" for name in made.ours)
                         if names[0] in shapes:
@@ -235,6 +227,13 @@ class Family(NamedTuple):
                 yield from ((theirs, Fused((name,))) for name in ours.ours)
             else:
                 yield theirs, Fused((ours,)) if isinstance(ours, str) else ours
+
+
+def _unchecked(model: type[Options], given: Mapping[str, Any]) -> Options:
+    """The options ``given``, groups as mappings, whatever their values."""
+    groups = {name: inner for name, field in model.model_fields.items() if (inner := submodel(field.annotation))}
+    made = {name: _unchecked(inner, given[name]) for name, inner in groups.items() if name in given}
+    return model.model_construct(None, **{**given, **made})
 
 
 def must_be(config: Config, wanted: Mapping[str, tuple[Any, ...]]) -> list[str]:

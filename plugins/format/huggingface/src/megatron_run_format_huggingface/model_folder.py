@@ -14,11 +14,9 @@ import torch
 
 from megatron_run.contracts import ReadTensor, Weights
 from megatron_run.errors import CheckpointError, InputError
-from megatron_run_engine.checkpoint.files import FileSystem, followed, read_whole
-from megatron_run_engine.checkpoint.reader import TensorFile
-from megatron_run_engine.checkpoint.shard_file import write_tensors
-from megatron_run_engine.data.tokenizer_files import holds_tokenizer
-from megatron_run_engine.formats.gpt_tensors import (
+from megatron_run_engine.checkpoint import FileSystem, TensorFile, followed, read_whole, write_tensors
+from megatron_run_engine.data import holds_tokenizer
+from megatron_run_engine.formats import (
     gpt_options,
     logical_shapes,
     longest_sequence,
@@ -31,8 +29,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from megatron_run.contracts import ReadTensor
-    from megatron_run_engine.checkpoint.shard_file import Entry
-    from megatron_run_engine.formats.gpt_tensors import GptOptions, Shape
+    from megatron_run_engine.checkpoint import Entry
+    from megatron_run_engine.formats import GptOptions, Shape
     from megatron_run_format_huggingface.family import Config, Family, Row
 
 

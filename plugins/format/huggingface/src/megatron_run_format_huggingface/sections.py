@@ -10,13 +10,13 @@ from megatron_run_format_huggingface.family import Config, Section, must_be
 
 #: Their numbers of each way in which rotations stretch, and our options.
 _LENGTH = "original_max_position_embeddings"
-_SOME = {"factor": "rope_factor", _LENGTH: "rope_original_length"}
-_SIZE = {"attention_factor": "rope_attention_factor"}
+_SOME = {"factor": "rope.factor", _LENGTH: "rope.original_length"}
+_SIZE = {"attention_factor": "rope.attention_factor"}
 _SCALING: Mapping[str, Mapping[str, str]] = {
-    "linear": {"factor": "rope_factor"},
-    "llama3": {**_SOME, "low_freq_factor": "rope_low_freq", "high_freq_factor": "rope_high_freq"},
-    "yarn": {**_SOME, "beta_slow": "rope_low_freq", "beta_fast": "rope_high_freq", **_SIZE},
-    "longrope": {**_SOME, "short_factor": "rope_short_factors", "long_factor": "rope_long_factors", **_SIZE},
+    "linear": {"factor": "rope.factor"},
+    "llama3": {**_SOME, "low_freq_factor": "rope.low_freq", "high_freq_factor": "rope.high_freq"},
+    "yarn": {**_SOME, "beta_slow": "rope.low_freq", "beta_fast": "rope.high_freq", **_SIZE},
+    "longrope": {**_SOME, "short_factor": "rope.short_factors", "long_factor": "rope.long_factors", **_SIZE},
 }
 SLIDING, FULL = "sliding_attention", "full_attention"
 
@@ -43,14 +43,14 @@ def rope(
 
     def read(config: Config) -> dict[str, Any]:
         found = found_in(config)
-        part = {} if fraction is None else {"rope_fraction": float(found["partial_rotary_factor"])}
+        part = {} if fraction is None else {"rope.fraction": float(found["partial_rotary_factor"])}
         return {**scaled(found, config), **part}
 
     def write(options: Config) -> dict[str, Any]:
         found = written(options)
-        beside = {theta_key: options["rope_theta"]}  # where older versions of transformers look
-        if fraction is not None and (fraction, options["rope_fraction"]) != (1, 1):
-            beside[fraction_key] = found["partial_rotary_factor"] = options["rope_fraction"]
+        beside = {theta_key: options["rope.theta"]}  # where older versions of transformers look
+        if fraction is not None and (fraction, options["rope.fraction"]) != (1, 1):
+            beside[fraction_key] = found["partial_rotary_factor"] = options["rope.fraction"]
         if length_key and _LENGTH in found:
             beside[length_key] = found[_LENGTH]
         return {**beside, "rope_parameters": found}
@@ -80,7 +80,7 @@ def scaled(found: Config, config: Config) -> dict[str, Any]:
     """Our options of the :func:`rotation` in ``found``; ``config`` has the lengths that it leaves out."""
     ours = {
         "position": "rope",
-        "rope_theta": found["rope_theta"],
+        "rope.theta": found["rope_theta"],
     }
     kind = found["rope_type"]
     if kind == "default":
@@ -89,12 +89,12 @@ def scaled(found: Config, config: Config) -> dict[str, Any]:
     if config.get(_LENGTH):  # where Phi-3 has it
         numbers[_LENGTH] = config[_LENGTH]
     values = {ours: numbers.get(theirs) for theirs, ours in _SCALING.get(kind, {}).items()}
-    if kind in ("yarn", "longrope") and not values["rope_factor"]:
-        values["rope_factor"] = max(1.0, config["max_position_embeddings"] / values["rope_original_length"])
+    if kind in ("yarn", "longrope") and not values["rope.factor"]:
+        values["rope.factor"] = max(1.0, config["max_position_embeddings"] / values["rope.original_length"])
     if kind == "yarn":
-        values["rope_attention_factor"] = values["rope_attention_factor"] or _yarn_size(numbers, values["rope_factor"])
+        values["rope.attention_factor"] = values["rope.attention_factor"] or _yarn_size(numbers, values["rope.factor"])
     said = {key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}
-    return {**ours, "rope_scaling": kind, **{key: value for key, value in said.items() if value is not None}}
+    return {**ours, "rope.scaling": kind, **{key: value for key, value in said.items() if value is not None}}
 
 
 def _yarn_size(numbers: Config, factor: Any) -> float:
@@ -107,8 +107,8 @@ def _yarn_size(numbers: Config, factor: Any) -> float:
 
 def written(options: Config) -> dict[str, Any]:
     """Their ``rope_parameters`` of our explicit options."""
-    kind = options["rope_scaling"]
-    found = {"rope_type": kind or "default", "rope_theta": options["rope_theta"]}
+    kind = options["rope.scaling"]
+    found = {"rope_type": kind or "default", "rope_theta": options["rope.theta"]}
     values = {theirs: options[ours] for theirs, ours in _SCALING.get(kind or "", {}).items()}
     return found | {key: list(value) if isinstance(value, tuple) else value for key, value in values.items()}
 
@@ -129,10 +129,10 @@ def windows(usual: Callable[[Config, int], bool], switch: Mapping[bool, Mapping[
         window, pattern = config.get("sliding_window"), types(config)
         if off or window is None or not any(pattern):
             return {}
-        return {"attention_window": window, "window_pattern": tuple(map(int, pattern))}
+        return {"attention.window": window, "attention.window_pattern": tuple(map(int, pattern))}
 
     def write(options: Config) -> dict[str, Any]:
-        pattern, window = options["window_pattern"], options["attention_window"]
+        pattern, window = options["attention.window_pattern"], options["attention.window"]
         found: dict[str, Any] = {"layer_types": [SLIDING if each else FULL for each in pattern]}
         if (
             window is not None

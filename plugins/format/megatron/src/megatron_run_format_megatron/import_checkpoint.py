@@ -7,9 +7,10 @@ from pathlib import Path
 
 import torch
 
+from megatron_run.config.values import nested
 from megatron_run.contracts import Weights
 from megatron_run.errors import CheckpointError, InputError
-from megatron_run_engine.checkpoint.files import read_whole
+from megatron_run_engine.checkpoint import read_whole
 from megatron_run_format_megatron.launch_script.attention_section import is_latent, is_rotated
 from megatron_run_format_megatron.launch_script.data_section import WITH_PADDING, find_vocabulary
 from megatron_run_format_megatron.launch_script.model_section import experts, network, network_faults
@@ -59,7 +60,7 @@ def read(source: Path) -> Weights:
     longest = found.arguments.get("max_position_embeddings" if not is_rotated(found.arguments) else "seq_length")
     config = {setting.key.removeprefix("model."): setting.value for setting in settings}
     return Weights(
-        config=config | ({"tie_embeddings": False} if own_head else {}),
+        config=nested(config | ({"tie_embeddings": False} if own_head else {})),
         tensors=tensors,
         step=found.step,
         sequence_length=longest if isinstance(longest, int) else None,

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from megatron_run.contracts import ReadTensor
 from megatron_run.errors import CheckpointError
-from megatron_run_engine.checkpoint.files import read_whole, reading
+from megatron_run_engine.checkpoint import read_whole, reading
 from megatron_run_format_megatron.tensor_names import NO_WEIGHT, common_name
 
 #: What may accompany weights: arguments and their types, and the state of random generators.

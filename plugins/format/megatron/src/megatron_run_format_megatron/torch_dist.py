@@ -20,8 +20,7 @@ from torch import Tensor
 
 from megatron_run.contracts import ReadTensor
 from megatron_run.errors import CheckpointError
-from megatron_run_engine.checkpoint.boxes import Box, cover_fault
-from megatron_run_engine.checkpoint.files import reading
+from megatron_run_engine.checkpoint import Box, cover_fault, reading
 from megatron_run_format_megatron.rank_files import (
     Found,
     arguments_of,

@@ -21,7 +21,7 @@ from megatron_run_graph_capture_compile.compiler import check_compiler, find_com
 
 if TYPE_CHECKING:
     from megatron_run.contracts import GraphCapture
-    from megatron_run_engine.runtime.context import BuildContext
+    from megatron_run_engine.runtime import BuildContext
 
 
 def check_device(device: str, options: CompileOptions) -> None:

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from megatron_run.contracts import CaptureSize, GraphCapture
 from megatron_run.errors import GraphCaptureError
 from megatron_run_engine.capture import call, check_capture, check_scope, choose_regions, lint
-from megatron_run_engine.runtime.gradients import main_grad
+from megatron_run_engine.runtime import main_grad
 from megatron_run_graph_capture_compile.compiler import own_workers
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from megatron_run.contracts import Microbatch, Region, Segment
     from megatron_run.contracts.schedule import Action
     from megatron_run.contracts.schema import Config
-    from megatron_run_engine.runtime.context import BuildContext
+    from megatron_run_engine.runtime import BuildContext
     from megatron_run_graph_capture_compile.compiled import CompiledRegion, Compiler, GraphStore
 
 #: The scope without ``graph-capture.scope`` on a CPU: what layers hold, as far as the model publishes it. Head and loss

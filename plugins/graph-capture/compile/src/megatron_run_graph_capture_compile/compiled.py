@@ -20,7 +20,7 @@ from megatron_run_graph_capture_compile.residuals import join_residuals
 if TYPE_CHECKING:
     from torch.nn import Parameter
 
-    from megatron_run_engine.runtime.gradients import GradientAccumulator
+    from megatron_run_engine.runtime import GradientAccumulator
     from megatron_run_graph_capture_compile.graph_trace import Trace
 
 #: A compiled graph.

@@ -17,8 +17,8 @@ from torch._subclasses import FakeTensorMode
 
 from megatron_run.errors import PluginError
 from megatron_run.errors.wording import advice, did_you_mean
-from megatron_run_engine.data.user_cache import COMPILED, keep_compiled
-from megatron_run_engine.nn.fused import triton_lack
+from megatron_run.files.user_cache import COMPILED, keep_compiled
+from megatron_run_engine.nn import triton_lack
 
 if TYPE_CHECKING:
     from megatron_run_graph_capture_compile.compiled import Compiled, Compiler

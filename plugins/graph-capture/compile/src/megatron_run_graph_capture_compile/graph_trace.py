@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from torch.nn import Parameter
 
     from megatron_run.contracts import Region
-    from megatron_run_engine.runtime.context import BuildContext
+    from megatron_run_engine.runtime import BuildContext
 
 _aten = torch.ops.aten
 _functional = torch.ops._c10d_functional

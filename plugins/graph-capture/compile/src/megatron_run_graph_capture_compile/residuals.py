@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
-import megatron_run_engine.nn.fused  # noqa: F401  # registers the operation
+import megatron_run_engine.nn  # noqa: F401  # registers the operation
 
 _aten, _norm = torch.ops.aten, torch.ops.megatron_run_engine.norm_gradients.default
 _ADDITIONS = (_aten.add.Tensor, _aten.add_.Tensor)

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
     from megatron_run.contracts import Action, Region, Segment
     from megatron_run.contracts.schema import Config
-    from megatron_run_engine.runtime.context import BuildContext
+    from megatron_run_engine.runtime import BuildContext
     from megatron_run_graph_capture_partial.backend import Backend, Graph
 
 

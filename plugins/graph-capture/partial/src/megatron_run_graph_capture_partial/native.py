@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from megatron_run.files.publishing import publishing_folder
-from megatron_run_engine.data.user_cache import locked, user_cache
+from megatron_run.files.user_cache import locked, user_cache
 from megatron_run_graph_capture_partial.tape import Executor, Operation, call_of, in_python
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megatron_run_engine.capture import blamed, call, run_backward, zeros_like
-from megatron_run_engine.runtime.gradients import main_grad
+from megatron_run_engine.runtime import main_grad
 from megatron_run_graph_capture_partial.backend import Backend, Place
 from megatron_run_graph_capture_partial.region_graph import RegionGraph, trained
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from megatron_run.contracts import Region
     from megatron_run_engine.capture import Pass
-    from megatron_run_engine.runtime.gradients import GradientAccumulator
+    from megatron_run_engine.runtime import GradientAccumulator
 
 #: (chunk, copy)
 Key = tuple[int, int]

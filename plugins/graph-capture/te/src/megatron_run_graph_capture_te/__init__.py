@@ -17,7 +17,7 @@ from megatron_run_graph_capture_te.library import find_engine
 
 if TYPE_CHECKING:
     from megatron_run.contracts import GraphCapture
-    from megatron_run_engine.runtime.context import BuildContext
+    from megatron_run_engine.runtime import BuildContext
 
 
 def check_device(device: str, options: TeOptions) -> None:  # noqa: ARG001  # the contract's

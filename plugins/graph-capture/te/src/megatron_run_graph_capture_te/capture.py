@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from megatron_run.contracts import Action, Region, Segment
     from megatron_run.contracts.schema import Config
-    from megatron_run_engine.runtime.context import BuildContext
+    from megatron_run_engine.runtime import BuildContext
 
 
 class TeOptions(BaseModel):

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from megatron_run.errors import PluginError
-from megatron_run_engine.runtime.transformer_engine import Need, import_transformer_engine
+from megatron_run_engine.runtime import Need, import_transformer_engine
 
 #: The oldest release that shares buffers between graphs, so that memory does not grow with microbatches.
 MINIMUM = "2.7"

@@ -7,7 +7,6 @@ Legend: s tokens of a row, b rows of a microbatch, h hidden, t tensor-parallel s
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from megatron_run.contracts import Boundary, Chunk, Model, PluginInfo
@@ -25,7 +24,7 @@ from megatron_run_model_bert.heads import (
     Span,
     counted,
 )
-from megatron_run_model_bert.options import BertOptions
+from megatron_run_model_bert.options import OVER_WORDS, BertOptions
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -37,7 +36,7 @@ if TYPE_CHECKING:
     from megatron_run.contracts.data import Field
     from megatron_run.contracts.schedule import Place
     from megatron_run.contracts.schema import Config
-    from megatron_run_engine.runtime.context import BuildContext
+    from megatron_run_engine.runtime import BuildContext
 
 __all__ = ["Bert", "BertOptions"]
 
@@ -94,7 +93,7 @@ class Bert(Model):
     @property
     def _ties(self) -> bool:
         """Whether the head reads the word embedding."""
-        return self._options.head in ("masked", "pretraining")
+        return self._options.head in OVER_WORDS
 
     def fields(self, position: int, layout: tuple[Place, ...]) -> tuple[str | Field, ...]:
         """Return ``tokens`` and what else is embedded for the first position, labels for the last.
@@ -118,13 +117,6 @@ class Bert(Model):
         rows = self._options.choices
         length = sequence_length // rows // self._context.sequence_shards
         return Boundary((length, rows * micro_batch_size, self._spec.hidden), self._context.dtypes.param)
-
-    def flops_per_token(self, sequence_length: int) -> float:
-        """As :attr:`TransformerSpec.flops_per_token`, with the head's own matrix."""
-        row = replace(self._spec, sequence_length=sequence_length // self._options.choices)
-        if self._ties:
-            return row.flops_per_token + 6.0 * row.hidden**2
-        return row.flops_per_token - 6.0 * row.hidden * row.vocab
 
 
 def check_config(config: Config, options: BertOptions) -> Iterator[str]:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from megatron_run.contracts import Decoding, Microbatch, ParallelLayers
     from megatron_run_engine.nn import TransformerSpec
-    from megatron_run_engine.runtime.context import BuildContext
+    from megatron_run_engine.runtime import BuildContext
     from megatron_run_model_bert.heads import Head
     from megatron_run_model_bert.options import BertOptions
 
@@ -128,11 +128,9 @@ class PostNormBlock(TransformerBlock):
 class EncoderChunk(nn.Module):
     """Runs ``embedding`` if it has one, the blocks ``indices``, and ``head`` if it has one.
 
-    Blocks are named by their global index, so that parameter names do not depend on the layout.
+    Blocks are named by their global index, so that parameter names do not depend on the layout. Every token sees all
+    others: nothing can be kept of earlier ones.
     """
-
-    #: Every token sees all others: nothing can be kept of earlier ones.
-    caches = False
 
     def __init__(
         self,

@@ -18,8 +18,7 @@ from torch.nn import functional as F
 
 from megatron_run.contracts import Init, ParameterSpec, Part, Segment
 from megatron_run.contracts.data import Field
-from megatron_run_engine.nn import ReplicatedLinear, empty_parameter, parameters_of
-from megatron_run_engine.nn.mlp import activation
+from megatron_run_engine.nn import ReplicatedLinear, activation, empty_parameter, parameters_of
 from megatron_run_engine.nn.parallel import ReplicatedDropout
 
 if TYPE_CHECKING:
@@ -27,7 +26,7 @@ if TYPE_CHECKING:
 
     from megatron_run.contracts import ParallelLayers
     from megatron_run_engine.nn import TransformerSpec
-    from megatron_run_engine.runtime.context import BuildContext
+    from megatron_run_engine.runtime import BuildContext
     from megatron_run_model_bert.options import BertOptions
 
 #: 1 where the second sentence of a sample came first in its document; one a sample.

@@ -2,15 +2,33 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from dataclasses import replace
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
 from megatron_run.contracts import NewParts
-from megatron_run_engine.nn import TransformerSpec
-from megatron_run_engine.nn.spec import check_heads
+from megatron_run.contracts.groups import Group
+from megatron_run.contracts.meaning import OF_NEW_PART, OF_TRAINING
+from megatron_run.errors import InputError
+from megatron_run_engine.nn import TransformerSpec, check_heads
+
+if TYPE_CHECKING:
+    from megatron_run.contracts.costs import ModelCosts
 
 HeadKind = Literal["masked", "pretraining", "classification", "choice", "span"]
+
+#: Heads that make logits over the vocabulary, by the word embedding.
+OVER_WORDS = ("masked", "pretraining")
+
+
+class NormOptions(Group):
+    """The norms."""
+
+    order: Literal["pre", "post"] = Field(
+        "pre", description="pre: norms before attention and feed-forward; post: after each sum, as in the first BERT"
+    )
+    eps: float = Field(1e-12, gt=0, description="added to the variance")
 
 
 class BertOptions(BaseModel):
@@ -20,7 +38,6 @@ class BertOptions(BaseModel):
 
     #: Fine-tuning brings a head of its own.
     new_parts: ClassVar[NewParts] = NewParts(
-        frozenset({"head", "classes", "choices", "max_positions"}),
         ("head.pooler.", "head.order.", "head.classes.", "head.ends.", "head.dense.", "head.norm.", "head.bias."),
     )
 
@@ -29,22 +46,25 @@ class BertOptions(BaseModel):
     num_heads: int = Field(12, ge=1, description="attention heads")
     ffn_size: int | None = Field(None, ge=1, description="width of the feed-forward layer; unset: 4 x hidden")
     vocab_size: int | None = Field(None, ge=1, description="unpadded token ids; unset: the data's")
-    max_positions: int | None = Field(None, ge=1, description="learned positions; unset: the length of a row")
-    token_types: int = Field(2, ge=1, description="kinds of tokens, such as those of sentence A and of B")
-    norm_order: Literal["pre", "post"] = Field(
-        "pre", description="pre: norms before attention and feed-forward; post: after each sum, as in the first BERT"
+    max_positions: Annotated[int | None, OF_NEW_PART] = Field(
+        None, ge=1, description="learned positions; unset: the length of a row"
     )
-    norm_eps: float = Field(1e-12, gt=0, description="added to the variance")
+    token_types: int = Field(2, ge=1, description="kinds of tokens, such as those of sentence A and of B")
+    norm: NormOptions = Field(NormOptions(), description="norms")
     activation: Literal["gelu", "gelu_tanh"] = Field("gelu", description="of the feed-forward layer and of the head")
-    dropout: float = Field(0.1, ge=0, lt=1, description="on embedding, attention, residual connections and pooler")
-    init_std: float = Field(0.02, gt=0, description="of initial matrices; times 1/sqrt(2 x layers) in residual outputs")
-    head: HeadKind = Field(
+    dropout: Annotated[float, OF_TRAINING] = Field(
+        0.1, ge=0, lt=1, description="on embedding, attention, residual connections and pooler"
+    )
+    init_std: Annotated[float, OF_TRAINING] = Field(
+        0.02, gt=0, description="of initial matrices; times 1/sqrt(2 x layers) in residual outputs"
+    )
+    head: Annotated[HeadKind, OF_NEW_PART] = Field(
         "masked",
         description="masked: tokens; pretraining: and the order of sentences; classification, choice among rows of a "
         "sample, span: fine-tuning",
     )
-    classes: int = Field(2, ge=2, description="classes of head=classification")
-    choices: int = Field(
+    classes: Annotated[int, OF_NEW_PART] = Field(2, ge=2, description="classes of head=classification")
+    choices: Annotated[int, OF_NEW_PART] = Field(
         1, ge=1, validate_default=True, description="rows of a sample, one a choice, of which head=choice finds one"
     )
 
@@ -64,6 +84,27 @@ class BertOptions(BaseModel):
             raise ValueError(f"head={head} with {choices}; a choice is among 2 or more, and other heads have 1")
         return choices
 
+    def costs(self, sequence_length: int, vocab_size: int) -> ModelCosts:
+        """Those of a row, with the head's own matrices; of several choices a sample has so many rows."""
+        row = sequence_length // self.choices
+        if not row:
+            raise InputError(
+                f"model.choices={self.choices} is more than train.sequence_length={sequence_length}",
+                why="each choice is a part of the sequence",
+            )
+        spec = self.model_copy(update={"vocab_size": vocab_size}).spec(row)
+        found = replace(spec, sequence_length=row).costs(tied=True)
+        matrix, words = float(self.hidden_size**2), self.head in OVER_WORDS
+        rows = f"rows of a {self.choices}th of the sequence, one a sample, because choices are not batched"
+        return replace(
+            found,
+            positions=spec.sequence_length + self.token_types,
+            head_weights=matrix if words else 0.0,
+            other_weights=0.0 if self.head in ("masked", "span") else matrix,
+            logits=words,
+            approximations=(rows,) if self.choices > 1 else (),
+        )
+
     def spec(self, row: int) -> TransformerSpec:
         """Return the network that these options describe, for rows of ``row`` tokens.
 
@@ -79,10 +120,10 @@ class BertOptions(BaseModel):
             ffn=self.ffn_size or 4 * self.hidden_size,
             vocab=self.vocab_size,
             sequence_length=self.max_positions or row,
-            norm_eps=self.norm_eps,
+            norm_eps=self.norm.eps,
             activation=self.activation,
             dropout=self.dropout,
             init_std=self.init_std,
             causal=False,
-            norm_placement="sum" if self.norm_order == "post" else "pre",
+            norm_placement="sum" if self.norm.order == "post" else "pre",
         )

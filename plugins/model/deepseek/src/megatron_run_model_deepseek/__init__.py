@@ -8,29 +8,41 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import Field, ValidationInfo, field_validator, model_validator
+from pydantic import Field, model_validator
 
+from megatron_run.config.fields import default_of, field_at
+from megatron_run.config.values import flat
 from megatron_run.contracts import Model, PluginInfo
+from megatron_run.contracts.meaning import OF_TRAINING
 from megatron_run.hookspecs import hookimpl
-from megatron_run_engine.builtin.model.gpt import Gpt, GptOptions, expert_notices
+from megatron_run_engine.builtin.model.gpt import Gpt, GptOptions, NormOptions, expert_notices
 from megatron_run_engine.nn import Rotary, TransformerSpec, attention_fields, tie_to_word
 from megatron_run_model_deepseek.latent_attention import LatentAttention, LatentShape
-from megatron_run_model_deepseek.prediction import PredictingChunk, Predictor, counted, loss_name, predictor_spec
+from megatron_run_model_deepseek.prediction import PredictingChunk, Predictor, counted, loss_name
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator, Mapping
 
+    from pydantic_core import PydanticCustomError
     from torch import Tensor, nn
     from torch.nn import Parameter
 
     from megatron_run.contracts import Chunk, ParallelLayers
+    from megatron_run.contracts.costs import ModelCosts
     from megatron_run.contracts.schedule import Place
     from megatron_run_engine.nn import Attention, Embedding
-    from megatron_run_engine.runtime.context import BuildContext
+    from megatron_run_engine.runtime import BuildContext
 
 __all__ = ["DeepSeek", "DeepSeekOptions"]
+
+
+class LatentNorm(NormOptions):
+    """Norms of the residual stream and the latents."""
+
+    kind: Literal["rmsnorm"] = Field("rmsnorm", description="of the residual stream and the latents")
+    eps: float = Field(1e-6, gt=0, description="added to the variance")
 
 
 class DeepSeekOptions(GptOptions):
@@ -42,25 +54,19 @@ class DeepSeekOptions(GptOptions):
     nope_head_size: int = Field(ge=1, description="features of a head that do not rotate")
     value_head_size: int = Field(ge=1, description="value features of a head")
     mtp_layers: int = Field(0, ge=0, le=16, description="further tokens that are predicted; 0: the next one alone")
-    mtp_loss_coeff: float = Field(0.3, gt=0, description="of the mean loss of further tokens")
+    mtp_loss_coeff: Annotated[float, OF_TRAINING] = Field(0.3, gt=0, description="of the mean loss of further tokens")
     position: Literal["rope"] = Field("rope", description="rotary, of rope_head_size features")
-    norm: Literal["rmsnorm"] = Field("rmsnorm", description="of the residual stream and the latents")
+    norm: LatentNorm = Field(LatentNorm(), description="norms of the residual stream and the latents")
     activation: Literal["swiglu"] = Field("swiglu", description="of the feed-forward layer")
-    norm_eps: float = Field(1e-6, gt=0, description="added to the variance")
     bias: Literal[False] = Field(False, description="there are no biases")
     tie_embeddings: bool = Field(False, description="output layer and embedding share weights")
-    dropout: float = Field(0.0, ge=0, lt=1, description="on embedding, attention and residual connections")
+    dropout: Annotated[float, OF_TRAINING] = Field(
+        0.0, ge=0, lt=1, description="on embedding, attention and residual connections"
+    )
 
-    @field_validator("position")
-    @classmethod
-    def _rope_rotates_pairs(cls, position: Any, info: ValidationInfo) -> Any:  # noqa: ARG003
-        """Whatever the size of a head is: ``rope_head_size`` alone rotates, which is even."""
-        return position
-
-    @field_validator("rope_fraction")
-    @classmethod
-    def _something_rotates(cls, fraction: float, info: ValidationInfo) -> float:  # noqa: ARG003  # as of gpt
-        return fraction
+    def rotation_faults(self) -> Iterator[PydanticCustomError]:
+        """None, whatever the size of a head is: ``rope_head_size`` alone rotates, which is even."""
+        yield from ()
 
     @model_validator(mode="before")
     @classmethod
@@ -79,11 +85,12 @@ class DeepSeekOptions(GptOptions):
     def _latents_leave_no_choice(self) -> DeepSeekOptions:
         size = self.rope_head_size + self.nope_head_size
         fixed = {"head_size": size, "num_kv_heads": self.num_heads}
-        fixed |= {key: GptOptions.model_fields[key].default for key in _FIXED}
+        fixed |= {key: default_of(field) for key in _FIXED if (field := field_at(GptOptions, tuple(key.split("."))))}
+        given = flat(self.model_dump())
         faults = [
-            f"{key}={getattr(self, key)}: with latent attention it is {value}; leave it out"
+            f"{key}={given[key]}: with latent attention it is {value}; leave it out"
             for key, value in fixed.items()
-            if getattr(self, key) not in (value, None)
+            if given[key] not in (value, None)
         ]
         if self.value_head_size > size:
             faults.append(
@@ -111,6 +118,15 @@ class DeepSeekOptions(GptOptions):
             self.kv_rank, self.query_rank, self.rope_head_size, self.nope_head_size, self.value_head_size
         )
 
+    def costs(self, sequence_length: int, vocab_size: int) -> ModelCosts:
+        """As of ``gpt``, with latent attention and predictors."""
+        spec = self.model_copy(update={"vocab_size": vocab_size}).spec(sequence_length)
+        found = spec.costs(tied=self.tie_embeddings, attention=self.latents.costs(spec.hidden, spec.heads))
+        told = ["one projection with latent attention's weights because latents are not timed one by one"]
+        if self.mtp_layers:
+            told.append("a layer and a head for each further token because predictors are not timed by themselves")
+        return replace(found, predictors=self.mtp_layers, approximations=(*found.approximations, *told))
+
     def spec(self, sequence_length: int) -> TransformerSpec:
         """Return the network that these options describe. Raises ValueError while ``vocab_size`` is unset."""
         size = self.rope_head_size + self.nope_head_size
@@ -120,15 +136,15 @@ class DeepSeekOptions(GptOptions):
 
 #: Options of ``gpt`` that latent attention fixes at their defaults.
 _FIXED = (
-    "rope_fraction",
-    "rope_pattern",
-    "attention_window",
-    "window_pattern",
-    "window_rope_theta",
-    "attention_softcap",
-    "norm_placement",
-    "qk_norm",
-    "qkv_bias",
+    "rope.fraction",
+    "rope.pattern",
+    "rope.window_theta",
+    "attention.window",
+    "attention.window_pattern",
+    "attention.softcap",
+    "attention.qk_norm",
+    "attention.qkv_bias",
+    "norm.placement",
 )
 
 
@@ -198,20 +214,6 @@ class DeepSeek(Gpt):
     def make_attention(self, layers: ParallelLayers, layer: int, rotary: Rotary | None) -> Attention:
         """The attention of ``layer``."""
         return LatentAttention(self._context, layers, self._spec, self._shape, layer, rotary)
-
-    def flops_per_token(self, sequence_length: int) -> float:
-        """As of ``gpt``, with the matrices of latent attention, and heads whose values have a size of their own."""
-        spec, shape = self._spec, self._shape
-        usual = spec.head_size * (2 * spec.heads + 2 * spec.kv_heads)
-        latent = shape.matmul_parameters(spec.hidden, spec.heads)
-        matrices = spec.matmul_parameters + spec.layers * (latent - usual * spec.hidden)
-        products = sequence_length * spec.heads * (shape.head + shape.value)
-        # A predictor joins two vectors, and has a block and the output layer's products.
-        experts = predictor_spec(spec, spec.layers).experts
-        features, routed = (spec.ffn, 0) if experts is None else (experts.ffn_features, experts.count)
-        routed += experts is not None and experts.shared_gate
-        predictor = latent + spec.hidden * (2 * spec.hidden + 3 * features + routed + spec.vocab)
-        return 6.0 * (matrices + self._predicted * predictor + (spec.layers + self._predicted) * products)
 
 
 @hookimpl

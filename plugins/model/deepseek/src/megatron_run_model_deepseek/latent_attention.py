@@ -16,14 +16,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from megatron_run.contracts import AttentionShape, LinearPart
-from megatron_run_engine.nn import Attention, ReplicatedLinear
-from megatron_run_engine.nn.fused import split_heads
+from megatron_run.contracts import AttentionShape, LinearPart, LinearSpec
+from megatron_run.contracts.costs import AttentionCosts
+from megatron_run_engine.nn import Attention, ReplicatedLinear, split_heads
 
 if TYPE_CHECKING:
     from megatron_run.contracts import Decoding, ParallelLayers
     from megatron_run_engine.nn import Rotary, TransformerSpec
-    from megatron_run_engine.runtime.context import BuildContext
+    from megatron_run_engine.runtime import BuildContext
 
 
 @dataclass(frozen=True)
@@ -41,13 +41,13 @@ class LatentShape:
         """Features of a query or key head."""
         return self.rope + self.nope
 
-    def matmul_parameters(self, hidden: int, heads: int) -> int:
-        """Parameters of the matrices of one layer's attention."""
+    def costs(self, hidden: int, heads: int) -> AttentionCosts:
+        """The costs of one layer's attention; a head's values have a size of their own."""
         query = hidden * heads * self.head
         if self.query_rank is not None:
             query = self.query_rank * (hidden + heads * self.head)
-        keys_and_values = self.kv_rank * heads * (self.nope + self.value)
-        return query + hidden * (self.kv_rank + self.rope) + keys_and_values + heads * self.value * hidden
+        weights = query + hidden * (self.kv_rank + self.rope) + self.kv_rank * heads * (self.nope + self.value)
+        return AttentionCosts(heads, (self.head + self.value) / 2, weights / hidden, heads * self.value, heads)
 
 
 class LatentAttention(Attention):
@@ -73,19 +73,19 @@ class LatentAttention(Attention):
 
         def up(rank: int, *parts: LinearPart) -> nn.Module:
             norm = layers.norm("rmsnorm", rank, spec.norm_eps)
-            return layers.column_linear(rank, parts, bias=False, init=spec.init, norm=norm)
+            return layers.column_linear(LinearSpec(rank, parts, spec.init, bias=False), norm)
 
         queries = LinearPart("query", spec.heads * shape.head)
         self.query_down: ReplicatedLinear | None = None
         if shape.query_rank is None:
-            self.query = layers.column_linear(spec.hidden, (queries,), bias=False, init=spec.init)
+            self.query = layers.column_linear(LinearSpec(spec.hidden, (queries,), spec.init, bias=False))
         else:
             self.query_down = ReplicatedLinear(context, spec.hidden, shape.query_rank, spec.init)
             self.query = up(shape.query_rank, queries)
         self.latent = ReplicatedLinear(context, spec.hidden, shape.kv_rank + shape.rope, spec.init)
         keys, values = spec.heads * shape.nope, spec.heads * shape.value
         self.key_value = up(shape.kv_rank, LinearPart("key", keys), LinearPart("value", values))
-        self.output = layers.row_linear(values, spec.hidden, bias=False, init=spec.residual_init)
+        self.output = layers.row_linear(LinearSpec(values, spec.hidden, spec.residual_init, bias=False))
 
     def forward(
         self,

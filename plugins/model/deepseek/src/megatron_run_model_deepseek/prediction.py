@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
     from megatron_run.contracts import Microbatch, ParallelLayers
     from megatron_run_engine.nn import TransformerSpec
-    from megatron_run_engine.runtime.context import BuildContext
+    from megatron_run_engine.runtime import BuildContext
 
 #: The name under which the loss of the first depth is reported, without its coefficient.
 MTP_LOSS = "model/mtp_loss"

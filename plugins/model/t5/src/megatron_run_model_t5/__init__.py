@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from megatron_run.contracts import Microbatch, ParallelLayers
     from megatron_run.contracts.data import Field
     from megatron_run.contracts.schedule import Place
-    from megatron_run_engine.runtime.context import BuildContext
+    from megatron_run_engine.runtime import BuildContext
 
 __all__ = ["T5", "T5Options"]
 
@@ -92,22 +92,6 @@ class T5(Model):
         biases = Boundary((2, self._options.position_buckets, spec.heads), dtype)
         along = {"encoder": encoder, "biases": biases}
         return Boundary((sequence_length // shards, micro_batch_size, spec.hidden), dtype, along)
-
-    def flops_per_token(self, sequence_length: int) -> float:
-        """Those of a sample over the decoder's ``sequence_length`` tokens; the encoder's length grows with it.
-
-        Six operations a matrix's parameter and token, and twelve a feature of queries for each pair of query and key.
-        """
-        spec, encoding = self._spec, self._options.first_decoder_layer
-        ratio = self._length / self._context.train.sequence_length  # encoder tokens for each of the decoder's
-        width, decoding = spec.heads * spec.head_size, spec.layers - encoding
-        read = ratio * sequence_length
-        projection = spec.hidden * width
-        feed = spec.hidden * spec.ffn * (3 if self._options.activation == "geglu_tanh" else 2)
-        encoder = encoding * (6 * (4 * projection + feed) + 12 * read * width)
-        across = 6 * (2 + 2 * ratio) * projection + 12 * read * width
-        decoder = decoding * (6 * (4 * projection + feed) + 12 * sequence_length * width + across)
-        return ratio * encoder + decoder + 6.0 * spec.hidden * spec.vocab
 
 
 @hookimpl

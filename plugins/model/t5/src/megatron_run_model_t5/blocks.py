@@ -11,11 +11,8 @@ from typing import TYPE_CHECKING
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from megatron_run.contracts import Init, LinearPart, Segment
-from megatron_run_engine.nn import Mlp, parameters_of
-from megatron_run_engine.nn.block import drops
-from megatron_run_engine.nn.fused import split_heads
-from megatron_run_engine.nn.norm import norm_of
+from megatron_run.contracts import Init, LinearPart, LinearSpec, Segment
+from megatron_run_engine.nn import Mlp, drops, norm_of, parameters_of, split_heads
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -30,7 +27,7 @@ class BiasedAttention(nn.Module):
     def __init__(self, layers: ParallelLayers, spec: TransformerSpec) -> None:
         super().__init__()
         self.dropout, self.head_size, self.width = spec.dropout, spec.head_size, spec.heads * spec.head_size
-        self.output = layers.row_linear(self.width, spec.hidden, bias=False, init=spec.residual_init)
+        self.output = layers.row_linear(LinearSpec(self.width, spec.hidden, spec.residual_init, bias=False))
 
     def split(self, x: Tensor, parts: int) -> tuple[Tensor, ...]:
         """``parts`` projections by one matrix, [s, b, parts * n/t * d] -> [s, b, n/t, d] each."""
@@ -57,7 +54,7 @@ class SelfAttention(BiasedAttention):
         super().__init__(layers, spec)
         parts = tuple(LinearPart(name, self.width) for name in ("query", "key", "value"))
         init = Init("normal", spec.init_std * spec.head_size**-0.25)
-        self.qkv = layers.column_linear(spec.hidden, parts, bias=False, init=init, norm=norm_of(layers, spec))
+        self.qkv = layers.column_linear(LinearSpec(spec.hidden, parts, init, bias=False), norm_of(layers, spec))
 
     def forward(self, x: Tensor, bias: Tensor) -> Tensor:
         """[s, b, h] -> [s, b, h]."""
@@ -72,8 +69,8 @@ class CrossAttention(BiasedAttention):
         super().__init__(layers, spec)
         query, key, value = (LinearPart(name, self.width) for name in ("query", "key", "value"))
         small = Init("normal", spec.init_std * spec.head_size**-0.5)
-        self.query = layers.column_linear(spec.hidden, (query,), bias=False, init=small, norm=norm_of(layers, spec))
-        self.key_value = layers.column_linear(spec.hidden, (key, value), bias=False, init=spec.init)
+        self.query = layers.column_linear(LinearSpec(spec.hidden, (query,), small, bias=False), norm_of(layers, spec))
+        self.key_value = layers.column_linear(LinearSpec(spec.hidden, (key, value), spec.init, bias=False))
 
     def forward(self, x: Tensor, encoder: Tensor, bias: Tensor | None) -> Tensor:
         """[s, b, h], encoder [c, b, h] -> [s, b, h]."""

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from megatron_run.contracts import Microbatch, ParallelLayers
     from megatron_run_engine.nn import TransformerSpec
-    from megatron_run_engine.runtime.context import BuildContext
+    from megatron_run_engine.runtime import BuildContext
     from megatron_run_model_t5.options import T5Options
 
 

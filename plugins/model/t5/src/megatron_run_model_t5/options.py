@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from dataclasses import replace
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
+from megatron_run.contracts.costs import AttentionCosts
+from megatron_run.contracts.groups import Group
+from megatron_run.contracts.meaning import OF_TRAINING
 from megatron_run_engine.nn import TransformerSpec
+
+if TYPE_CHECKING:
+    from megatron_run.contracts.costs import ModelCosts
+
+
+class NormOptions(Group):
+    """The norms."""
+
+    eps: float = Field(1e-6, gt=0, description="added to the mean square")
 
 
 class T5Options(BaseModel):
@@ -28,9 +41,11 @@ class T5Options(BaseModel):
         "geglu_tanh", description="of the feed-forward layer; relu: the first T5's"
     )
     tie_embeddings: bool = Field(True, description="the output layer is the embedding, its logits over sqrt(hidden)")
-    norm_eps: float = Field(1e-6, gt=0, description="added to the mean square")
-    dropout: float = Field(0.1, ge=0, lt=1, description="on embeddings, attention and residual connections")
-    init_std: float | None = Field(
+    norm: NormOptions = Field(NormOptions(), description="norms")
+    dropout: Annotated[float, OF_TRAINING] = Field(
+        0.1, ge=0, lt=1, description="on embeddings, attention and residual connections"
+    )
+    init_std: Annotated[float | None, OF_TRAINING] = Field(
         None, gt=0, description="of initial matrices but the embedding, which has 1; unset: 1/sqrt(hidden)"
     )
 
@@ -62,6 +77,23 @@ class T5Options(BaseModel):
         """The number of the first layer of the decoder, which is how many the encoder has."""
         return self.num_layers // 2 if self.encoder_layers is None else self.encoder_layers
 
+    def costs(self, sequence_length: int, vocab_size: int) -> ModelCosts:
+        """The encoder's layers read a text of their own, and the decoder's attend to it besides."""
+        spec = self.model_copy(update={"vocab_size": vocab_size}).spec(sequence_length)
+        plain, reads, length = spec.costs(tied=self.tie_embeddings), self.first_decoder_layer, self.encoder_length
+        attention, feed = plain.layers[0].parts
+        across = AttentionCosts.over(length, spec.heads, spec.head_size)
+        encoder = replace(plain.layers[0], tokens=length)
+        decoder = replace(plain.layers[0], parts=(attention, across, feed))
+        return replace(
+            plain,
+            layers=(encoder,) * reads + (decoder,) * (spec.layers - reads),
+            positions=0,
+            other_weights=2.0 * self.position_buckets * spec.heads,
+            embedded=sequence_length + length,
+            approximations=("attention without its biases because what they cost is the kernel's",),
+        )
+
     def spec(self, length: int) -> TransformerSpec:
         """Return the layers that these options describe, for a decoder that reads ``length`` tokens.
 
@@ -79,7 +111,7 @@ class T5Options(BaseModel):
             sequence_length=length,
             head_features=self.head_size,
             norm="rmsnorm",
-            norm_eps=self.norm_eps,
+            norm_eps=self.norm.eps,
             # Of relu the layers' shapes are gelu's: no gate.
             activation="geglu_tanh" if self.activation == "geglu_tanh" else "gelu",
             bias=False,

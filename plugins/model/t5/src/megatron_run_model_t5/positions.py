@@ -20,7 +20,7 @@ from megatron_run_engine.nn import build_device
 from megatron_run_engine.nn.parallel import f
 
 if TYPE_CHECKING:
-    from megatron_run_engine.runtime.context import BuildContext
+    from megatron_run_engine.runtime import BuildContext
     from megatron_run_model_t5.options import T5Options
 
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from megatron_run.config.values import flat
 from megatron_run.contracts import Optimizer, PluginInfo
 from megatron_run.errors import InputError
 from megatron_run.hookspecs import hookimpl
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from megatron_run.contracts.schema import Config
-    from megatron_run_engine.runtime.context import BuildContext
+    from megatron_run_engine.runtime import BuildContext
 
 
 def check_config(config: Config, options: Options) -> Iterator[str]:
@@ -36,11 +37,11 @@ def check_config(config: Config, options: Options) -> Iterator[str]:
             f"{config.parallel.expert} shares experts among some",
             fix="set parallel.expert=1, or choose --plugin optimizer=zero1 or adamw",
         )
-    if config.model.options.get("router_bias_rate"):
+    if flat(config.model.options).get("experts.router.bias_rate"):
         raise InputError(
-            "optimizer=deepspeed keeps master weights of all parameters, and model.router_bias_rate moves biases of "
-            "routers without it: its next update would undo that",
-            fix="choose --plugin optimizer=zero1 or adamw, or balance by model.aux_loss_coeff",
+            "optimizer=deepspeed keeps master weights of all parameters, and model.experts.router.bias_rate moves "
+            "biases of routers without it: its next update would undo that",
+            fix="choose --plugin optimizer=zero1 or adamw, or balance by model.experts.aux_loss_coeff",
         )
     yield from check_update(config, options.update)
     if config.parallel.data == 1:

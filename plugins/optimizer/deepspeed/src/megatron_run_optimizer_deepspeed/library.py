@@ -16,7 +16,7 @@ from megatron_run.errors import PluginError
 if TYPE_CHECKING:
     import torch
 
-    from megatron_run_engine.runtime.context import BuildContext
+    from megatron_run_engine.runtime import BuildContext
 
 
 #: The oldest release that has everything used here.

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from megatron_run.contracts import Optimizer
-from megatron_run_engine.optim.gradients import sum_of_squares
-from megatron_run_engine.runtime.gradients import build_buckets, main_grad
+from megatron_run_engine.optim import build_buckets, sum_of_squares
+from megatron_run_engine.runtime import main_grad
 from megatron_run_optimizer_deepspeed.library import data_group, find_deepspeed
 from megatron_run_optimizer_deepspeed.partitions import flat_groups, iter_state, load_state
 from megatron_run_optimizer_deepspeed.rule import begin, make_rule, set_rates, state_bytes
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from torch.nn import Parameter
 
     from megatron_run.contracts import Chunk, ParamInfo, ReadState, StatePiece
-    from megatron_run_engine.runtime.context import BuildContext
-    from megatron_run_engine.runtime.gradients import Bucket
+    from megatron_run_engine.optim import Bucket
+    from megatron_run_engine.runtime import BuildContext
     from megatron_run_optimizer_deepspeed.partitions import FlatGroup, Shard
     from megatron_run_optimizer_deepspeed.rule import Options
 

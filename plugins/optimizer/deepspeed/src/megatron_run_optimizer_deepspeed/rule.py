@@ -8,8 +8,8 @@ import torch
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from torch import Tensor
 
-from megatron_run_engine.optim import UpdateOptions
-from megatron_run_engine.optim.update_rules import Decay, Multiplier, find_rule
+from megatron_run.contracts.meaning import FIXED, NOT_LEARNED
+from megatron_run_engine.optim import Decay, Multiplier, UpdateOptions, find_rule
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
@@ -34,7 +34,7 @@ class Options(BaseModel):
     stage: Annotated[Literal[1, 2], BeforeValidator(_why_not_three)] = Field(
         1, description="ZeRO stage; 2 also drops reduced gradients that other ranks use, as DeepSpeed does"
     )
-    rule: Literal["adamw", "adam", "sgd"] = Field("adamw", description="PyTorch's, fused")
+    rule: Annotated[Literal["adamw", "adam", "sgd"], FIXED] = Field("adamw", description="PyTorch's, fused")
     betas: tuple[Decay, Decay] = Field((0.9, 0.999), description="decay of the moments, for adamw and adam")
     eps: float = Field(1e-8, gt=0, description="added to the root of the second moment, for adamw and adam")
     momentum: float | None = Field(None, ge=0, lt=1, description="for sgd; unset: 0")
@@ -43,8 +43,8 @@ class Options(BaseModel):
         (),
         description="PATTERN:FACTOR on the learning rate, by name; the last match counts",
     )
-    reduce_bucket_size: int = Field(2**24, ge=1, description="gradient values reduced together")
-    use_multi_rank_bucket_allreduce: bool = Field(
+    reduce_bucket_size: Annotated[int, NOT_LEARNED] = Field(2**24, ge=1, description="gradient values reduced together")
+    use_multi_rank_bucket_allreduce: Annotated[bool, NOT_LEARNED] = Field(
         True, description="reduce a bucket to all ranks at once; false: to each rank its part"
     )
 

@@ -20,7 +20,7 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.utils.timer import NoopTimer
 
-from megatron_run_engine.runtime.gradients import main_grad
+from megatron_run_engine.runtime import main_grad
 from megatron_run_optimizer_deepspeed.partitions import ALIGNMENT
 
 if TYPE_CHECKING:

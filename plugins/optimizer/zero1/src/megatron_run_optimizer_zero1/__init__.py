@@ -7,11 +7,12 @@ communicated volume are the same.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field
 
 from megatron_run.contracts import PluginInfo
+from megatron_run.contracts.meaning import NOT_LEARNED
 from megatron_run.hookspecs import hookimpl
 from megatron_run_engine.optim import FlatOptimizer, ShardingStrategy, UpdateOptions, check_update
 
@@ -22,15 +23,14 @@ if TYPE_CHECKING:
 
     from megatron_run.contracts import Optimizer
     from megatron_run.contracts.schema import Config
-    from megatron_run_engine.runtime.comm import ParallelGroup, Pending
-    from megatron_run_engine.runtime.context import BuildContext
-    from megatron_run_engine.runtime.gradients import Bucket
+    from megatron_run_engine.optim import Bucket
+    from megatron_run_engine.runtime import BuildContext, ParallelGroup, Pending
 
 
 class Zero1Options(UpdateOptions):
     """Options of optimizer ``zero1``: those of ``adamw``, and when parameters are gathered."""
 
-    overlap_param_gather: bool = Field(
+    overlap_param_gather: Annotated[bool, NOT_LEARNED] = Field(
         True,
         description="gather parameters while the next forward runs, which waits for each bucket that it reads",
     )

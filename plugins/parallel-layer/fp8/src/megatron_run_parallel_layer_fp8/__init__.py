@@ -17,8 +17,7 @@ import torch
 from megatron_run.contracts import ParallelLayers, PluginInfo, StackedLayers
 from megatron_run.errors import InputError, PluginError
 from megatron_run.hookspecs import hookimpl
-from megatron_run_engine.nn import LinearLayer
-from megatron_run_engine.nn.fused import triton_lack
+from megatron_run_engine.nn import LinearLayer, triton_lack
 from megatron_run_parallel_layer_fp8.products import FORMATS, Fp8Products, Options
 from megatron_run_parallel_layer_fp8.quantized import MULTIPLE
 from megatron_run_parallel_layer_fp8.weights import StepWeight
@@ -28,9 +27,9 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from megatron_run.contracts import Init, LinearPart
+    from megatron_run.contracts import LinearSpec
     from megatron_run.contracts.schema import Config
-    from megatron_run_engine.runtime.context import BuildContext
+    from megatron_run_engine.runtime import BuildContext
 
 _NO_MULTIPLE = f"are no multiples of {MULTIPLE}"
 #: The first GPUs whose tensor cores multiply FP8: Ada (8.9) and Hopper (9.0).
@@ -49,28 +48,18 @@ class Fp8Layers(StackedLayers):
         if options.scaling == "tensorwise" and tokens % MULTIPLE:  # rowwise ones, which sum over tokens, never are
             self._warn(f"weight gradients are not in FP8: {tokens} tokens of a microbatch {_NO_MULTIPLE}")
 
-    def column_linear(
-        self,
-        inputs: int,
-        parts: tuple[LinearPart, ...],
-        *,
-        bias: bool,
-        init: Init,
-        norm: nn.Module | None = None,
-    ) -> nn.Module:
+    def column_linear(self, spec: LinearSpec, norm: nn.Module | None = None) -> nn.Module:
         """A column-parallel layer that multiplies in FP8."""
-        return self._multiplying(self.base.column_linear(inputs, parts, bias=bias, init=init, norm=norm))
+        return self._multiplying(self.base.column_linear(spec, norm))
 
-    def row_linear(self, inputs: int, outputs: int, *, bias: bool, init: Init) -> nn.Module:
+    def row_linear(self, spec: LinearSpec) -> nn.Module:
         """A row-parallel layer that multiplies in FP8."""
-        return self._multiplying(self.base.row_linear(inputs, outputs, bias=bias, init=init))
+        return self._multiplying(self.base.row_linear(spec))
 
-    def expert_column_linear(
-        self, experts: range, inputs: int, parts: tuple[LinearPart, ...], *, bias: bool, init: Init
-    ) -> nn.Module:
+    def expert_column_linear(self, experts: range, spec: LinearSpec) -> nn.Module:
         """As ``base``, in the run's precision."""
         self._warn("experts are not multiplied in FP8")
-        return self.base.expert_column_linear(experts, inputs, parts, bias=bias, init=init)
+        return self.base.expert_column_linear(experts, spec)
 
     def _multiplying(self, layer: nn.Module) -> nn.Module:
         if not isinstance(layer, LinearLayer):

@@ -15,7 +15,7 @@ from megatron_run_parallel_layer_fp8.quantized import Quantized, quantize_both, 
 if TYPE_CHECKING:
     from torch import nn
 
-    from megatron_run_engine.runtime.context import BuildContext
+    from megatron_run_engine.runtime import BuildContext
     from megatron_run_parallel_layer_fp8.quantized import Scaling
 
 

@@ -15,8 +15,8 @@ from pydantic import BaseModel, ConfigDict, Field
 from megatron_run.contracts import Adapters, ParallelLayers, PluginInfo, StackedLayers
 from megatron_run.errors import InputError
 from megatron_run.hookspecs import hookimpl
-from megatron_run_engine.data.option_types import AT_COMMAS
-from megatron_run_engine.runtime.parameter_init import canonical
+from megatron_run_engine.data import AT_COMMAS
+from megatron_run_engine.runtime import canonical
 from megatron_run_parallel_layer_lora.layers import DOWN, UP, LoraColumn, LoraRow, LowRank
 
 if TYPE_CHECKING:
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
     from torch import nn
 
-    from megatron_run.contracts import Init, LinearPart
-    from megatron_run_engine.runtime.context import BuildContext
+    from megatron_run.contracts import LinearSpec
+    from megatron_run_engine.runtime import BuildContext
 
 #: The word that stands for every linear layer.
 ALL = "all"
@@ -52,23 +52,15 @@ class LoraLayers(StackedLayers):
         self._context, self._targets = context, options.targets
         self._how = LowRank(options.rank, options.alpha / options.rank, options.adapter_dropout)
 
-    def column_linear(
-        self,
-        inputs: int,
-        parts: tuple[LinearPart, ...],
-        *,
-        bias: bool,
-        init: Init,
-        norm: nn.Module | None = None,
-    ) -> nn.Module:
+    def column_linear(self, spec: LinearSpec, norm: nn.Module | None = None) -> nn.Module:
         """A column-parallel layer with an adapter for each part."""
-        wrapped = self.base.column_linear(inputs, parts, bias=bias, init=init)
-        return LoraColumn(self._context, self.base, wrapped, inputs, parts, norm, self._how)
+        wrapped = self.base.column_linear(spec)
+        return LoraColumn(self._context, self.base, wrapped, spec, norm, self._how)
 
-    def row_linear(self, inputs: int, outputs: int, *, bias: bool, init: Init) -> nn.Module:
+    def row_linear(self, spec: LinearSpec) -> nn.Module:
         """A row-parallel layer with an adapter."""
-        wrapped = self.base.row_linear(inputs, outputs, bias=bias, init=init)
-        return LoraRow(self._context, self.base, wrapped, inputs, outputs, self._how)
+        wrapped = self.base.row_linear(spec)
+        return LoraRow(self._context, self.base, wrapped, spec, self._how)
 
     def finish(self, chunk: nn.Module) -> None:
         """Keep the adapters that ``targets`` name, and freeze everything else."""

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from megatron_run.contracts import Init, LinearPart
+from megatron_run.contracts import Init, LinearPart, LinearSpec
 from megatron_run_engine.nn import ReplicatedLinear
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from torch.nn import Parameter
 
     from megatron_run.contracts import ParallelLayers
-    from megatron_run_engine.runtime.context import BuildContext
+    from megatron_run_engine.runtime import BuildContext
 
 #: The names of A and B: ``X.lora_a.weight`` [r, i] and ``X.lora_b.weight`` [o, r] adapt ``X.weight`` [o, i].
 DOWN, UP = "lora_a", "lora_b"
@@ -57,7 +57,7 @@ class ColumnAdapter(nn.Module):
         self.dropout = below.dropout(how.dropout)
         self.lora_a = ReplicatedLinear(context, inputs, how.rank, down_init(inputs))
         up = LinearPart(UP, part.features, part.key)
-        self.base = below.column_linear(how.rank, (up,), bias=False, init=_ZEROS)
+        self.base = below.column_linear(LinearSpec(how.rank, (up,), _ZEROS, bias=False))
 
     def forward(self, x: Tensor) -> Tensor:
         """[s, b, i] or [s/t, b, i] -> [s, b, o/t]."""
@@ -76,15 +76,14 @@ class LoraColumn(nn.Module):
         context: BuildContext,
         below: ParallelLayers,
         base: nn.Module,
-        inputs: int,
-        parts: tuple[LinearPart, ...],
+        spec: LinearSpec,
         norm: nn.Module | None,
         how: LowRank,
     ) -> None:
         super().__init__()
-        self.base, self.norm, self._parts, self._scale = base, norm, parts, how.scale
-        for part in parts:
-            self.add_module(part.name, ColumnAdapter(context, below, inputs, part, how))
+        self.base, self.norm, self._parts, self._scale = base, norm, spec.parts, how.scale
+        for part in spec.parts:
+            self.add_module(part.name, ColumnAdapter(context, below, spec.inputs, part, how))
 
     def names(self, path: str) -> list[str]:
         """The names of the matrices that can be adapted, for a layer at ``path``."""
@@ -114,13 +113,14 @@ class LoraRow(nn.Module):
     """A row-parallel layer ``base`` with an adapter."""
 
     def __init__(
-        self, context: BuildContext, below: ParallelLayers, base: nn.Module, inputs: int, outputs: int, how: LowRank
+        self, context: BuildContext, below: ParallelLayers, base: nn.Module, spec: LinearSpec, how: LowRank
     ) -> None:
         super().__init__()
         self.base, self._scale = base, how.scale
         self.dropout = nn.Dropout(how.dropout)  # inside the region ranks hold different features: their masks differ
-        self.lora_a: nn.Module | None = below.row_linear(inputs, how.rank, bias=False, init=down_init(inputs))
-        self.lora_b: nn.Module | None = ReplicatedLinear(context, how.rank, outputs, _ZEROS)
+        down = LinearSpec(spec.inputs, how.rank, down_init(spec.inputs), bias=False)
+        self.lora_a: nn.Module | None = below.row_linear(down)
+        self.lora_b: nn.Module | None = ReplicatedLinear(context, how.rank, spec.features, _ZEROS)
 
     def names(self, path: str) -> list[str]:
         """The name of the matrix that can be adapted, for a layer at ``path``."""

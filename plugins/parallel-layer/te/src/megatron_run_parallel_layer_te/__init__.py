@@ -25,8 +25,8 @@ from megatron_run_parallel_layer_te.precision import Options, Precision, check_c
 if TYPE_CHECKING:
     from torch import nn
 
-    from megatron_run.contracts import AttentionShape, Init, LinearPart, NormKind
-    from megatron_run_engine.runtime.context import BuildContext
+    from megatron_run.contracts import AttentionShape, LinearSpec, NormKind
+    from megatron_run_engine.runtime import BuildContext
 
 
 class EngineLayers(SplitLayers):
@@ -36,21 +36,13 @@ class EngineLayers(SplitLayers):
         super().__init__(context, split)
         self._tools = Tools(context, split, engine, options, Precision(engine, options, split, context.train))
 
-    def column_linear(
-        self,
-        inputs: int,
-        parts: tuple[LinearPart, ...],
-        *,
-        bias: bool,
-        init: Init,
-        norm: nn.Module | None = None,
-    ) -> nn.Module:
+    def column_linear(self, spec: LinearSpec, norm: nn.Module | None = None) -> nn.Module:
         """A linear layer whose output features are split, part by part; a norm of this factory is fused into it."""
-        return ColumnLinear(self._tools, inputs, parts, bias=bias, init=init, norm=norm)
+        return ColumnLinear(self._tools, spec, norm)
 
-    def row_linear(self, inputs: int, outputs: int, *, bias: bool, init: Init) -> nn.Module:
+    def row_linear(self, spec: LinearSpec) -> nn.Module:
         """A linear layer whose input features are split."""
-        return RowLinear(self._tools, inputs, outputs, bias=bias, init=init)
+        return RowLinear(self._tools, spec)
 
     def norm(self, kind: NormKind, size: int, eps: float = 1e-5) -> nn.Module:
         """A norm, replicated on every rank."""

@@ -19,10 +19,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from megatron_run.contracts import Init, ParameterSpec
-from megatron_run_engine.nn import build_device, empty_parameter
-from megatron_run_engine.nn.packed_attention import cumulative_lengths
-from megatron_run_engine.runtime.gradients import main_grad
+from megatron_run.contracts import AttentionCore, Init, ParameterSpec
+from megatron_run_engine.nn import build_device, cumulative_lengths, empty_parameter
+from megatron_run_engine.runtime import main_grad
 from megatron_run_parallel_layer_te.precision import QuantizedWeight
 
 if TYPE_CHECKING:
@@ -30,9 +29,9 @@ if TYPE_CHECKING:
 
     from torch.nn import Parameter
 
-    from megatron_run.contracts import AttentionShape, LinearPart, NormKind
+    from megatron_run.contracts import AttentionShape, LinearSpec, NormKind
     from megatron_run_engine.nn.parallel import Split
-    from megatron_run_engine.runtime.context import BuildContext
+    from megatron_run_engine.runtime import BuildContext
     from megatron_run_parallel_layer_te.library import Engine
     from megatron_run_parallel_layer_te.precision import Options, Precision
 
@@ -86,29 +85,21 @@ def _leave(weight: Tensor) -> Tensor:
 class ColumnLinear(nn.Module):
     """Computes this rank's slice of the outputs of each of ``parts``; a :class:`Norm` is fused into the product."""
 
-    def __init__(
-        self,
-        tools: Tools,
-        inputs: int,
-        parts: tuple[LinearPart, ...],
-        *,
-        bias: bool,
-        init: Init,
-        norm: nn.Module | None = None,
-    ) -> None:
+    def __init__(self, tools: Tools, spec: LinearSpec, norm: nn.Module | None = None) -> None:
         super().__init__()
         split, precision = tools.split, tools.precision
-        rows = precision.check(split.features(parts), "output features of a rank")
-        precision.check(inputs, "input features")
+        rows = precision.check(split.features(spec.parts), "output features of a rank")
+        precision.check(spec.inputs, "input features")
         # In some precisions a delayed product delays the gradient of its bias too; a bias outside is never delayed.
-        inside = bias and not tools.options.delay_weight_gradients
+        inside = spec.bias and not tools.options.delay_weight_gradients
         arguments = {"bias": inside, "parallel_mode": "column", **tools.product()}
-        module = _column(tools, inputs, sum(part.features for part in parts), norm, arguments)
+        module = _column(tools, spec.inputs, spec.features, norm, arguments)
         self.weight: Parameter = module.weight
-        self.bias: Parameter | None = module.bias if inside else empty_parameter(tools.context, rows) if bias else None
+        outside = empty_parameter(tools.context, rows) if spec.bias and not inside else None
+        self.bias: Parameter | None = module.bias if inside else outside
         self.parameter_specs = {
-            "weight": ParameterSpec(init, split.rows_of("weight", parts, (inputs,))),
-            "bias": ParameterSpec(Init("zeros"), split.rows_of("bias", parts)),
+            "weight": ParameterSpec(spec.init, split.rows_of("weight", spec.parts, (spec.inputs,))),
+            "bias": ParameterSpec(Init("zeros"), split.rows_of("bias", spec.parts)),
         }
         self.norm = norm
         self._norm_inside, self._bias_inside = isinstance(norm, Norm), inside
@@ -129,16 +120,17 @@ class ColumnLinear(nn.Module):
 class RowLinear(nn.Module):
     """Takes this rank's slice of the inputs; products are summed over the ranks, then the bias is added once."""
 
-    def __init__(self, tools: Tools, inputs: int, outputs: int, *, bias: bool, init: Init) -> None:
+    def __init__(self, tools: Tools, spec: LinearSpec) -> None:
         super().__init__()
         split, precision = tools.split, tools.precision
-        precision.check(split.part(inputs, "input features"), "input features of a rank")
-        precision.check(outputs, "output features")
-        module = tools.engine.pytorch.Linear(inputs, outputs, bias=False, parallel_mode="row", **tools.product())
+        precision.check(split.part(spec.inputs, "input features"), "input features of a rank")
+        precision.check(spec.features, "output features")
+        arguments = {"bias": False, "parallel_mode": "row", **tools.product()}
+        module = tools.engine.pytorch.Linear(spec.inputs, spec.features, **arguments)
         self.weight: Parameter = module.weight
-        self.bias = empty_parameter(tools.context, outputs) if bias else None
+        self.bias = empty_parameter(tools.context, spec.features) if spec.bias else None
         self.parameter_specs = {
-            "weight": ParameterSpec(init, split.columns_of("weight", inputs, outputs)),
+            "weight": ParameterSpec(spec.init, split.columns_of("weight", spec.inputs, spec.features)),
             "bias": split.whole(ParameterSpec(Init("zeros"))),
         }
         self.module = module
@@ -199,10 +191,9 @@ class Norm(nn.Module):
         self.weight, self.bias = weight, bias
 
 
-class CoreAttention(nn.Module):
+class CoreAttention(nn.Module, AttentionCore):
     """softmax(q k^T / sqrt(d)) v on this rank's heads; dropout acts on the probabilities while training."""
 
-    #: It keeps to packed documents by itself.
     packs = True
 
     def __init__(self, tools: Tools, shape: AttentionShape, dropout: float) -> None:

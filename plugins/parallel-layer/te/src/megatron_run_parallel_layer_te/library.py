@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from megatron_run.errors import PluginError
-from megatron_run_engine.runtime.transformer_engine import Need, import_transformer_engine, installed_version
+from megatron_run_engine.runtime import Need, import_transformer_engine, installed_version
 from megatron_run_parallel_layer_te import shapes
 
 #: The oldest release with everything used here: ``autocast``, all four FP8 recipes and ``backward_dw``.

@@ -20,7 +20,7 @@ from megatron_run.errors.wording import nearest_multiples
 if TYPE_CHECKING:
     from megatron_run.contracts.schema import Config, TrainSection
     from megatron_run_engine.nn.parallel import Split
-    from megatron_run_engine.runtime.gradients import GradientAccumulator
+    from megatron_run_engine.runtime import GradientAccumulator
     from megatron_run_parallel_layer_te.library import Engine
 
 Fp8 = Literal["none", "delayed", "current", "mxfp8", "block"]

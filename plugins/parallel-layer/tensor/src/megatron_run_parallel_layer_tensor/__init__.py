@@ -26,9 +26,9 @@ from megatron_run_engine.nn import CoreAttention, LinearLayer, empty_parameter, 
 from megatron_run_engine.nn.parallel import Split, SplitLayers, column_linear, g, scatter_sequence
 
 if TYPE_CHECKING:
-    from megatron_run.contracts import AttentionShape, LinearPart, NormKind
+    from megatron_run.contracts import AttentionShape, LinearSpec, NormKind
     from megatron_run_engine.nn import Activation
-    from megatron_run_engine.runtime.context import BuildContext
+    from megatron_run_engine.runtime import BuildContext
 
 
 class ColumnLinear(LinearLayer):
@@ -36,25 +36,15 @@ class ColumnLinear(LinearLayer):
 
     activates = True
 
-    def __init__(
-        self,
-        context: BuildContext,
-        split: Split,
-        inputs: int,
-        parts: tuple[LinearPart, ...],
-        *,
-        bias: bool,
-        init: Init,
-        norm: nn.Module | None = None,
-    ) -> None:
+    def __init__(self, context: BuildContext, split: Split, spec: LinearSpec, norm: nn.Module | None = None) -> None:
         super().__init__()
         self.gradients, self.split, self.norm = context.gradients, split, norm
-        rows = split.features(parts)
-        self.weight = empty_parameter(context, rows, inputs)
-        self.bias = empty_parameter(context, rows) if bias else None
+        rows = split.features(spec.parts)
+        self.weight = empty_parameter(context, rows, spec.inputs)
+        self.bias = empty_parameter(context, rows) if spec.bias else None
         self.parameter_specs = {
-            "weight": ParameterSpec(init, split.rows_of("weight", parts, (inputs,))),
-            "bias": ParameterSpec(Init("zeros"), split.rows_of("bias", parts)),
+            "weight": ParameterSpec(spec.init, split.rows_of("weight", spec.parts, (spec.inputs,))),
+            "bias": ParameterSpec(Init("zeros"), split.rows_of("bias", spec.parts)),
         }
 
     def forward(self, x: Tensor, activation: Activation | None = None) -> Tensor:
@@ -66,15 +56,13 @@ class ColumnLinear(LinearLayer):
 class RowLinear(LinearLayer):
     """Takes this rank's slice of the inputs; partial products are summed over the ranks, then the bias is added."""
 
-    def __init__(
-        self, context: BuildContext, split: Split, inputs: int, outputs: int, *, bias: bool, init: Init
-    ) -> None:
+    def __init__(self, context: BuildContext, split: Split, spec: LinearSpec) -> None:
         super().__init__()
         self.gradients, self.split = context.gradients, split
-        self.weight = empty_parameter(context, outputs, split.part(inputs, "input features"))
-        self.bias = empty_parameter(context, outputs) if bias else None
+        self.weight = empty_parameter(context, spec.features, split.part(spec.inputs, "input features"))
+        self.bias = empty_parameter(context, spec.features) if spec.bias else None
         self.parameter_specs = {
-            "weight": ParameterSpec(init, split.columns_of("weight", inputs, outputs)),
+            "weight": ParameterSpec(spec.init, split.columns_of("weight", spec.inputs, spec.features)),
             "bias": split.whole(ParameterSpec(Init("zeros"))),
         }
 
@@ -97,21 +85,13 @@ class Options(BaseModel):
 class TensorLayers(SplitLayers):
     """A factory of layers split over the ranks of one axis."""
 
-    def column_linear(
-        self,
-        inputs: int,
-        parts: tuple[LinearPart, ...],
-        *,
-        bias: bool,
-        init: Init,
-        norm: nn.Module | None = None,
-    ) -> nn.Module:
+    def column_linear(self, spec: LinearSpec, norm: nn.Module | None = None) -> nn.Module:
         """A linear layer whose output features are split, part by part."""
-        return ColumnLinear(self.context, self.split, inputs, parts, bias=bias, init=init, norm=norm)
+        return ColumnLinear(self.context, self.split, spec, norm)
 
-    def row_linear(self, inputs: int, outputs: int, *, bias: bool, init: Init) -> nn.Module:
+    def row_linear(self, spec: LinearSpec) -> nn.Module:
         """A linear layer whose input features are split."""
-        return RowLinear(self.context, self.split, inputs, outputs, bias=bias, init=init)
+        return RowLinear(self.context, self.split, spec)
 
     def norm(self, kind: NormKind, size: int, eps: float = 1e-5) -> nn.Module:
         """A norm, replicated. Under sequence parallelism a rank sees s/t tokens, so its gradients are partial."""
@@ -122,7 +102,7 @@ class TensorLayers(SplitLayers):
     def core_attention(self, shape: AttentionShape, dropout: float) -> nn.Module:
         """Attention of this rank's query heads and the key-value heads that they share."""
         self.check_heads(shape)
-        return CoreAttention.of(shape, dropout)
+        return CoreAttention.shaped(shape, dropout)
 
 
 @hookimpl

@@ -16,7 +16,7 @@ from megatron_run.hookspecs import hookimpl
 
 if TYPE_CHECKING:
     from megatron_run.contracts.schema import Config
-    from megatron_run_engine.runtime.context import BuildContext
+    from megatron_run_engine.runtime import BuildContext
 
 
 class Options(BaseModel):

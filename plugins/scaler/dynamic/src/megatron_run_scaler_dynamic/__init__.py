@@ -28,7 +28,7 @@ from megatron_run.hookspecs import hookimpl
 
 if TYPE_CHECKING:
     from megatron_run.contracts.schema import Config
-    from megatron_run_engine.runtime.context import BuildContext
+    from megatron_run_engine.runtime import BuildContext
 
 
 #: Within these bounds a scale and its reciprocal are normal numbers of fp32.

@@ -5,13 +5,16 @@ Legend: s sequence, b micro batch, h hidden.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
 from megatron_run.contracts import Boundary, Chunk, Model, PluginInfo
 from megatron_run.hookspecs import hookimpl
-from megatron_run_engine.builtin.model.gpt_options import GptOptions, expert_notices
+from megatron_run_engine.builtin.model.attention_options import AttentionOptions, NormOptions
+from megatron_run_engine.builtin.model.expert_notices import expert_notices
+from megatron_run_engine.builtin.model.expert_options import ExpertOptions
+from megatron_run_engine.builtin.model.gpt_options import GptOptions
+from megatron_run_engine.builtin.model.rope_options import RopeOptions
 from megatron_run_engine.nn import (
     WORD,
     DecoderChunk,
@@ -32,7 +35,15 @@ if TYPE_CHECKING:
     from megatron_run_engine.nn import Attention, Rotary
     from megatron_run_engine.runtime.context import BuildContext
 
-__all__ = ["Gpt", "GptOptions", "expert_notices"]
+__all__ = [
+    "AttentionOptions",
+    "ExpertOptions",
+    "Gpt",
+    "GptOptions",
+    "NormOptions",
+    "RopeOptions",
+    "expert_notices",
+]
 
 
 class Gpt(Model):
@@ -117,10 +128,6 @@ class Gpt(Model):
         """Move the biases that balance experts, by the choices of the step."""
         if self._routers is not None:
             self._routers.balance(skipped=skipped)
-
-    def flops_per_token(self, sequence_length: int) -> float:
-        """See :attr:`TransformerSpec.flops_per_token`."""
-        return replace(self._spec, sequence_length=sequence_length).flops_per_token
 
 
 @hookimpl

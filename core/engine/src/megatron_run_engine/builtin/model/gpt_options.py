@@ -1,276 +1,211 @@
-"""The options of model ``gpt``: a decoder's (``decoder_options``), and those of a mixture of experts."""
+"""The options of model ``gpt``: sizes, what families of decoders differ in, and groups. The defaults are GPT-2's."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Self
 
-from pydantic import Field, ValidationInfo, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
-from megatron_run.errors.wording import nearest_divisors, plural
-from megatron_run_engine.builtin.model.decoder_options import DecoderOptions
-from megatron_run_engine.nn import ExpertSpec, TransformerSpec
-from megatron_run_engine.nn.spec import Dispatch, DropPolicy, Scores
+from megatron_run.config.values import flat
+from megatron_run.contracts.groups import fault_at
+from megatron_run.contracts.meaning import NOT_LEARNED, OF_TRAINING
+from megatron_run.errors.wording import nearest_divisors, nearest_multiples
+from megatron_run_engine.builtin.model.attention_options import AttentionOptions, NormOptions
+from megatron_run_engine.builtin.model.expert_options import ExpertOptions
+from megatron_run_engine.builtin.model.rope_options import RopeOptions, chosen_layers
+from megatron_run_engine.nn import TransformerSpec
+from megatron_run_engine.nn.spec import Activation, Position, check_heads
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from megatron_run.contracts.schema import Config
+    from pydantic_core import PydanticCustomError
+
+    from megatron_run.contracts.costs import ModelCosts
 
 
-#: Advice against a mixture of one expert.
-_ONE_EXPERT = "set model.experts to 2 or more, or to 0 for the one network that every layer has without experts"
+class GptOptions(BaseModel):
+    """Options of model ``gpt``; the defaults are GPT-2's."""
 
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
-class GptOptions(DecoderOptions):
-    """Options of model ``gpt``."""
+    num_layers: int = Field(ge=1, description="transformer layers")
+    hidden_size: int = Field(ge=1, description="width of the residual stream")
+    head_size: int | None = Field(None, ge=1, description="features of a head; unset: hidden / heads")
+    num_heads: int = Field(ge=1, description="attention heads")
+    num_kv_heads: int | None = Field(None, ge=1, description="key-value heads; unset: num_heads")
+    ffn_size: int | None = Field(None, ge=1, description="width of the feed-forward layer; unset: 4 x hidden")
+    vocab_size: int | None = Field(None, ge=1, description="unpadded token ids; unset: the data's")
+    position: Position = Field("learned", description="learned: a vector per position; rope: rotary")
+    rope: RopeOptions = Field(RopeOptions(), description="rotary positions")
+    attention: AttentionOptions = Field(AttentionOptions(), description="attention")
+    norm: NormOptions = Field(NormOptions(), description="norms of the residual stream")
+    activation: Activation = Field("gelu", description="of the feed-forward layer; _tanh: GPT-2's approximation")
+    bias: bool = Field(True, description="biases in linear layers")
+    parallel_residual: bool = Field(
+        False, description="attention and feed-forward read the same stream, as in GPT-NeoX"
+    )
+    embedding_scale: float = Field(1.0, gt=0, description="on word embeddings")
+    residual_scale: float = Field(1.0, gt=0, description="on what attention and feed-forward add")
+    logits_scale: float = Field(1.0, gt=0, description="on logits")
+    logits_softcap: float | None = Field(None, gt=0, description="cap c of logits x: c tanh(x/c); unset: none")
+    tie_embeddings: bool = Field(True, description="output layer and embedding share weights")
+    dropout: Annotated[float, OF_TRAINING] = Field(
+        0.1, ge=0, lt=1, description="on embedding, attention and residual connections"
+    )
+    init_std: Annotated[float, OF_TRAINING] = Field(
+        0.02, gt=0, description="of initial matrices; times 1/sqrt(2 x layers) in residual outputs"
+    )
+    label_smoothing: Annotated[float, OF_TRAINING] = Field(
+        0.0, ge=0, lt=1, description="share of the training loss spread over all tokens"
+    )
+    loss_chunks: Annotated[int, NOT_LEARNED] = Field(
+        1, ge=1, le=256, description="pieces of a microbatch whose logits are made one at a time"
+    )
+    experts: ExpertOptions = Field(ExpertOptions(), description="a mixture of experts")
 
-    experts: int = Field(0, ge=0, le=65536, description="experts per mixture layer; 0: no mixture")
-    top_k: int = Field(2, ge=1, validate_default=True, description="experts per token")
-    expert_ffn_size: int | None = Field(None, ge=1, description="width of an expert; unset: ffn_size")
-    expert_layer_freq: int = Field(1, ge=1, description="layers 0, n, 2n, ... have experts")
-    expert_layer_first: int = Field(0, ge=0, description="the layers before this one are dense")
-    expert_layer_pattern: tuple[Literal[0, 1], ...] = Field(
-        (), description="1: experts, 0: dense; repeated; replaces expert_layer_freq"
-    )
-    router_score_function: Scores = Field("softmax", description="from router logits to scores")
-    router_pre_softmax: bool = Field(
-        False, validate_default=True, description="softmax before choosing; false: over the chosen experts"
-    )
-    router_norm_weights: bool = Field(True, description="sigmoid: divide the weights of chosen experts by their sum")
-    router_topk_scaling_factor: float = Field(1.0, gt=0, description="factor on the weights of chosen experts")
-    router_groups: int = Field(1, ge=1, validate_default=True, description="groups of neighbouring experts; 1: none")
-    router_top_groups: int = Field(
-        1, ge=1, validate_default=True, description="groups among whose experts a token chooses"
-    )
-    router_group_best: int = Field(
-        2, ge=1, validate_default=True, description="best scores of a group, summed to compare groups"
-    )
-    router_bias_rate: float = Field(
-        0.0, ge=0, description="step of biases that balance experts without a loss; 0: none"
-    )
-    aux_loss_coeff: float = Field(0.01, ge=0, description="of the load-balancing loss")
-    z_loss_coeff: float = Field(0.0, ge=0, description="of the router z-loss")
-    expert_capacity_factor: float | None = Field(
-        None, gt=0, description="tokens per expert over an even share; unset: unlimited"
-    )
-    token_drop_policy: DropPolicy = Field(
-        "probs", description="tokens that a full expert drops: least weight, or last position"
-    )
-    shared_expert_ffn_size: int | None = Field(
-        None, ge=1, description="width of the shared expert, which every token passes through; unset: none"
-    )
-    shared_expert_gate: bool = Field(False, description="gate the shared expert")
-    token_dispatcher: Dispatch = Field("alltoall", description="how tokens reach experts on other ranks")
-    expert_pad_to_capacity: bool = Field(False, description="pad every expert's tokens to its capacity")
-
-    @field_validator("experts")
+    @field_validator("num_heads")
     @classmethod
-    def _fits_the_residual(cls, experts: int, info: ValidationInfo) -> int:
-        if experts and info.data.get("parallel_residual"):
-            raise ValueError("parallel_residual=true is for layers without experts; set experts=0")
-        if experts and info.data.get("norm_placement") == "post":
-            raise ValueError("norm_placement=post is for layers without experts, whose norm comes first; set it to pre")
-        return experts
+    def _heads_divide_hidden(cls, heads: int, info: ValidationInfo) -> int:
+        hidden, size = info.data.get("hidden_size"), info.data.get("head_size")
+        if size is None and hidden is not None:
+            check_heads(hidden, heads, ", or set head_size")
+        return heads
 
-    @field_validator("top_k")
+    @field_validator("num_kv_heads")
     @classmethod
-    def _chooses_among_experts(cls, top_k: int, info: ValidationInfo) -> int:
-        experts = info.data.get("experts")
-        if experts == 1 and top_k > 1:
-            raise ValueError(f"a token cannot be routed to {top_k} of 1 expert; {_ONE_EXPERT}")
-        if experts and top_k > experts:
-            raise ValueError(f"a token cannot be routed to {top_k} of {experts} experts; set it to at most {experts}")
-        return top_k
-
-    @field_validator("expert_layer_pattern")
-    @classmethod
-    def _has_experts_somewhere(cls, pattern: tuple[int, ...], info: ValidationInfo) -> tuple[int, ...]:
-        layers, freq = info.data.get("num_layers"), info.data.get("expert_layer_freq", 1)
-        if pattern and freq > 1:
-            raise ValueError(f"expert_layer_freq={freq} says which layers have experts too; set one of the two")
-        first = info.data.get("expert_layer_first", 0)
-        if pattern and layers and not any(pattern[layer % len(pattern)] for layer in range(first, layers)):
-            where = f" from layer {first} on" if first else ""
-            raise ValueError(f"none of {layers} layers{where} has experts; write a 1, or set experts=0")
-        return pattern
-
-    @field_validator("expert_layer_first")
-    @classmethod
-    def _leaves_a_layer(cls, first: int, info: ValidationInfo) -> int:
-        layers, freq = info.data.get("num_layers"), info.data.get("expert_layer_freq", 1)
-        if first and layers is not None and -(-first // freq) * freq >= layers:
-            raise ValueError(f"none of {layers} layers from layer {first} on has experts; lower it, or set experts=0")
-        return first
-
-    @field_validator("router_groups")
-    @classmethod
-    def _groups_are_equal(cls, groups: int, info: ValidationInfo) -> int:
-        experts = info.data.get("experts")
-        if experts and experts % groups:
+    def _kv_heads_divide_heads(cls, kv_heads: int | None, info: ValidationInfo) -> int | None:
+        heads = info.data.get("num_heads")
+        if kv_heads is not None and heads is not None and heads % kv_heads:
             raise ValueError(
-                f"{experts} experts do not divide into {groups} groups; set it to {nearest_divisors(experts, groups)}"
+                f"{heads} heads do not share {kv_heads} key-value heads evenly: {heads} / {kv_heads} = "
+                f"{heads / kv_heads:g}; set num_kv_heads to {nearest_divisors(heads, kv_heads)}"
             )
-        return groups
+        return kv_heads
 
-    @field_validator("router_top_groups")
+    @field_validator("loss_chunks")
     @classmethod
-    def _chooses_among_groups(cls, top_groups: int, info: ValidationInfo) -> int:
-        experts, groups, top_k = (info.data.get(key) for key in ("experts", "router_groups", "top_k"))
-        if groups is not None and top_groups > groups:
-            raise ValueError(f"a token cannot choose {top_groups} of {groups} groups; set it to at most {groups}")
-        if experts and groups is not None and top_k is not None and top_groups * (experts // groups) < top_k:
-            least = -(-top_k // (experts // groups))
-            raise ValueError(
-                f"{top_groups} of {groups} groups have {top_groups * (experts // groups)} experts, "
-                f"and a token needs {top_k}; set it to at least {least}"
-            )
-        return top_groups
+    def _chunks_are_not_capped(cls, chunks: int, info: ValidationInfo) -> int:
+        if chunks > 1 and info.data.get("logits_softcap") is not None:
+            raise ValueError("the loss in chunks makes logits without logits_softcap; set loss_chunks=1")
+        return chunks
 
-    @field_validator("router_group_best")
-    @classmethod
-    def _compares_experts_of_a_group(cls, best: int, info: ValidationInfo) -> int:
-        experts, groups = info.data.get("experts"), info.data.get("router_groups", 1)
-        if experts and groups > 1 and best > experts // groups:
-            raise ValueError(f"a group has {experts // groups} experts; set it to at most that")
-        return best
+    @model_validator(mode="after")
+    def _groups_agree(self) -> Self:
+        kinds = self.rotation_faults, self._list_faults, self._norm_faults, self._expert_faults
+        for fault in (each for faults in kinds for each in faults()):
+            raise fault
+        return self
 
-    @field_validator("router_pre_softmax")
-    @classmethod
-    def _one_expert_learns(cls, pre_softmax: bool, info: ValidationInfo) -> bool:
-        # A softmax over one chosen logit is always 1: its gradient is zero.
-        experts = info.data.get("experts")
-        one = experts and info.data.get("top_k") == 1
-        if one and not pre_softmax and info.data.get("router_score_function") == "softmax":
-            why = "with model.top_k=1 the one chosen expert always weighs 1, and a router learns nothing"
-            raise ValueError(f"{why}; {_ONE_EXPERT if experts == 1 else 'set model.router_pre_softmax to true'}")
-        return pre_softmax
+    def rotation_faults(self) -> Iterator[PydanticCustomError]:
+        """Where rotations do not fit the size of a head."""
+        hidden, heads, size, fraction = self.hidden_size, self.num_heads, self.head_size, self.rope.fraction
+        features = size or hidden // heads
+        why = "rope rotates pairs of features"
+        if self.position == "rope" and features % 2:
+            told = f"{size}" if size else f"{hidden} / {heads} = {features}"
+            fix = f"head_size={size + 1}" if size else f"hidden_size to {nearest_multiples(hidden, 2 * heads)}"
+            yield fault_at(self, "position", f"{why} and the head size is odd: {told}; set {fix}")
+        elif self.position == "rope" and (self.rotated_features % 2 or not self.rotated_features):
+            share = f"{fraction:g} of {features} is {self.rotated_features}"
+            fix = f"set rope.fraction to {2 / features:g} or a multiple of that"
+            yield fault_at(self, "rope.fraction", f"{why}, and {share}; {fix}")
 
-    @field_validator("expert_pad_to_capacity")
-    @classmethod
-    def _pads_to_something(cls, pad: bool, info: ValidationInfo) -> bool:
-        if pad and info.data.get("expert_capacity_factor") is None:
-            raise ValueError("there is nothing to pad to; set model.expert_capacity_factor, such as to 1.25")
-        if pad and info.data.get("token_dispatcher") == "allgather":
-            raise ValueError("allgather sends tokens, and what is padded are experts' rows; leave token_dispatcher out")
-        return pad
+    def _list_faults(self) -> Iterator[PydanticCustomError]:
+        pairs = self.rotated_features // 2
+        if wrong := self.rope.wrong_lists(pairs):
+            yield fault_at(self, "rope.scaling", f"{wrong}, and {pairs} pairs of features rotate")
+
+    def _norm_faults(self) -> Iterator[PydanticCustomError]:
+        norm = self.norm
+        if self.attention.qk_norm == "full" and norm.kind.startswith("layernorm"):
+            why = "norms over the full projection are of norm.kind=rmsnorm"
+            yield fault_at(self, "attention.qk_norm", f"{why}; set model.norm.kind, or attention.qk_norm=head")
+        if self.parallel_residual and norm.placement == "post":
+            why = "norm.placement=post leaves both halves without a norm before them; set it to pre"
+            yield fault_at(self, "parallel_residual", why)
+
+    def _expert_faults(self) -> Iterator[PydanticCustomError]:
+        if self.experts.count and self.parallel_residual:
+            why = "parallel_residual=true is for layers without experts; set experts.count=0"
+            yield fault_at(self, "experts.count", why)
+        if self.experts.count and self.norm.placement == "post":
+            why = "norm.placement=post is for layers without experts, whose norm comes first; set it to pre"
+            yield fault_at(self, "experts.count", why)
+        if wrong := self.experts.wrong_layers(self.num_layers):
+            key, why = wrong
+            yield fault_at(self, f"experts.{key}", why)
 
     @property
-    def expert_keys(self) -> tuple[str, ...]:
-        """The keys that are set to other values than their defaults and have no effect without experts."""
-        fields = {name: field for name, field in GptOptions.model_fields.items() if name not in _DENSE_KEYS}
-        return tuple(name for name, field in fields.items() if getattr(self, name) != field.default)
-
-    @property
-    def expert_layers(self) -> frozenset[int]:
-        """The indices of the layers that have experts."""
-        pattern, freq, first = self.expert_layer_pattern, self.expert_layer_freq, self.expert_layer_first
-        if not pattern:
-            return frozenset(range(-(-first // freq) * freq, self.num_layers, freq))
-        return frozenset(layer for layer in range(first, self.num_layers) if pattern[layer % len(pattern)])
+    def rotated_features(self) -> int:
+        """Features of a head that rotate."""
+        return int((self.head_size or self.hidden_size // self.num_heads) * self.rope.fraction)
 
     def explicit(self) -> dict[str, Any]:
-        """As :meth:`DecoderOptions.explicit`; ``expert_layer_pattern`` has a number for each layer."""
-        found = super().explicit()
-        if not self.experts:
-            return found | {name: GptOptions.model_fields[name].default for name in self.expert_keys}
-        size = self.expert_ffn_size or found["ffn_size"]
-        if len(self.expert_layers) == self.num_layers:
-            found["ffn_size"] = size  # no layer has its own
-        if self.router_groups == 1:
-            found |= {key: GptOptions.model_fields[key].default for key in ("router_top_groups", "router_group_best")}
-        return found | {
-            "expert_layer_freq": 1,
-            "expert_layer_first": 0,
-            "expert_layer_pattern": tuple(int(layer in self.expert_layers) for layer in range(self.num_layers)),
-            "expert_ffn_size": size,
+        """The options by dotted name, with the value that unset ones mean, and patterns as one number for each layer.
+
+        Two models with equal values compute the same, whatever was left unset. Options of what is not used have their
+        defaults: those of rotations without them, the window's without one, those of experts where none has any.
+        """
+        layers, size = self.num_layers, self.head_size or self.hidden_size // self.num_heads
+        ffn = self.ffn_size or 4 * self.hidden_size
+        attention = self.attention.explicit(layers, size, bias=self.bias)
+        windows = any(attention["window_pattern"])
+        experts = self.experts.explicit(layers, ffn)
+        if all(experts["layer_pattern"] or (0,)):
+            ffn = experts["ffn_size"]  # no layer has its own
+        groups = {
+            "rope": self.rope.explicit(layers, used=self.position == "rope", windows=windows),
+            "attention": attention,
         }
+        own = {"head_size": size, "num_kv_heads": self.num_kv_heads or self.num_heads, "ffn_size": ffn}
+        mixture = {f"experts.{key}": value for key, value in experts.items()}
+        return flat(self.model_dump() | groups | own) | mixture
+
+    def costs(self, sequence_length: int, vocab_size: int) -> ModelCosts:
+        """See :meth:`TransformerSpec.costs`."""
+        known = self.model_copy(update={"vocab_size": vocab_size})
+        return known.spec(sequence_length).costs(tied=self.tie_embeddings)
 
     def spec(self, sequence_length: int) -> TransformerSpec:
         """Return the network that these options describe. Raises ValueError while ``vocab_size`` is unset."""
-        return self.dense_spec(sequence_length, self.expert_spec() if self.experts else None)
-
-    def expert_spec(self) -> ExpertSpec:
-        """Return the specification of a layer with experts. ``experts`` must be above 0."""
-        return ExpertSpec(
-            count=self.experts,
-            top_k=self.top_k,
-            ffn=self.expert_ffn_size or self.ffn_size or 4 * self.hidden_size,
-            layers=self.expert_layers,
-            scores=self.router_score_function,
-            pre_softmax=self.router_pre_softmax,
-            normalised=self.router_norm_weights,
-            scaling=self.router_topk_scaling_factor,
-            groups=self.router_groups,
-            top_groups=self.router_top_groups,
-            group_best=self.router_group_best,
-            bias_rate=self.router_bias_rate,
-            balance=self.aux_loss_coeff,
-            z=self.z_loss_coeff,
-            capacity_factor=self.expert_capacity_factor,
-            drop=self.token_drop_policy,
-            pad=self.expert_pad_to_capacity,
-            shared_ffn=self.shared_expert_ffn_size or 0,
-            shared_gate=self.shared_expert_gate,
-            dispatch=self.token_dispatcher,
-        )
-
-
-_DENSE_KEYS = frozenset({*DecoderOptions.model_fields, "experts"})
-
-
-#: A capacity factor below this drops most choices.
-_LOW_CAPACITY = 0.5
-
-
-def expert_notices(config: Config, options: GptOptions) -> Iterator[str]:
-    """Yield notices about options without effect, and about a capacity that drops most choices."""
-    if not options.experts:
-        if idle := options.expert_keys:
-            yield f"{', '.join(f'model.{key}' for key in idle)}: without model.experts nothing reads it"
-        return
-    if config.parallel.expert == 1 and options.token_dispatcher != "alltoall":
-        yield "model.token_dispatcher changes nothing: with parallel.expert=1 every rank holds all experts"
-    if options.shared_expert_gate and not options.shared_expert_ffn_size:
-        yield "model.shared_expert_gate changes nothing: without model.shared_expert_ffn_size there is no shared expert"
-    if options.router_pre_softmax and options.router_score_function != "softmax":
-        score = options.router_score_function
-        yield f"model.router_pre_softmax changes nothing: model.router_score_function={score} has no softmax"
-    if not options.router_norm_weights and options.router_score_function != "sigmoid":
-        yield (
-            "model.router_norm_weights changes nothing: with model.router_score_function=softmax, "
-            "model.router_pre_softmax says whether weights are normalised over all experts or over the chosen ones"
-        )
-    if options.router_groups == 1 and options.router_top_groups > 1:
-        yield "model.router_top_groups changes nothing: model.router_groups=1 makes no groups"
-    yield from _about_layers(options)
-    yield from _about_capacity(config, options)
-
-
-def _about_layers(options: GptOptions) -> Iterator[str]:
-    layers, pattern, freq = options.num_layers, options.expert_layer_pattern, options.expert_layer_freq
-    if len(pattern) > layers:
-        yield (
-            f"model.expert_layer_pattern has {plural(len(pattern), 'value')} for {plural(layers, 'layer')}: "
-            f"those after the first {layers} do nothing"
-        )
-    if freq > layers:
-        yield f"model.expert_layer_freq={freq} is above model.num_layers={layers}: layer 0 alone has experts"
-
-
-def _about_capacity(config: Config, options: GptOptions) -> Iterator[str]:
-    factor, experts = options.expert_capacity_factor, options.experts
-    if factor is None:
-        if options.token_drop_policy != "probs":
-            yield (
-                f"model.token_drop_policy={options.token_drop_policy} changes nothing: without "
-                "model.expert_capacity_factor no token is dropped"
-            )
-        return
-    if factor < _LOW_CAPACITY:
-        tokens = config.train.micro_batch_size * config.train.sequence_length
-        capacity, choices = options.expert_spec().capacity(tokens), tokens * options.top_k
-        kept = experts * capacity
-        yield (
-            f"model.expert_capacity_factor={factor:g} drops most choices: {experts} experts x {capacity} tokens keep "
-            f"at most {kept:,} of the {choices:,} choices of a microbatch, {kept / choices:.0%}"
+        if self.vocab_size is None:
+            raise ValueError("vocab_size is unset: fill it in from the data first")
+        layers, rope, attention, ffn = self.num_layers, self.rope, self.attention, self.ffn_size or 4 * self.hidden_size
+        return TransformerSpec(
+            layers=layers,
+            hidden=self.hidden_size,
+            heads=self.num_heads,
+            kv_heads=self.num_kv_heads or self.num_heads,
+            ffn=ffn,
+            vocab=self.vocab_size,
+            sequence_length=sequence_length,
+            head_features=self.head_size,
+            position=self.position,
+            rope_theta=rope.theta,
+            rope_fraction=rope.fraction,
+            rope_scaling=rope.stretched(),
+            rotated_layers=chosen_layers(rope.pattern, layers),
+            window=attention.window,
+            window_layers=chosen_layers(attention.window_pattern, layers) if attention.window else frozenset(),
+            window_rope_theta=rope.window_theta,
+            qk_norm=attention.qk_norm,
+            scale=attention.scale,
+            softcap=attention.softcap,
+            norm=self.norm.kind,
+            norm_eps=self.norm.eps,
+            norm_placement=self.norm.placement,
+            activation=self.activation,
+            bias=self.bias,
+            qkv_bias=attention.qkv_bias,
+            parallel_residual=self.parallel_residual,
+            embedding_scale=self.embedding_scale,
+            residual_scale=self.residual_scale,
+            logits_scale=self.logits_scale,
+            logits_softcap=self.logits_softcap,
+            dropout=self.dropout,
+            init_std=self.init_std,
+            label_smoothing=self.label_smoothing,
+            loss_chunks=self.loss_chunks,
+            experts=self.experts.spec(layers, ffn) if self.experts.count else None,
         )

@@ -29,7 +29,7 @@ from megatron_run_engine.runtime.comm import ALONE
 if TYPE_CHECKING:
     from torch.nn import Parameter
 
-    from megatron_run.contracts import AttentionShape, LinearPart, NormKind
+    from megatron_run.contracts import AttentionShape, LinearPart, LinearSpec, NormKind
     from megatron_run_engine.nn import Activation
     from megatron_run_engine.runtime.context import BuildContext
 
@@ -43,25 +43,15 @@ class Linear(LinearLayer):
 
     activates = True
 
-    def __init__(
-        self,
-        context: BuildContext,
-        inputs: int,
-        outputs: int,
-        *,
-        bias: bool,
-        init: Init,
-        parts: tuple[LinearPart, ...] = (),
-        norm: nn.Module | None = None,
-    ) -> None:
+    def __init__(self, context: BuildContext, spec: LinearSpec, norm: nn.Module | None = None) -> None:
         super().__init__()
         self.gradients = context.gradients
         self.norm = norm
-        self.weight = empty_parameter(context, outputs, inputs)
-        self.bias = empty_parameter(context, outputs) if bias else None
+        self.weight = empty_parameter(context, spec.features, spec.inputs)
+        self.bias = empty_parameter(context, spec.features) if spec.bias else None
         self.parameter_specs = {
-            "weight": ParameterSpec(init, _stacked("weight", parts, (inputs,))),
-            "bias": ParameterSpec(Init("zeros"), _stacked("bias", parts, ())),
+            "weight": ParameterSpec(spec.init, _stacked("weight", spec.parts, (spec.inputs,))),
+            "bias": ParameterSpec(Init("zeros"), _stacked("bias", spec.parts, ())),
         }
 
     def forward(self, x: Tensor, activation: Activation | None = None) -> Tensor:
@@ -106,22 +96,13 @@ class DenseLayers(ParallelLayers):
     def __init__(self, context: BuildContext) -> None:
         self._context = context
 
-    def column_linear(
-        self,
-        inputs: int,
-        parts: tuple[LinearPart, ...],
-        *,
-        bias: bool,
-        init: Init,
-        norm: nn.Module | None = None,
-    ) -> nn.Module:
+    def column_linear(self, spec: LinearSpec, norm: nn.Module | None = None) -> nn.Module:
         """Make a linear layer with all output features."""
-        outputs = sum(part.features for part in parts)
-        return Linear(self._context, inputs, outputs, bias=bias, init=init, parts=parts, norm=norm)
+        return Linear(self._context, spec, norm)
 
-    def row_linear(self, inputs: int, outputs: int, *, bias: bool, init: Init) -> nn.Module:
+    def row_linear(self, spec: LinearSpec) -> nn.Module:
         """Make a linear layer with all input features."""
-        return Linear(self._context, inputs, outputs, bias=bias, init=init)
+        return Linear(self._context, spec)
 
     def vocab_embedding(self, vocab: int, hidden: int, *, init: Init) -> nn.Module:
         """Make an embedding of the whole vocabulary."""
@@ -139,15 +120,13 @@ class DenseLayers(ParallelLayers):
         """Return x."""
         return x
 
-    def expert_column_linear(
-        self, experts: range, inputs: int, parts: tuple[LinearPart, ...], *, bias: bool, init: Init
-    ) -> nn.Module:
+    def expert_column_linear(self, experts: range, spec: LinearSpec) -> nn.Module:
         """Make a linear layer with all output features of each expert."""
-        return ExpertColumnLinear(self._context, Split(ALONE), experts, inputs, parts, bias=bias, init=init)
+        return ExpertColumnLinear(self._context, Split(ALONE), experts, spec)
 
-    def expert_row_linear(self, experts: range, inputs: int, outputs: int, *, bias: bool, init: Init) -> nn.Module:
+    def expert_row_linear(self, experts: range, spec: LinearSpec) -> nn.Module:
         """Make a linear layer with all input features of each expert."""
-        return ExpertRowLinear(self._context, Split(ALONE), experts, inputs, outputs, bias=bias, init=init)
+        return ExpertRowLinear(self._context, Split(ALONE), experts, spec)
 
     def norm(self, kind: NormKind, size: int, eps: float = 1e-5) -> nn.Module:
         """Make a norm over the last dimension."""
@@ -159,7 +138,7 @@ class DenseLayers(ParallelLayers):
 
     def core_attention(self, shape: AttentionShape, dropout: float) -> nn.Module:
         """Make the attention of all heads."""
-        return CoreAttention.of(shape, dropout)
+        return CoreAttention.shaped(shape, dropout)
 
     def cross_entropy(self, vocab: int, label_smoothing: float = 0.0) -> nn.Module:
         """Make a cross-entropy over the whole vocabulary."""

@@ -4,3 +4,32 @@ Reading order: ``messages`` (what a conversation is), ``template`` (its text, an
 ``renderer`` (Jinja, in a process with limits), ``of_source`` (what a model's data says of it), ``prompt`` (what a model
 is given to answer, and where its answer ends).
 """
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from megatron_run.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from megatron_run_engine.data.chat_template.messages import Message as Message
+    from megatron_run_engine.data.chat_template.messages import NoConversation as NoConversation
+    from megatron_run_engine.data.chat_template.messages import checked_messages as checked_messages
+    from megatron_run_engine.data.chat_template.messages import checked_tools as checked_tools
+    from megatron_run_engine.data.chat_template.messages import kind_of as kind_of
+    from megatron_run_engine.data.chat_template.template import Templates as Templates
+    from megatron_run_engine.data.chat_template.template import template_source as template_source
+
+__getattr__, __dir__ = lazy_names(
+    __name__,
+    {
+        "megatron_run_engine.data.chat_template.messages": (
+            "Message",
+            "NoConversation",
+            "checked_messages",
+            "checked_tools",
+            "kind_of",
+        ),
+        "megatron_run_engine.data.chat_template.template": ("Templates", "template_source"),
+    },
+)

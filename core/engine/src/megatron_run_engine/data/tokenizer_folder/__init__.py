@@ -14,6 +14,7 @@ from pathlib import Path
 
 from megatron_run.errors import DataError
 from megatron_run.files.foreign_file import read_file
+from megatron_run.files.user_cache import cached, keep
 from megatron_run_engine.data.tokenizer_folder.by_transformers import read_by_transformers
 from megatron_run_engine.data.tokenizer_folder.exactly import NotExact, read_exactly
 from megatron_run_engine.data.tokenizer_folder.folder_files import LARGEST, key, read_files
@@ -26,7 +27,6 @@ from megatron_run_engine.data.tokenizer_folder.record import (
     FolderTokenizer,
     template_for,
 )
-from megatron_run_engine.data.user_cache import cached, keep
 
 __all__ = ["FolderTokenizer", "files_decide", "read_files", "read_folder", "template_for"]
 

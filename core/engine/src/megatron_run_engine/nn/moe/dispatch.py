@@ -225,7 +225,7 @@ def make_dispatcher(spec: ExpertSpec, peers: ParallelGroup, *, on_device: bool) 
     if peers.size > 1:
         why = f"tokens travel among {peers.size} expert-parallel ranks"
     elif spec.capacity_factor is not None:
-        why = "model.expert_capacity_factor drops some of them"
+        why = "model.experts.capacity_factor drops some of them"
     elif not on_device:
         why = "the experts' layers need it there (on CUDA all but those in bf16 on compute capability 9.x and 10.x)"
     else:

@@ -185,7 +185,7 @@ class SharedExpert(nn.Module):
         self, context: BuildContext, layers: ParallelLayers, spec: TransformerSpec, experts: ExpertSpec
     ) -> None:
         super().__init__()
-        self.mlp = Mlp(layers, spec, experts.shared_ffn, "model.shared_expert_ffn_size")
+        self.mlp = Mlp(layers, spec, experts.shared_ffn, "model.experts.shared.ffn_size")
         self.gate = Gate(context, spec) if experts.shared_gate else None
 
     def forward(self, y: Tensor) -> Tensor:

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from torch.nn import Parameter
 
-    from megatron_run.contracts import AttentionShape, LinearPart
+    from megatron_run.contracts import AttentionShape, LinearSpec
     from megatron_run_engine.nn.parallel.mappings import Split
     from megatron_run_engine.runtime.comm import ParallelGroup
     from megatron_run_engine.runtime.context import BuildContext
@@ -102,26 +102,16 @@ def vocabulary_spec(vocab: int, hidden: int, init: Init, peers: ParallelGroup = 
 class ExpertColumnLinear(GroupedLayer):
     """Column-parallel: computes this rank's share of the output features of each of ``parts``, for each expert."""
 
-    def __init__(
-        self,
-        context: BuildContext,
-        split: Split,
-        experts: range,
-        inputs: int,
-        parts: tuple[LinearPart, ...],
-        *,
-        bias: bool,
-        init: Init,
-    ) -> None:
+    def __init__(self, context: BuildContext, split: Split, experts: range, spec: LinearSpec) -> None:
         super().__init__()
         self.gradients = context.gradients
-        rows = split.features(parts)
+        inputs, rows = spec.inputs, split.features(spec.parts)
         self.takes_device_counts = takes_counts(context.trains_on, context.dtypes.param, (inputs, rows))
         self.weight = empty_parameter(context, len(experts) * rows, inputs)
-        self.bias = empty_parameter(context, len(experts) * rows) if bias else None
-        weights, biases = split.rows_of("weight", parts, (inputs,)), split.rows_of("bias", parts)
+        self.bias = empty_parameter(context, len(experts) * rows) if spec.bias else None
+        weights, biases = split.rows_of("weight", spec.parts, (inputs,)), split.rows_of("bias", spec.parts)
         self.parameter_specs = {
-            "weight": ParameterSpec(init, tuple(_per_expert(experts, weights, rows)), replicas="expert_data"),
+            "weight": ParameterSpec(spec.init, tuple(_per_expert(experts, weights, rows)), replicas="expert_data"),
             "bias": ParameterSpec(Init("zeros"), tuple(_per_expert(experts, biases, rows)), replicas="expert_data"),
         }
 
@@ -136,18 +126,16 @@ class ExpertRowLinear(GroupedLayer):
     Each rank adds 1/t of the bias, so that the sum over the ranks contains it once.
     """
 
-    def __init__(
-        self, context: BuildContext, split: Split, experts: range, inputs: int, outputs: int, *, bias: bool, init: Init
-    ) -> None:
+    def __init__(self, context: BuildContext, split: Split, experts: range, spec: LinearSpec) -> None:
         super().__init__()
         self.gradients, self.bias_share = context.gradients, 1 / split.peers.size
-        features = split.part(inputs, "input features")
+        features, outputs = split.part(spec.inputs, "input features"), spec.features
         self.takes_device_counts = takes_counts(context.trains_on, context.dtypes.param, (features, outputs))
         self.weight = empty_parameter(context, len(experts) * outputs, features)
-        self.bias = empty_parameter(context, len(experts) * outputs) if bias else None
-        weights, biases = split.columns_of("weight", inputs, outputs), (Part("bias", (outputs,), range(outputs)),)
+        self.bias = empty_parameter(context, len(experts) * outputs) if spec.bias else None
+        weights, biases = split.columns_of("weight", spec.inputs, outputs), (Part("bias", (outputs,), range(outputs)),)
         self.parameter_specs = {
-            "weight": ParameterSpec(init, tuple(_per_expert(experts, weights, outputs)), replicas="expert_data"),
+            "weight": ParameterSpec(spec.init, tuple(_per_expert(experts, weights, outputs)), replicas="expert_data"),
             "bias": ParameterSpec(
                 Init("zeros"),
                 tuple(_per_expert(experts, biases, outputs)),
@@ -250,15 +238,13 @@ class SplitLayers(ParallelLayers):
             return scatter_sequence(x, self.split.peers)
         return g(x.clone(), self.split.peers)  # a copy: g works in place, and x may be a view of a saved tensor
 
-    def expert_column_linear(
-        self, experts: range, inputs: int, parts: tuple[LinearPart, ...], *, bias: bool, init: Init
-    ) -> nn.Module:
+    def expert_column_linear(self, experts: range, spec: LinearSpec) -> nn.Module:
         """Experts whose output features are split."""
-        return ExpertColumnLinear(self.context, self.split, experts, inputs, parts, bias=bias, init=init)
+        return ExpertColumnLinear(self.context, self.split, experts, spec)
 
-    def expert_row_linear(self, experts: range, inputs: int, outputs: int, *, bias: bool, init: Init) -> nn.Module:
+    def expert_row_linear(self, experts: range, spec: LinearSpec) -> nn.Module:
         """Experts whose input features are split."""
-        return ExpertRowLinear(self.context, self.split, experts, inputs, outputs, bias=bias, init=init)
+        return ExpertRowLinear(self.context, self.split, experts, spec)
 
     def check_heads(self, shape: AttentionShape) -> None:
         """Raise :class:`InputError` with the arithmetic unless heads and key-value heads both split evenly."""

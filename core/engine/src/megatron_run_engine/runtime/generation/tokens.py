@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from megatron_run.contracts import Decoding, Microbatch
+from megatron_run.contracts import Decoding, DecodingChunk, Microbatch
 from megatron_run.errors import InputError
 from megatron_run_engine.runtime.execute import StepInputs
 from megatron_run_engine.runtime.rng import mix
@@ -131,12 +131,15 @@ class Network:
 
         Sequence parallelism splits the columns of a pass over ranks: a pass over one column has none to split.
         """
-        return self.context.sequence_shards == 1 and all(getattr(chunk, "caches", False) for chunk in self.chunks)
+        return self.context.sequence_shards == 1 and all(
+            isinstance(chunk, DecodingChunk) and chunk.caches for chunk in self.chunks
+        )
 
     @property
     def angle_switch(self) -> int | None:
         """The longest text that is read with other angles than longer ones; None where all have the same."""
-        return next((switch for chunk in self.chunks if (switch := getattr(chunk, "angle_switch", None))), None)
+        switches = (chunk.angle_switch for chunk in self.chunks if isinstance(chunk, DecodingChunk))
+        return next(filter(None, switches), None)
 
     def logits(self, tokens: Tensor, decoding: Decoding | None = None) -> Tensor | None:
         """Logits of ``tokens`` [b, s], int64: fp32 [s, b, v] on every rank of the last stage, None on the others.

@@ -1,4 +1,4 @@
-"""Gradients of one rank: the buckets that hold every ``main_grad``, their accumulator and their reducer.
+"""Gradients of one rank: their accumulator, and the way of a gradient from a layer to its reduction.
 
 The callbacks of one step, from the backward to the reduction. ``optimizer`` is a ``FlatOptimizer`` (``optim/flat.py``),
 ``gradients`` a :class:`GradientAccumulator`::
@@ -32,31 +32,19 @@ has no reducer, ignores ``grad_ready`` and ``start_grad_sync``, and reduces ever
 
 To change *what* is sent, write a :class:`~megatron_run_engine.optim.ShardingStrategy` in an optimizer plugin, as
 ``builtin/optimizer/adamw.py`` and ``tests/examples/plugins/optimizer.py`` do in 50 lines; its collectives are methods
-of ``runtime/comm/parallel_group.py``. *When* it is sent, see ``reducer.py``; *which* gradients are reduced together,
-see ``buckets.py``; *how* a gradient arrives and which arrival is the last, see ``accumulator.py``.
+of ``runtime/comm/parallel_group.py``. *When* it is sent, see ``optim/reducer.py``; *which* gradients are reduced
+together, see ``optim/buckets.py``; *how* a gradient arrives and which arrival is the last, see ``accumulator.py``.
 
 The accumulator learns in the first step how often a parameter's gradient arrives per microbatch. In that step no
 arrival is known to be the last, so ``start_grad_sync`` and ``finish_grad_sync`` send everything.
 """
 
-from megatron_run_engine.runtime.gradients.accumulator import GradientAccumulator
-from megatron_run_engine.runtime.gradients.buckets import (
-    DEFAULT_CAPACITY,
-    Bucket,
-    build_buckets,
+from megatron_run_engine.runtime.gradients.accumulator import (
+    GradientAccumulator,
+    give_main_grad,
     has_main_grad,
     main_grad,
     own_main_grad,
 )
-from megatron_run_engine.runtime.gradients.reducer import BucketReducer
 
-__all__ = [
-    "DEFAULT_CAPACITY",
-    "Bucket",
-    "BucketReducer",
-    "GradientAccumulator",
-    "build_buckets",
-    "has_main_grad",
-    "main_grad",
-    "own_main_grad",
-]
+__all__ = ["GradientAccumulator", "give_main_grad", "has_main_grad", "main_grad", "own_main_grad"]

@@ -17,14 +17,37 @@ from typing import TYPE_CHECKING, cast
 import torch
 
 from megatron_run.errors import PluginError
-from megatron_run_engine.runtime.gradients.buckets import main_grad
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from torch.nn import Parameter
 
 Compute = Callable[[], None]
 #: (microbatch, chunk): whose backward a deferred weight gradient belongs to.
 Key = tuple[int, int]
+_ATTRIBUTE = "main_grad"  # Megatron-LM's name, which layers of other libraries (Transformer Engine) look for
+
+
+def main_grad(parameter: Tensor) -> Tensor:
+    """The tensor in which the gradient of ``parameter`` is accumulated: same shape, and the same storage for life."""
+    grad: Tensor = getattr(parameter, _ATTRIBUTE)
+    return grad
+
+
+def give_main_grad(parameter: Tensor, grad: Tensor) -> None:
+    """Accumulate the gradient of ``parameter`` in ``grad``, of the same shape, from now on."""
+    setattr(parameter, _ATTRIBUTE, grad)
+
+
+def has_main_grad(parameter: Tensor) -> bool:
+    """Whether a gradient of ``parameter`` is accumulated; not if it was frozen from the start."""
+    return hasattr(parameter, _ATTRIBUTE)
+
+
+def own_main_grad(parameter: Tensor) -> None:
+    """Give ``parameter`` a ``main_grad`` of its own, in fp32, unless it has one: where no bucket is reduced."""
+    if not has_main_grad(parameter):
+        give_main_grad(parameter, torch.zeros_like(parameter, dtype=torch.float32))
 
 
 class GradientAccumulator:

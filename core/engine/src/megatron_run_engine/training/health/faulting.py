@@ -14,7 +14,7 @@ import torch
 
 from megatron_run.config.faults import Fault, read_faults
 from megatron_run.contracts.activity import BACKGROUND, Collective
-from megatron_run_engine.runtime.gradients.buckets import main_grad
+from megatron_run_engine.runtime.gradients import main_grad
 from megatron_run_engine.runtime.parameter_init import trained
 
 if TYPE_CHECKING:

@@ -23,9 +23,9 @@ import torch
 from megatron_run.contracts import scale_text
 from megatron_run.errors import GuardError
 from megatron_run_engine.checkpoint.collectives import WorldRanks
+from megatron_run_engine.runtime.losses import LANGUAGE_MODEL
 from megatron_run_engine.training.health.stragglers import Stragglers
 from megatron_run_engine.training.health.suspects import likely_cause
-from megatron_run_engine.training.numbers import LANGUAGE_MODEL
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -35,8 +35,9 @@ if TYPE_CHECKING:
     from megatron_run.contracts import Microbatch, ParamInfo
     from megatron_run.planning import ResolvedRun
     from megatron_run_engine.checkpoint.collectives import Ranks
+    from megatron_run_engine.runtime.losses import Losses, Reported
     from megatron_run_engine.training.build import Assembly
-    from megatron_run_engine.training.numbers import HostNumbers, Losses, Progress, Reported
+    from megatron_run_engine.training.numbers import HostNumbers, Progress
     from megatron_run_engine.training.state.checkpointing import Checkpointing
 
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from pydantic import ValidationError
 
+from megatron_run.config.values import nested
 from megatron_run.contracts import MASTER
 from megatron_run.contracts.schema import TrainSection
 from megatron_run.errors import CheckpointError, DataError
@@ -31,7 +32,6 @@ from megatron_run_engine.run_folder.changes import (
     find_changes,
     find_refusal,
     identity,
-    nested,
     with_added_options,
     with_moved_tokenizer,
 )
@@ -182,7 +182,7 @@ def accept(
     """
     allowed = run.request.allow_plugin_change
     now = identity(run)
-    found = find_changes(with_moved_tokenizer(with_added_options(saved.identity, run), now, source), now, allowed)
+    found = find_changes(with_moved_tokenizer(with_added_options(saved.identity, run), now, source), run, allowed)
     refusal = find_refusal(found, run.request, source, [each.key for each in found] if decided is None else decided)
     if refusal is not None:
         what = f"step {saved.step} belongs to another run"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from shlex import quote
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 from megatron_run.contracts import MASTER
 from megatron_run.errors import CheckpointError, DataError
@@ -15,7 +15,6 @@ from megatron_run_engine.run_folder.changes import Change, identity
 from megatron_run_engine.runtime.parameter_init import shapes_of, trained
 
 if TYPE_CHECKING:
-    from megatron_run.contracts import DataSource
     from megatron_run.planning import ResolvedRun
     from megatron_run_engine.checkpoint.reader import Reader
     from megatron_run_engine.checkpoint.step_folder import Checkpoints
@@ -39,7 +38,7 @@ def check_tokenizer(run: ResolvedRun, checkpoints: Checkpoints, step: int) -> tu
     kept = None if about.tokenizer is None else kept_tokenizer(checkpoints.path.parent, about)
     if about.tokenizer is None and not reads_bytes(about.identity):
         return ()
-    now = cast("DataSource", run.one("data").create()).tokenizer_file
+    now = run.make_data().tokenizer_file
     if about.tokenizer is not None and kept is None:  # it is lost: only the same file will do
         same = now is not None and same_tokenizer(str(now), about.tokenizer)
     else:

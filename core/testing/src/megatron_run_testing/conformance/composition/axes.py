@@ -61,18 +61,18 @@ _BATCH = 8
 _RAMP = (f"train.ramp_up.start={_BATCH}", f"train.ramp_up.increment={_BATCH}", f"train.ramp_up.samples={2 * _BATCH}")
 _GROWS = ("train.weight_decay_end=0.1", "train.weight_decay_shape=linear")
 _ROPE = ("model.position=rope",)
-_EXPERTS = ("model.experts=4", "model.expert_ffn_size=16")
+_EXPERTS = ("model.experts.count=4", "model.experts.ffn_size=16")
 _LATENT = (
     *("model=deepseek", "model.kv_rank=8", "model.rope_head_size=4", "model.nope_head_size=4"),
     "model.value_head_size=4",
 )
 _PAIRS = (
     *("model=bert", "data=sentence-pairs", f"data.paths={DOCUMENTS}", "data.split=8,1,1"),
-    *("train.sequence_length=24", "model.head=pretraining", "model.norm_eps=1e-5"),
+    *("train.sequence_length=24", "model.head=pretraining", "model.norm.eps=1e-5"),
 )
 _SPANS = (
     *("model=t5", "data=span-corruption", f"data.paths={DOCUMENTS}", "data.split=8,1,1", "data.encoder_length=24"),
-    *("train.sequence_length=16", "model.encoder_length=24", "model.head_size=4", "model.norm_eps=1e-5"),
+    *("train.sequence_length=16", "model.encoder_length=24", "model.head_size=4", "model.norm.eps=1e-5"),
 )
 _PACKED = (
     *("data=indexed", f"data.paths={DOCUMENTS}", "data.split=8,1,1", "data.end_of_document=0"),
@@ -85,11 +85,15 @@ LEARNED = (
     Axis("data", [(), _PACKED, tuple(each for each in _PACKED if "packing" not in each)]),
     Axis("layers", [("model.num_layers=4",), ("model.num_layers=8",)]),
     Axis("embeddings", [("model.tie_embeddings=true",), ("model.tie_embeddings=false",)]),
-    Axis("norm", [(), ("model.norm=rmsnorm",), ("model.norm=layernorm_1p",), ("model.norm=rmsnorm_1p",)]),
     Axis(
-        "norm_order", [(), ("model.norm_placement=post", "model.norm_order=post"), ("model.norm_placement=sandwich",)]
+        "norm", [(), ("model.norm.kind=rmsnorm",), ("model.norm.kind=layernorm_1p",), ("model.norm.kind=rmsnorm_1p",)]
     ),
-    Axis("qk_norm", [(), ("model.qk_norm=head",), ("model.norm=rmsnorm", "model.qk_norm=full")]),
+    Axis(
+        "norm_order", [(), ("model.norm.placement=post", "model.norm.order=post"), ("model.norm.placement=sandwich",)]
+    ),
+    Axis(
+        "qk_norm", [(), ("model.attention.qk_norm=head",), ("model.norm.kind=rmsnorm", "model.attention.qk_norm=full")]
+    ),
     Axis(
         "activation",
         [
@@ -102,40 +106,59 @@ LEARNED = (
         [
             (),
             _ROPE,
-            (*_ROPE, "model.rope_fraction=0.5", "model.rope_pattern=1,1,0"),
-            (*_ROPE, "model.rope_scaling=linear", "model.rope_factor=2"),
-            (*_ROPE, "model.rope_scaling=llama3", "model.rope_factor=4", "model.rope_original_length=4"),
-            (*_ROPE, "model.rope_scaling=yarn", "model.rope_factor=4", "model.rope_original_length=4"),
+            (*_ROPE, "model.rope.fraction=0.5", "model.rope.pattern=1,1,0"),
+            (*_ROPE, "model.rope.scaling=linear", "model.rope.factor=2"),
+            (*_ROPE, "model.rope.scaling=llama3", "model.rope.factor=4", "model.rope.original_length=4"),
+            (*_ROPE, "model.rope.scaling=yarn", "model.rope.factor=4", "model.rope.original_length=4"),
         ],
     ),
-    Axis("window", [(), ("model.attention_window=3",), ("model.attention_window=3", "model.window_pattern=1,0")]),
-    Axis("softcap", [(), ("model.attention_softcap=0.5", "model.logits_softcap=2")]),
+    Axis(
+        "window",
+        [(), ("model.attention.window=3",), ("model.attention.window=3", "model.attention.window_pattern=1,0")],
+    ),
+    Axis("softcap", [(), ("model.attention.softcap=0.5", "model.logits_softcap=2")]),
     Axis("heads", [(), ("model.num_kv_heads=2",), ("model.num_kv_heads=1",), ("model.head_size=8",)]),
-    Axis("bias", [(), ("model.bias=false",), ("model.bias=false", "model.qkv_bias=true"), ("model.qkv_bias=false",)]),
+    Axis(
+        "bias",
+        [
+            (),
+            ("model.bias=false",),
+            ("model.bias=false", "model.attention.qkv_bias=true"),
+            ("model.attention.qkv_bias=false",),
+        ],
+    ),
     Axis("residual", [(), ("model.parallel_residual=true",), ("model.residual_scale=0.5",)]),
-    Axis("scales", [(), ("model.embedding_scale=4", "model.logits_scale=0.5"), ("model.attention_scale=0.4",)]),
+    Axis("scales", [(), ("model.embedding_scale=4", "model.logits_scale=0.5"), ("model.attention.scale=0.4",)]),
     Axis(
         "experts",
         [
             (),
-            ("model.experts=4", "model.top_k=2"),
+            ("model.experts.count=4", "model.experts.top_k=2"),
             (
-                *("model.experts=4", "model.top_k=1", "model.router_pre_softmax=true"),
-                *("model.expert_capacity_factor=1.0", "model.z_loss_coeff=1e-3"),
+                *("model.experts.count=4", "model.experts.top_k=1", "model.experts.router.pre_softmax=true"),
+                *("model.experts.capacity_factor=1.0", "model.experts.z_loss_coeff=1e-3"),
             ),
-            ("model.experts=4", "model.expert_layer_freq=2", "model.shared_expert_ffn_size=16"),
-            ("model.experts=4", "model.router_score_function=sigmoid", "model.token_dispatcher=allgather"),
+            ("model.experts.count=4", "model.experts.layer_freq=2", "model.experts.shared.ffn_size=16"),
             (
-                *(*_EXPERTS, "model.router_groups=2", "model.router_score_function=sigmoid"),
-                *("model.router_bias_rate=0.05", "model.aux_loss_coeff=0", "model.router_topk_scaling_factor=2"),
-            ),
-            (
-                *(*_EXPERTS, "model.expert_layer_first=1", "model.shared_expert_ffn_size=16"),
-                *("model.shared_expert_gate=true", "model.router_norm_weights=false"),
+                "model.experts.count=4",
+                "model.experts.router.score_function=sigmoid",
+                "model.experts.dispatcher=allgather",
             ),
             (
-                *(*_EXPERTS, "model.expert_layer_pattern=0,1", "model.expert_capacity_factor=1.0"),
-                *("model.expert_pad_to_capacity=true", "model.token_drop_policy=position"),
+                *(*_EXPERTS, "model.experts.router.groups=2", "model.experts.router.score_function=sigmoid"),
+                *(
+                    "model.experts.router.bias_rate=0.05",
+                    "model.experts.aux_loss_coeff=0",
+                    "model.experts.router.scaling_factor=2",
+                ),
+            ),
+            (
+                *(*_EXPERTS, "model.experts.layer_first=1", "model.experts.shared.ffn_size=16"),
+                *("model.experts.shared.gate=true", "model.experts.router.norm_weights=false"),
+            ),
+            (
+                *(*_EXPERTS, "model.experts.layer_pattern=0,1", "model.experts.capacity_factor=1.0"),
+                *("model.experts.pad_to_capacity=true", "model.experts.drop_policy=position"),
             ),
         ],
     ),

@@ -169,7 +169,7 @@ def _told(found: Sequence[tuple[Composition, Compared]]) -> list[Difference]:
 
 def _kept() -> Path:
     """A folder that outlives the campaign, for what the commands that it prints read."""
-    from megatron_run_engine.data.user_cache import user_cache
+    from megatron_run.files.user_cache import user_cache
 
     return user_cache("composition")
 

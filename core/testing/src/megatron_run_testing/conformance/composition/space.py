@@ -12,8 +12,11 @@ from random import Random
 from shlex import quote
 from typing import Any, Literal, get_args, get_origin
 
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from megatron_run.config.fields import walk
 from megatron_run.config.request import Request
-from megatron_run.config.validate import fields_of
 from megatron_run.contracts.plugin import RUN_KINDS
 from megatron_run.errors import InputError
 from megatron_run.registry.discover import Catalog, scan
@@ -68,7 +71,7 @@ class Space:
         chosen = {word for axis in learned for option in axis.options for word in _plugins_of(option)}
         chosen |= {f"{kind}={name}" for kind, name in _DEFAULTS.items()}
         options = {
-            (entry.kind, entry.name): fields_of(load(entry, "plugins check").options_model)
+            (entry.kind, entry.name): _fields(load(entry, "plugins check").options_model)
             for entry in catalog.entries
             if str(entry) in chosen and entry.kind in _DEFAULTS
         }
@@ -81,7 +84,7 @@ class Space:
         Raises :class:`InputError` for a kind that has no part in what is learned.
         """
         kind, choice = plugin.kind, f"{plugin.kind}={plugin.word}"
-        space = replace(self, options={**self.options, (kind, plugin.word): fields_of(plugin.options_model)})
+        space = replace(self, options={**self.options, (kind, plugin.word): _fields(plugin.options_model)})
         if kind == "schedule":
             pipelined = "parallel.pipeline" in plugin.provides
             axis = Axis(kind, [(choice,), (choice, "parallel.chunks=2")], needs="pipeline" if pipelined else "")
@@ -208,7 +211,7 @@ class Composition:
 
     def _attempt(self, sizes: Sizes, more: Settings = ()) -> Request:
         """One attempt, with ``more`` where nothing else is said. What its sizes leave without an effect is left out."""
-        if not any(each.startswith("model.experts=") for each in self._learned):
+        if not any(each.startswith("model.experts.count=") for each in self._learned):
             sizes = sizes._replace(expert=1)
         axes = [axis for axis in self.space.carried_out if not axis.needs or getattr(sizes, axis.needs) > 1]
         carried = [each for axis in axes for each in self._settings(axis)]
@@ -253,6 +256,11 @@ class Composition:
 def with_documents(request: Request, documents: str) -> Request:
     """``request`` with the prefix of the documents that were written."""
     return replace(request, sets=tuple(each.replace(DOCUMENTS, documents) for each in request.sets))
+
+
+def _fields(model: type[BaseModel]) -> dict[str, FieldInfo]:
+    """The fields of ``model`` by dotted name."""
+    return {".".join(key): field for key, field in walk(model)}
 
 
 def _plugins_of(option: Settings) -> set[str]:

@@ -253,7 +253,7 @@ def train_tokenizer_(
     """Train a tokenizer on INPUTs, which `data prepare` describes, and write it as JSON."""
     from megatron_run_data_indexed.preparation.inputs import find_inputs
     from megatron_run_data_indexed.preparation.records import Reading, texts
-    from megatron_run_engine.data.tokenizer_training import train_tokenizer
+    from megatron_run_engine.data import train_tokenizer
 
     inputs, _ = find_inputs(names, form)
     refuse_taken(out, "--out", overwrite=overwrite, inputs=(each.path for each in inputs))
@@ -274,8 +274,8 @@ _PREFIX = click.argument("prefix", type=_PATH)
 def inspect(prefix: Path, *, samples: int, tokenizer: str | None, whole: bool, as_json: bool) -> None:
     """Show what the dataset PREFIX (.bin and .idx) holds; damage is told with file and byte."""
     from megatron_run_data_indexed.preparation import inspect as inspection
+    from megatron_run_engine.data import check_ids
     from megatron_run_engine.data.indexed_files import Reader
-    from megatron_run_engine.data.token_ids import check_ids
 
     reader = Reader(prefix)
     summary = inspection.summarise(reader, prefix)

@@ -13,9 +13,8 @@ from megatron_run.errors import DataError, refuse_taken, taken
 from megatron_run.files.foreign_file import read_file
 from megatron_run.files.publishing import half_named
 from megatron_run.files.safe_folder import parse_json
+from megatron_run_engine.data import Tokenizer, open_tokenizer
 from megatron_run_engine.data.indexed_files import Writer, index_path, tokens_path
-from megatron_run_engine.data.tokenizer import open_tokenizer
-from megatron_run_engine.data.tokenizer_base import Tokenizer
 from megatron_run_engine.data.user_files import unreadable
 
 if TYPE_CHECKING:

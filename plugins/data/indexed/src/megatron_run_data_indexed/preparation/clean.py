@@ -15,7 +15,7 @@ from megatron_run.files.publishing import half_named, publishing
 from megatron_run_data_indexed.preparation.document_rules import Examiner, Rules, judge, ngrams_of
 from megatron_run_data_indexed.preparation.inputs import ENDINGS, Input, blocks
 from megatron_run_data_indexed.preparation.records import Reading, read_records, texts
-from megatron_run_engine.data.tokenizer import files_of_tokenizer, open_tokenizer
+from megatron_run_engine.data import files_of_tokenizer, open_tokenizer
 from megatron_run_engine.data.user_files import packing
 
 #: Bytes read at once.

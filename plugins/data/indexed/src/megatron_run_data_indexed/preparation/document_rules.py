@@ -20,7 +20,7 @@ from megatron_run.errors import InputError
 from megatron_run.errors.wording import did_you_mean
 from megatron_run_data_indexed.preparation.near_duplicates import Duplicates, shingles
 from megatron_run_data_indexed.preparation.workers import process_pool
-from megatron_run_engine.data.overlap import SIZE, ngrams
+from megatron_run_engine.data import NGRAM_WORDS, ngrams
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -41,7 +41,7 @@ class Rules:
     languages: frozenset[str] = frozenset()
     #: A document goes that shares so many n-grams, of ``ngram`` words, with a test set.
     shared: int = 1
-    ngram: int = SIZE
+    ngram: int = NGRAM_WORDS
     #: A document goes whose similarity to an earlier one is at least this, from 0 to 1; None: duplicates stay.
     similarity: float | None = 0.7
 
@@ -111,7 +111,7 @@ class Examiner:
         return next(iter(found)) if len(found) >= self._rules.shared else ""
 
 
-def ngrams_of(texts: Iterable[str], size: int = SIZE) -> frozenset[str]:
+def ngrams_of(texts: Iterable[str], size: int = NGRAM_WORDS) -> frozenset[str]:
     """Every ``size`` successive words of the test sets ``texts``."""
     return frozenset(gram for text in texts for gram in ngrams(text, size))
 

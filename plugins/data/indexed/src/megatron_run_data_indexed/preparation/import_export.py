@@ -17,8 +17,8 @@ from megatron_run_data_indexed.preparation.inputs import blocks, find_inputs
 from megatron_run_data_indexed.preparation.inspect import document, end_of, text_of
 from megatron_run_data_indexed.preparation.parquet_file import column_values, missing
 from megatron_run_data_indexed.preparation.records import lines
+from megatron_run_engine.data import Tokenizer
 from megatron_run_engine.data.indexed_files import Reader, dtype_for
-from megatron_run_engine.data.tokenizer_base import Tokenizer
 from megatron_run_engine.data.user_files import json_line, packing
 
 #: Documents that are in memory at once.

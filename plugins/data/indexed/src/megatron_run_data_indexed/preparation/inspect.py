@@ -10,9 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron_run_data_indexed.preparation.about import made_with, read_about
+from megatron_run_engine.data import Tokenizer, open_tokenizer
 from megatron_run_engine.data.indexed_files import Reader, tokens_path
-from megatron_run_engine.data.tokenizer import open_tokenizer
-from megatron_run_engine.data.tokenizer_base import Tokenizer
 
 #: Tokens of a sample that are shown.
 SHOWN = 100

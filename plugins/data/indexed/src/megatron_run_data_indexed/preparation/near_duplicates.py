@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from megatron_run_engine.data.overlap import ngrams
+from megatron_run_engine.data import ngrams
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

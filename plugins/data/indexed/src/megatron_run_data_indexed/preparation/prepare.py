@@ -27,9 +27,8 @@ from megatron_run_data_indexed.preparation.inputs import Block, Input, blocks
 from megatron_run_data_indexed.preparation.parts import Account, read_part, write_part
 from megatron_run_data_indexed.preparation.records import Reading, Record, read_records
 from megatron_run_data_indexed.preparation.workers import Workers
+from megatron_run_engine.data import Tokenizer, files_of_tokenizer, open_tokenizer
 from megatron_run_engine.data.indexed_files import dtype_for
-from megatron_run_engine.data.tokenizer import files_of_tokenizer, open_tokenizer
-from megatron_run_engine.data.tokenizer_base import Tokenizer
 
 #: Bytes of a block: small enough to keep all processes busy, large enough for few parts.
 SMALLEST, LARGEST, PARTS = 2**20, 2**26, 4096

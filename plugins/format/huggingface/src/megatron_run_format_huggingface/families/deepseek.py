@@ -51,13 +51,13 @@ def _read_rotations(config: Config) -> dict[str, Any]:
     if found["rope_type"] == "default" or not every:
         return ours
     size = config["qk_nope_head_dim"] + config["qk_rope_head_dim"]
-    return {**ours, "attention_scale": (0.1 * every * math.log(found["factor"]) + 1) ** 2 / math.sqrt(size)}
+    return {**ours, "attention.scale": (0.1 * every * math.log(found["factor"]) + 1) ** 2 / math.sqrt(size)}
 
 
 def _write_rotations(options: Config) -> dict[str, Any]:
-    found, factor = _ROPE.write(options), options["rope_factor"]
-    if options["rope_scaling"] is not None and factor > 1:
-        share = (math.sqrt(options["attention_scale"] * math.sqrt(options["head_size"])) - 1) / (0.1 * math.log(factor))
+    found, factor = _ROPE.write(options), options["rope.factor"]
+    if options["rope.scaling"] is not None and factor > 1:
+        share = (math.sqrt(options["attention.scale"] * math.sqrt(options["head_size"])) - 1) / (0.1 * math.log(factor))
         found["rope_parameters"] = {**found["rope_parameters"], "mscale_all_dim": share}
     return found
 
@@ -68,25 +68,25 @@ def _experts(config: Config) -> dict[str, Any]:
     if first >= config["num_hidden_layers"]:
         return {}
     top_k = config["num_experts_per_tok"]  # V2's class has no default
-    return ({} if top_k is None else {"top_k": top_k}) | {
-        "experts": config["n_routed_experts"],
-        "expert_ffn_size": config["moe_intermediate_size"],
-        "expert_layer_first": first,
-        "router_topk_scaling_factor": config["routed_scaling_factor"],
-        "shared_expert_ffn_size": config["n_shared_experts"] * config["moe_intermediate_size"],
+    return ({} if top_k is None else {"experts.top_k": top_k}) | {
+        "experts.count": config["n_routed_experts"],
+        "experts.ffn_size": config["moe_intermediate_size"],
+        "experts.layer_first": first,
+        "experts.router.scaling_factor": config["routed_scaling_factor"],
+        "experts.shared.ffn_size": config["n_shared_experts"] * config["moe_intermediate_size"],
     }
 
 
 def _write_experts(options: Config) -> dict[str, Any]:
-    if not options["experts"]:
+    if not options["experts.count"]:
         return {"first_k_dense_replace": options["num_layers"]}
-    shared, size = options["shared_expert_ffn_size"] or 0, options["expert_ffn_size"]
+    shared, size = options["experts.shared.ffn_size"] or 0, options["experts.ffn_size"]
     return {
-        "n_routed_experts": options["experts"],
-        "num_experts_per_tok": options["top_k"],
+        "n_routed_experts": options["experts.count"],
+        "num_experts_per_tok": options["experts.top_k"],
         "moe_intermediate_size": size,
-        "first_k_dense_replace": options["expert_layer_pattern"].index(1),
-        "routed_scaling_factor": options["router_topk_scaling_factor"],
+        "first_k_dense_replace": options["experts.layer_pattern"].index(1),
+        "routed_scaling_factor": options["experts.router.scaling_factor"],
         "n_shared_experts": shared // size,
     }
 
@@ -107,20 +107,20 @@ def _read_v3(config: Config) -> dict[str, Any]:
     experts = _experts(config)
     return experts and {
         **experts,
-        "router_score_function": "sigmoid",
-        "router_norm_weights": config["norm_topk_prob"],
-        "router_groups": config["n_group"] or 1,
-        "router_top_groups": config["topk_group"] or 1,
-        "router_bias_rate": _BIAS_RATE,
+        "experts.router.score_function": "sigmoid",
+        "experts.router.norm_weights": config["norm_topk_prob"],
+        "experts.router.groups": config["n_group"] or 1,
+        "experts.router.top_groups": config["topk_group"] or 1,
+        "experts.router.bias_rate": _BIAS_RATE,
     }
 
 
 def _write_v3(options: Config) -> dict[str, Any]:
     return {
         **_write_experts(options),
-        "norm_topk_prob": options["router_norm_weights"],
-        "n_group": options["router_groups"],
-        "topk_group": options["router_top_groups"],
+        "norm_topk_prob": options["experts.router.norm_weights"],
+        "n_group": options["experts.router.groups"],
+        "topk_group": options["experts.router.top_groups"],
     }
 
 
@@ -129,17 +129,21 @@ _LIMITED = "group_limited_greedy"
 
 def _read_v2(config: Config) -> dict[str, Any]:
     experts, limited = _experts(config), config["topk_method"] == _LIMITED
-    groups = {"router_groups": config["n_group"], "router_top_groups": config["topk_group"], "router_group_best": 1}
-    return experts and {**experts, "router_pre_softmax": True, **(groups if limited else {})}
+    groups = {
+        "experts.router.groups": config["n_group"],
+        "experts.router.top_groups": config["topk_group"],
+        "experts.router.group_best": 1,
+    }
+    return experts and {**experts, "experts.router.pre_softmax": True, **(groups if limited else {})}
 
 
 def _write_v2(options: Config) -> dict[str, Any]:
-    groups = options["router_groups"]
+    groups = options["experts.router.groups"]
     return {
         **_write_experts(options),
         "topk_method": _LIMITED if groups > 1 else "greedy",
         "n_group": groups,
-        "topk_group": options["router_top_groups"],
+        "topk_group": options["experts.router.top_groups"],
     }
 
 
@@ -186,7 +190,7 @@ DEEPSEEK_V3 = Family(
         "nope_head_size": "qk_nope_head_dim",
         "value_head_size": "v_head_dim",
     },
-    fixed={**LLAMA.fixed, "bias": False, "aux_loss_coeff": 0.0},
+    fixed={**LLAMA.fixed, "bias": False, "experts.aux_loss_coeff": 0.0},
     only={
         "hidden_act": ("silu",),
         "attention_bias": (False,),

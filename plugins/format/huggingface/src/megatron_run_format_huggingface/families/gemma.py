@@ -40,9 +40,9 @@ _NORMS = {
 _SCALES = Section(
     lambda config: {
         "embedding_scale": config["hidden_size"] ** 0.5,
-        "attention_scale": config["query_pre_attn_scalar"] ** -0.5,
+        "attention.scale": config["query_pre_attn_scalar"] ** -0.5,
     },
-    lambda options: {"query_pre_attn_scalar": round(options["attention_scale"] ** -2)},
+    lambda options: {"query_pre_attn_scalar": round(options["attention.scale"] ** -2)},
 )
 
 GEMMA2 = LLAMA._replace(
@@ -53,9 +53,9 @@ GEMMA2 = LLAMA._replace(
         **KEYS,
         "head_size": "head_dim",
         "logits_softcap": "final_logit_softcapping",
-        "attention_softcap": "attn_logit_softcapping",
+        "attention.softcap": "attn_logit_softcapping",
     },
-    fixed={"norm": "rmsnorm_1p", "norm_placement": "sandwich", "activation": "geglu_tanh", "bias": False},
+    fixed={"norm.kind": "rmsnorm_1p", "norm.placement": "sandwich", "activation": "geglu_tanh", "bias": False},
     only={
         "hidden_activation": ("gelu_pytorch_tanh",),
         "attention_bias": (False,),
@@ -79,15 +79,15 @@ def _rotations(config: Config) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _write(options: Config) -> dict[str, Any]:
-    local = options["window_rope_theta"] or options["rope_theta"]
+    local = options["rope.window_theta"] or options["rope.theta"]
     found = {FULL: written(options), SLIDING: {"rope_type": "default", "rope_theta": local}}
-    return {"rope_parameters": found, "rope_theta": options["rope_theta"], "rope_local_base_freq": local}
+    return {"rope_parameters": found, "rope_theta": options["rope.theta"], "rope_local_base_freq": local}
 
 
 _TWO_ROTATIONS = Section(
     lambda config: {
         **scaled(_rotations(config)[0], config),
-        "window_rope_theta": _rotations(config)[1]["rope_theta"],
+        "rope.window_theta": _rotations(config)[1]["rope_theta"],
     },
     _write,
     lambda config: unscalable(_rotations(config)[0]) + unscalable(_rotations(config)[1], ("default",)),
@@ -104,7 +104,7 @@ GEMMA3 = GEMMA2._replace(
         "attn_logit_softcapping": None,
     },
     keys={**KEYS, "head_size": "head_dim", "logits_softcap": "final_logit_softcapping"},
-    fixed={**GEMMA2.fixed, "qk_norm": "head"},
+    fixed={**GEMMA2.fixed, "attention.qk_norm": "head"},
     only={**GEMMA2.only, "attn_logit_softcapping": (None,)},
     sections=(
         _TWO_ROTATIONS,

@@ -36,11 +36,11 @@ GPT2 = Family(
         "num_heads": "n_head",
         "ffn_size": "n_inner",
         "vocab_size": "vocab_size",
-        "norm_eps": "layer_norm_epsilon",
+        "norm.eps": "layer_norm_epsilon",
         "init_std": "initializer_range",
         "tie_embeddings": "tie_word_embeddings",
     },
-    fixed={"position": "learned", "norm": "layernorm", "bias": True},
+    fixed={"position": "learned", "norm.kind": "layernorm", "bias": True},
     only={
         "scale_attn_weights": (True,),
         "scale_attn_by_inverse_layer_idx": (False,),

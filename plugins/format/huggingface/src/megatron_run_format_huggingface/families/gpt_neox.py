@@ -29,10 +29,10 @@ GPT_NEOX = Family(
     },
     keys={
         **{ours: theirs for ours, theirs in KEYS.items() if theirs not in _OTHERS},
-        "norm_eps": "layer_norm_eps",
+        "norm.eps": "layer_norm_eps",
         "parallel_residual": "use_parallel_residual",
     },
-    fixed={"norm": "layernorm", "bias": True},
+    fixed={"norm.kind": "layernorm", "bias": True},
     only={"attention_bias": (True,)},
     sections=(
         rope(fraction=0.25, theta_key="rotary_emb_base", fraction_key="rotary_pct"),

@@ -18,7 +18,7 @@ GRANITE = LLAMA._replace(
     keys={
         **LLAMA.keys,
         "embedding_scale": "embedding_multiplier",
-        "attention_scale": "attention_multiplier",
+        "attention.scale": "attention_multiplier",
         "residual_scale": "residual_multiplier",
     },
     sections=(

@@ -17,7 +17,7 @@ KEYS = {
     "num_kv_heads": "num_key_value_heads",
     "ffn_size": "intermediate_size",
     "vocab_size": "vocab_size",
-    "norm_eps": "rms_norm_eps",
+    "norm.eps": "rms_norm_eps",
     "init_std": "initializer_range",
     "tie_embeddings": "tie_word_embeddings",
 }
@@ -69,7 +69,7 @@ LLAMA = Family(
     architecture="LlamaForCausalLM",
     defaults={**DEFAULTS, "attention_bias": False, "mlp_bias": False},
     keys={**KEYS, "head_size": "head_dim"},
-    fixed={"norm": "rmsnorm", "activation": "swiglu"},
+    fixed={"norm.kind": "rmsnorm", "activation": "swiglu"},
     only={"hidden_act": ("silu",)},
     sections=(
         rope(),

@@ -15,7 +15,7 @@ MISTRAL = LLAMA._replace(
         "max_position_embeddings": 131072,
         "sliding_window": 4096,
     },
-    keys={**LLAMA.keys, "attention_window": "sliding_window"},
+    keys={**LLAMA.keys, "attention.window": "sliding_window"},
     fixed={**LLAMA.fixed, "bias": False},
     only={**LLAMA.only, "layer_types": (None,)},
     sections=(rope(),),

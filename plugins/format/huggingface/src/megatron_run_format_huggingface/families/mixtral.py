@@ -7,7 +7,7 @@ from megatron_run_format_huggingface.families.mistral import MISTRAL
 from megatron_run_format_huggingface.sections import rope
 
 #: Keys of a mixture. Their loss is a mean over layers and ``top_k`` times ours, but a coefficient changes no logit.
-MIXTURE = {"top_k": "num_experts_per_tok", "aux_loss_coeff": "router_aux_loss_coef"}
+MIXTURE = {"experts.top_k": "num_experts_per_tok", "experts.aux_loss_coeff": "router_aux_loss_coef"}
 
 MIXTRAL = MISTRAL._replace(
     model_type="mixtral",
@@ -21,7 +21,7 @@ MIXTRAL = MISTRAL._replace(
         "router_aux_loss_coef": 0.001,
         "router_jitter_noise": 0.0,
     },
-    keys={**MISTRAL.keys, **MIXTURE, "experts": "num_local_experts"},
+    keys={**MISTRAL.keys, **MIXTURE, "experts.count": "num_local_experts"},
     only={**MISTRAL.only, "router_jitter_noise": (0.0,)},
     sections=(rope(1e6),),
     tensors={

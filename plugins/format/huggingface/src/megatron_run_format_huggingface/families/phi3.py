@@ -36,7 +36,7 @@ PHI3 = LLAMA._replace(
         "embd_pdrop": 0.0,
         "sliding_window": None,
     },
-    keys={**KEYS, "attention_window": "sliding_window"},
+    keys={**KEYS, "attention.window": "sliding_window"},
     fixed={**LLAMA.fixed, "bias": False},
     sections=(_ROPE._replace(read=lambda config: _ROPE.read(_named(config)), unsupported=_unsupported),),
     tensors={

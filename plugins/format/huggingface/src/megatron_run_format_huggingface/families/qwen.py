@@ -33,7 +33,7 @@ QWEN2 = LLAMA._replace(
     architecture="Qwen2ForCausalLM",
     defaults=_DEFAULTS,
     keys=KEYS,
-    fixed={**LLAMA.fixed, "bias": False, "qkv_bias": True},
+    fixed={**LLAMA.fixed, "bias": False, "attention.qkv_bias": True},
     sections=(rope(), WINDOWS),
 )
 QWEN3 = QWEN2._replace(
@@ -41,7 +41,7 @@ QWEN3 = QWEN2._replace(
     architecture="Qwen3ForCausalLM",
     defaults={**_DEFAULTS, "head_dim": 128, "attention_bias": False},
     keys={**KEYS, "head_size": "head_dim"},
-    fixed={**LLAMA.fixed, "bias": False, "qk_norm": "head"},
+    fixed={**LLAMA.fixed, "bias": False, "attention.qk_norm": "head"},
     only={"hidden_act": ("silu",), "attention_bias": (False,)},
     tensors={**ENDS, **ATTENTION, **QK_NORMS, **MLP, **NORMS},
 )
@@ -55,18 +55,18 @@ def _read(config: Config) -> dict[str, Any]:
     dense, every = config["mlp_only_layers"] or [], config["decoder_sparse_step"]
     layers = range(config["num_hidden_layers"])
     return {
-        "experts": next((config[key] for key in _COUNTS if key in config), 128),
-        "expert_layer_pattern": tuple(int(layer not in dense and (layer + 1) % every == 0) for layer in layers),
-        "router_pre_softmax": not config["norm_topk_prob"],
+        "experts.count": next((config[key] for key in _COUNTS if key in config), 128),
+        "experts.layer_pattern": tuple(int(layer not in dense and (layer + 1) % every == 0) for layer in layers),
+        "experts.router.pre_softmax": not config["norm_topk_prob"],
     }
 
 
 def _write(options: Config) -> dict[str, Any]:
     return {
-        **dict.fromkeys(_COUNTS, options["experts"]),
+        **dict.fromkeys(_COUNTS, options["experts.count"]),
         "decoder_sparse_step": 1,
-        "mlp_only_layers": [layer for layer, mixed in enumerate(options["expert_layer_pattern"]) if not mixed],
-        "norm_topk_prob": not options["router_pre_softmax"],
+        "mlp_only_layers": [layer for layer, mixed in enumerate(options["experts.layer_pattern"]) if not mixed],
+        "norm_topk_prob": not options["experts.router.pre_softmax"],
     }
 
 
@@ -87,7 +87,7 @@ QWEN3_MOE = QWEN3._replace(
         "decoder_sparse_step": 1,
         "mlp_only_layers": None,
     },
-    keys={**QWEN3.keys, **MIXTURE, "expert_ffn_size": "moe_intermediate_size"},
+    keys={**QWEN3.keys, **MIXTURE, "experts.ffn_size": "moe_intermediate_size"},
     only={**QWEN3.only, "use_sliding_window": (False,)},
     sections=(rope(), Section(_read, _write)),
     tensors={

@@ -48,8 +48,8 @@ SMOLLM3 = LLAMA._replace(
             {True: {"use_sliding_window": True}, False: {"use_sliding_window": False}},
         ),
         Section(
-            lambda config: {"rope_pattern": tuple(_rotates(config)[: config["num_hidden_layers"]])},
-            lambda options: {"no_rope_layers": list(options["rope_pattern"])},
+            lambda config: {"rope.pattern": tuple(_rotates(config)[: config["num_hidden_layers"]])},
+            lambda options: {"no_rope_layers": list(options["rope.pattern"])},
             _unsupported,
         ),
         *LLAMA.sections[1:],

@@ -21,8 +21,8 @@ STABLELM = LLAMA._replace(
         "use_parallel_residual": False,
         "hidden_dropout": 0.0,
     },
-    keys={**KEYS, "norm_eps": "layer_norm_eps", "qkv_bias": "use_qkv_bias"},
-    fixed={"norm": "layernorm", "activation": "swiglu", "bias": False},
+    keys={**KEYS, "norm.eps": "layer_norm_eps", "attention.qkv_bias": "use_qkv_bias"},
+    fixed={"norm.kind": "layernorm", "activation": "swiglu", "bias": False},
     # In parallel, both halves would share a norm; theirs of queries and keys has weights of its own for each head.
     only={"hidden_act": ("silu",), "use_parallel_residual": (False,), "qk_layernorm": (False,)},
     sections=(rope(fraction=0.25),),

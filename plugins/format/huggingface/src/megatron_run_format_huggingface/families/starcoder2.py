@@ -27,8 +27,8 @@ STARCODER2 = Family(
         "use_bias": True,
         "tie_word_embeddings": True,
     },
-    keys={**KEYS, "norm_eps": "norm_epsilon", "bias": "use_bias", "attention_window": "sliding_window"},
-    fixed={"norm": "layernorm"},
+    keys={**KEYS, "norm.eps": "norm_epsilon", "bias": "use_bias", "attention.window": "sliding_window"},
+    fixed={"norm.kind": "layernorm"},
     only={},
     sections=(
         rope(),

@@ -11,8 +11,7 @@ from pathlib import Path
 from megatron_run.contracts import ForeignAdapters, Format, PluginInfo, Weights
 from megatron_run.errors import InputError
 from megatron_run.hookspecs import hookimpl
-from megatron_run_engine.checkpoint.files import FileSystem, followed
-from megatron_run_engine.checkpoint.shard_file import write_tensors
+from megatron_run_engine.checkpoint import FileSystem, followed, write_tensors
 from megatron_run_format_huggingface.model_folder import METADATA, read_json, write_json
 from megatron_run_format_huggingface.peft import config, matrices
 

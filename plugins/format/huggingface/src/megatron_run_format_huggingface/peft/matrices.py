@@ -16,9 +16,8 @@ import torch
 
 from megatron_run.contracts import Adapters, AdapterWeights
 from megatron_run.errors import CheckpointError, InputError
-from megatron_run_engine.checkpoint.files import followed
-from megatron_run_engine.checkpoint.reader import TensorFile
-from megatron_run_engine.formats.gpt_tensors import first_few
+from megatron_run_engine.checkpoint import TensorFile, followed
+from megatron_run_engine.formats import first_few
 from megatron_run_format_huggingface import bert, model_folder
 from megatron_run_format_huggingface.family import at_most_fp32
 from megatron_run_format_huggingface.peft.config import Written
@@ -29,7 +28,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from megatron_run.contracts import ReadTensor, Weights
-    from megatron_run_engine.formats.gpt_tensors import Shape
+    from megatron_run_engine.formats import Shape
     from megatron_run_format_huggingface.family import Row
     from megatron_run_format_huggingface.peft.config import AdapterConfig
 

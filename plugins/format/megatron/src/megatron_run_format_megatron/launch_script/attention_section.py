@@ -32,7 +32,7 @@ _SIZES: Mapping[str, tuple[str, int]] = MappingProxyType(
 )
 #: Keys that have one value with latent attention.
 FIXED_BY_LATENTS: Mapping[str, object] = MappingProxyType(
-    {"model.norm": "rmsnorm", "model.activation": "swiglu", "model.bias": False}
+    {"model.norm.kind": "rmsnorm", "model.activation": "swiglu", "model.bias": False}
 )
 
 
@@ -59,23 +59,23 @@ def attention(arguments: Arguments) -> Iterator[Setting]:
     if given("group_query_attention"):
         yield given_or_default(arguments, "model.num_kv_heads", "--num-query-groups", 1)
     if given("add_qkv_bias") and not given("add_bias_linear", True):
-        yield Setting("model.qkv_bias", True, "--add-qkv-bias")
+        yield Setting("model.attention.qkv_bias", True, "--add-qkv-bias")
     if given("qk_layernorm"):
-        yield Setting("model.qk_norm", "head", "--qk-layernorm")
+        yield Setting("model.attention.qk_norm", "head", "--qk-layernorm")
     yield from _windows(arguments)
     yield from _positions(arguments)
 
 
 def _windows(arguments: Arguments) -> Iterator[Setting]:
-    """Megatron counts the tokens before a query, ``model.attention_window`` the query too."""
+    """Megatron counts the tokens before a query, ``model.attention.window`` the query too."""
     left = _left(arguments)
     if left is None:
         return
-    yield Setting("model.attention_window", left + 1, "--window-size: so many before it, and itself")
+    yield Setting("model.attention.window", left + 1, "--window-size: so many before it, and itself")
     skipped = arguments.get("window_attn_skip_freq")
     if skipped is not None:
         flag = "--window-attn-skip-freq"
-        yield Setting("model.window_pattern", _all_but_each(skipped, flag), flag)
+        yield Setting("model.attention.window_pattern", _all_but_each(skipped, flag), flag)
 
 
 def _left(arguments: Arguments) -> int | None:
@@ -95,23 +95,23 @@ def _positions(arguments: Arguments) -> Iterator[Setting]:
         why = _without_positions(arguments)
         if why:
             yield Setting("model.position", "rope", f"{why}: no layer rotates")
-            yield Setting("model.rope_pattern", [0], why)
+            yield Setting("model.rope.pattern", [0], why)
         return
     yield Setting("model.position", "rope", _rotating_flag(arguments))
     if given("rotary_percent", 1) != 1:
-        yield Setting("model.rope_fraction", given("rotary_percent"), "--rotary-percent")
+        yield Setting("model.rope.fraction", given("rotary_percent"), "--rotary-percent")
     if given("no_rope_freq"):
         skipped = given("no_rope_freq")
         pattern = [1 - bit for bit in layer_pattern(skipped, "--no-rope-freq")] if "[" in str(skipped) else None
-        yield Setting("model.rope_pattern", pattern or _all_but_each(skipped, ""), "--no-rope-freq")
+        yield Setting("model.rope.pattern", pattern or _all_but_each(skipped, ""), "--no-rope-freq")
     if given("use_rope_scaling"):
-        yield Setting("model.rope_scaling", "llama3", "--use-rope-scaling")
-        yield given_or_default(arguments, "model.rope_factor", "--rope-scaling-factor", 8.0)
-        yield Setting("model.rope_original_length", _LLAMA3_LENGTH, "--use-rope-scaling: Llama 3.1's")
+        yield Setting("model.rope.scaling", "llama3", "--use-rope-scaling")
+        yield given_or_default(arguments, "model.rope.factor", "--rope-scaling-factor", 8.0)
+        yield Setting("model.rope.original_length", _LLAMA3_LENGTH, "--use-rope-scaling: Llama 3.1's")
     elif given("rotary_seq_len_interpolation_factor", 1) not in (None, 1):
         flag = "--rotary-seq-len-interpolation-factor"
-        yield Setting("model.rope_scaling", "linear", flag)
-        yield Setting("model.rope_factor", given("rotary_seq_len_interpolation_factor"), flag)
+        yield Setting("model.rope.scaling", "linear", flag)
+        yield Setting("model.rope.factor", given("rotary_seq_len_interpolation_factor"), flag)
 
 
 def _rotating_flag(arguments: Arguments) -> str:
@@ -144,19 +144,19 @@ def _latent_rotations(arguments: Arguments) -> Iterator[Setting]:
         return
     if arguments.get("rope_type", "yarn") in (None, "yarn"):
         why = "--rotary-scaling-factor"
-        yield Setting("model.rope_scaling", "yarn", f"{why}; {default_of('--rope-type')} with latent attention")
-        yield Setting("model.rope_factor", factor, why)
-        yield Setting("model.rope_original_length", _YARN_LENGTH, f"{why}: megatron-core's length of a first training")
+        yield Setting("model.rope.scaling", "yarn", f"{why}; {default_of('--rope-type')} with latent attention")
+        yield Setting("model.rope.factor", factor, why)
+        yield Setting("model.rope.original_length", _YARN_LENGTH, f"{why}: megatron-core's length of a first training")
         if (rotated, every) != (1, 0):
             ratio = _stretched(factor, rotated) / _stretched(factor, every)
-            yield Setting("model.rope_attention_factor", ratio, _named(arguments, "--mscale", "--mscale-all-dim"))
+            yield Setting("model.rope.attention_factor", ratio, _named(arguments, "--mscale", "--mscale-all-dim"))
     if every:
         size = sum(
             given_or_default(arguments, key, *_SIZES[key]).value
             for key in ("model.nope_head_size", "model.rope_head_size")
         )
         scale = _stretched(factor, every) ** 2 / math.sqrt(size)
-        yield Setting("model.attention_scale", scale, "--mscale-all-dim, --rotary-scaling-factor")
+        yield Setting("model.attention.scale", scale, "--mscale-all-dim, --rotary-scaling-factor")
 
 
 def _stretched(factor: float, share: float) -> float:

@@ -42,7 +42,7 @@ def _network(arguments: Arguments) -> Iterator[Setting]:
     yield from attention(arguments)
     yield from _ffn(arguments)
     norm = _NORMS.get(given("normalization") or "")
-    yield Setting("model.norm", norm or "layernorm", "--normalization" if norm else default_of("--normalization"))
+    yield Setting("model.norm.kind", norm or "layernorm", "--normalization" if norm else default_of("--normalization"))
     yield _activation(arguments)
     yield _cleared("model.bias", "--disable-bias-linear", cleared=not given("add_bias_linear", True))
     untied = bool(given("untie_embeddings_and_output_weights"))
@@ -100,20 +100,20 @@ def experts(arguments: Arguments) -> Iterator[Setting]:
     given = arguments.get
     if not given("num_experts"):
         return
-    yield Setting("model.experts", given("num_experts"), "--num-experts")
+    yield Setting("model.experts.count", given("num_experts"), "--num-experts")
     yield from given_keys(arguments, "model", "--moe-")
     yield from _choice(arguments)
     if (kind := given("moe_router_load_balancing_type", "aux_loss")) == "aux_loss":
-        yield given_or_default(arguments, "model.aux_loss_coeff", "--moe-aux-loss-coeff", 0.0)
+        yield given_or_default(arguments, "model.experts.aux_loss_coeff", "--moe-aux-loss-coeff", 0.0)
     else:
-        yield Setting("model.aux_loss_coeff", 0.0, f"--moe-router-load-balancing-type {kind}")
+        yield Setting("model.experts.aux_loss_coeff", 0.0, f"--moe-router-load-balancing-type {kind}")
     # A text in a script, a number or a list in a checkpoint.
-    frequency = given_or_default(arguments, "model.expert_layer_freq", "--moe-layer-freq", 1)
+    frequency = given_or_default(arguments, "model.experts.layer_freq", "--moe-layer-freq", 1)
     if "[" in str(frequency.value):
-        yield Setting("model.expert_layer_pattern", layer_pattern(frequency.value, "--moe-layer-freq"), frequency.why)
+        yield Setting("model.experts.layer_pattern", layer_pattern(frequency.value, "--moe-layer-freq"), frequency.why)
     else:
         yield frequency._replace(value=int(frequency.value))
-    dispatcher = given_or_default(arguments, "model.token_dispatcher", "--moe-token-dispatcher-type", "allgather")
+    dispatcher = given_or_default(arguments, "model.experts.dispatcher", "--moe-token-dispatcher-type", "allgather")
     if dispatcher.value in _DISPATCHERS:
         yield dispatcher
 
@@ -122,11 +122,11 @@ def _choice(arguments: Arguments) -> Iterator[Setting]:
     """The keys of groups and biases, which decide the choice of experts. A group is worth its share of the choices."""
     given = arguments.get
     if top_groups := given("moe_router_group_topk"):
-        yield Setting("model.router_top_groups", top_groups, "--moe-router-group-topk")
+        yield Setting("model.experts.router.top_groups", top_groups, "--moe-router-group-topk")
         best = int(given("moe_router_topk", 2)) // int(top_groups)
-        yield Setting("model.router_group_best", best, "--moe-router-topk / --moe-router-group-topk")
+        yield Setting("model.experts.router.group_best", best, "--moe-router-topk / --moe-router-group-topk")
     if given("moe_router_enable_expert_bias"):
-        yield given_or_default(arguments, "model.router_bias_rate", "--moe-router-bias-update-rate", 1e-3)
+        yield given_or_default(arguments, "model.experts.router.bias_rate", "--moe-router-bias-update-rate", 1e-3)
 
 
 def expert_faults(arguments: Arguments) -> Iterator[tuple[str, str]]:

@@ -1,0 +1,26 @@
+"""Groups of options: models inside a plugin's options, set as ``model.rope.theta``, and rules between groups."""
+
+from __future__ import annotations
+
+from operator import attrgetter
+
+from pydantic import BaseModel, ConfigDict
+from pydantic_core import PydanticCustomError
+
+#: The kind of error that names its key.
+AT_KEY = "at_key"
+
+
+class Group(BaseModel):
+    """A frozen group of keys; an unknown key is an error. What one group knows by itself its own validators check."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+def fault_at(options: BaseModel, key: str, why: str) -> PydanticCustomError:
+    """The error of a rule over several keys, told as one of ``key`` (``"rope.theta"``), with its value and origin.
+
+    For a validator that sees all of ``options``: ``raise fault_at(self, "experts.top_k", "a token cannot ...")``.
+    """
+    value = attrgetter(key)(options)
+    return PydanticCustomError(AT_KEY, "{key}: {why}", {"key": key, "why": why, "value": value})

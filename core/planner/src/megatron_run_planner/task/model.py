@@ -1,0 +1,86 @@
+"""The model of a configuration: its plugin is loaded, and tells its costs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, cast
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from megatron_run.config.merge import ConfigSource
+from megatron_run.config.validate import validate
+from megatron_run.contracts.costs import AttentionCosts, Divided, FeedForwardCosts, LayerCosts, ModelCosts
+from megatron_run.contracts.schema import TrainSection
+from megatron_run.errors import Findings
+from megatron_run.planning.choosing import choose_plugins, with_options
+from megatron_run.planning.plans import MAX_LAYERS, layers_of
+from megatron_run.registry.discover import scan
+
+if TYPE_CHECKING:
+    from megatron_run.contracts import ModelOptions
+
+#: GPT-2's, where nothing says it.
+VOCABULARY = 50257
+
+
+class PlainDecoder(BaseModel):
+    """The sizes of a model whose plugin is not installed here: those that models share by name."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+    num_layers: int = Field(ge=1, le=MAX_LAYERS)
+    hidden_size: int = Field(ge=1)
+    num_heads: int = Field(1, ge=1)
+    ffn_size: int | None = Field(None, ge=1)
+    vocab_size: int | None = Field(None, ge=1)
+    tie_embeddings: bool = True
+
+    def costs(self, sequence_length: int, vocab_size: int) -> ModelCosts:
+        """Those of GPT-2's layers in these sizes."""
+        hidden, ffn = self.hidden_size, self.ffn_size or 4 * self.hidden_size
+        attention = AttentionCosts.plain(self.num_heads, hidden / self.num_heads)
+        layer = LayerCosts(hidden, sequence_length, (attention, FeedForwardCosts(ffn)))
+        heads = Divided(self.num_heads, "attention heads (model.num_heads)")
+        features = Divided(ffn, "features of the feed-forward layer (model.ffn_size)")
+        return ModelCosts(
+            (layer,) * self.num_layers,
+            vocab_size,
+            tied=self.tie_embeddings,
+            positions=sequence_length,
+            divided=(heads, features),
+        )
+
+
+def read_model(merged: ConfigSource, train: TrainSection, findings: Findings, notices: list[str]) -> ModelCosts:
+    """The costs of the model that ``merged`` chooses, which say what is only approximate.
+
+    Without its plugin it is a :class:`PlainDecoder`. Raises :class:`~megatron_run.errors.Problems` for wrong options.
+    """
+    catalog = scan()
+    chosen = choose_plugins(merged, (), catalog, findings, notices, kinds=("model",), plan_only=True)
+    findings.settle()
+    (plugin,) = chosen["model"]
+    told = list[str]()
+    if plugin.loaded:
+        (plugin,) = with_options("model", (plugin,), merged, catalog, findings, notices)
+        findings.settle()
+        layers_of(plugin)  # which are so many that a list of them can be made
+        options = plugin.options
+    else:
+        told.append(f"a plain decoder because {plugin} is not installed here")
+        values = {key[1:]: value for key, value in merged.values.items() if key[0] == "model"}
+        known = {key: value for key, value in values.items() if key[0] in PlainDecoder.model_fields}
+        options = validate(PlainDecoder, ("model",), known, findings, fix_missing=f"a plan of {plugin} needs it")
+    findings.settle()
+    described = cast("ModelOptions", options)
+    vocabulary = described.vocab_size or _vocabulary(merged)
+    if vocabulary is None:
+        told.append(f"{VOCABULARY} words because neither model.vocab_size nor data.vocab_size says how many")
+    found = described.costs(train.sequence_length, vocabulary or VOCABULARY)
+    return replace(found, approximations=(*told, *found.approximations))
+
+
+def _vocabulary(merged: ConfigSource) -> int | None:
+    """``data.vocab_size``, None where the data tell it themselves."""
+    told = merged.values.get(("data", "vocab_size"))
+    return int(str(told.data)) if told and str(told.data).isdecimal() else None

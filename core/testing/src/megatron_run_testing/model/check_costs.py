@@ -1,0 +1,32 @@
+"""Compares the costs that a model's options tell with the layers that are built."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from math import isclose, prod
+from typing import TYPE_CHECKING, cast
+
+from megatron_run_testing import CheckFailed
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
+
+    from megatron_run.contracts import ModelOptions, ParamInfo
+
+#: Share of the matrices that costs may leave out: small tables, as of position biases.
+_SMALL_TABLES = 0.05
+
+
+def check_costs(options: BaseModel, built: Iterable[ParamInfo]) -> None:
+    """Raise :class:`CheckFailed` unless weights are those of the matrices ``built``, and FLOPs grow with a sample."""
+    described = cast("ModelOptions", options)
+    told, longer = (described.costs(length, described.vocab_size or 0) for length in (16, 32))
+    shapes = (part.shape for info in built if info.counted for part in info.parts)
+    matrices = sum(prod(shape) for shape in shapes if len(shape) > 1)
+    if not isclose(told.parameters, matrices, rel_tol=_SMALL_TABLES):
+        raise CheckFailed(f"costs tell {told.parameters:,.0f} weights, and the matrices built have {matrices:,}")
+    if not 0 < 16 * told.flops_per_token < 32 * longer.flops_per_token:
+        raise CheckFailed(
+            f"flops_per_token is {told.flops_per_token} at 16 tokens, {longer.flops_per_token} at 32: a longer sample "
+            "takes more"
+        )
