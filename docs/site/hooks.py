@@ -22,6 +22,7 @@ _MOVED: Mapping[str, str] = {
     "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "changelog.md",
     "cli/README.md": "command.md",
+    "core/engine/README.md": "built-in-plugins.md",
     "plugins/data/indexed/README.md": "data-indexed.md",
     "plugins/format/huggingface/README.md": "huggingface.md",
     "plugins/format/megatron/README.md": "megatron-flags.md",
