@@ -3,8 +3,8 @@
 A list is the marker ``<!-- keys: NAME -->`` on a line of its own, followed by a line a key. NAME is a section
 (``train``), ``use`` for the choice of each kind's plugin, or ``KIND=PLUGIN`` for the options of a built-in plugin, in
 the engine's README; a package's README has its own. ``NAME of default`` shows defaults alone. A value is a type with
-its bounds (alone: of an int), or the words to choose from; the default is bold. ``make docs`` brings every list up to date;
-a test fails where one is not.
+its bounds (alone: of an int), or the words to choose from; the default is bold. ``make docs`` brings every list up
+to date; a test fails where one is not.
 """
 
 from __future__ import annotations
