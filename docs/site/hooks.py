@@ -45,7 +45,7 @@ _MADE: Mapping[str, tuple[str, str]] = {
     },
 }
 _LINK = re.compile(r"(?P<text>\[(?:[^\[\]]|\[[^\]]*\])*\])\((?!\w+:|#)(?P<path>[^)#\s]+)(?P<anchor>#[^)\s]*)?\)")
-_HEADING = re.compile(r"^## (?P<title>.+)$|\]\((?P<page>[^)#:]+\.md)\)", re.MULTILINE)
+_HEADING = re.compile(r"^## (?P<title>.+)$|\[(?P<name>[^\]]+)\]\((?P<page>[^)#:]+\.md)\)", re.MULTILINE)
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
@@ -73,14 +73,14 @@ def _by_name(page: str) -> tuple[bool, str]:
 
 
 def _guides() -> Iterator[dict[str, Any]]:
-    """The pages that docs/index.md links to, in its order and under its headings."""
-    groups: dict[str, list[str]] = {}
+    """The pages that docs/index.md links to, in its order, under its headings, by the names that it gives them."""
+    groups: dict[str, list[dict[str, str]]] = {}
     group = groups.setdefault("Guides", [])
     for match in _HEADING.finditer((ROOT / "docs" / "index.md").read_text(encoding="utf-8")):
         if match["title"]:
             group = groups.setdefault(match["title"], [])
         elif (page := _MOVED.get(normpath(f"docs/{match['page']}"), match["page"])) not in _PROJECT:
-            group.append(page)
+            group.append({match["name"]: page})
     return ({title: pages} for title, pages in groups.items() if pages)
 
 
