@@ -13,6 +13,7 @@ from megatron_run.errors.wording import did_you_mean
 from megatron_run.registry.commands import (
     EXAMPLE,
     choose_command,
+    known_summary,
     missing_command,
     next_words,
     offered_twice,
@@ -66,6 +67,27 @@ class Commands(click.Group):
     def list_commands(self, ctx: click.Context) -> list[str]:
         """The words that may follow."""
         return sorted({*self.commands, *next_words(catalog_of(ctx), place_of(ctx))})
+
+    def summaries(self, ctx: click.Context, begin: str = "") -> click.Group:
+        """The commands that ``begin`` begins, as lists show them: those of our own packages are not imported for it."""
+        words = [word for word in self.list_commands(ctx) if word.startswith(begin)]
+        found = {word: self._known(ctx, word) or self.get_command(ctx, word) for word in words}
+        return click.Group(commands={word: each for word, each in found.items() if each and not each.hidden})
+
+    def _known(self, ctx: click.Context, word: str) -> click.Command | None:
+        """A command with its summary alone, where the kernel knows that; else None."""
+        summary = "" if word in self.commands else known_summary(catalog_of(ctx), (*place_of(ctx), word))
+        return click.Command(word, help=summary) if summary else None
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """List the commands in the help."""
+        self.summaries(ctx).format_commands(ctx, formatter)
+
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem[str]]:
+        """The commands that ``incomplete`` begins, and the options."""
+        found = self.summaries(ctx, incomplete).commands
+        words = [CompletionItem[str](word, help=each.get_short_help_str()) for word, each in found.items()]
+        return [*words, *click.Command.shell_complete(self, ctx, incomplete)]
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """The command of that word, None for an unknown one.

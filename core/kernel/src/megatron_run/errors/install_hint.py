@@ -11,7 +11,9 @@ from megatron_run.errors import EngineMissingError, PluginError
 
 #: The distribution that brings torch, and the modules that come with it.
 ENGINE = "megatron-run-engine"
-ENGINE_MODULES = frozenset({"megatron_run_engine", "numpy", "safetensors", "tokenizers", "torch"})
+ENGINE_MODULES = frozenset(
+    {"jinja2", "megatron_run_engine", "numpy", "rich", "safetensors", "tokenizers", "torch", "xxhash"}
+)
 
 
 def check_engine(cause: BaseException, what: str, origin: str = "") -> None:
