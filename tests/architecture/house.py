@@ -131,6 +131,13 @@ def shared_names(files: Iterable[Path]) -> Counter[str]:
     return Counter({name: count for name, count in counts.items() if count > 1 and not name.startswith("__")})
 
 
+def asked_by_plugins(everywhere: House, core: set[str], top: str) -> set[str]:
+    """The names of the import root ``top`` that plugins import, each with its module."""
+    files = (file for name, file in everywhere.files.items() if name.partition(".")[0] not in core)
+    imported = (name for file in files for name in imported_names(ast.parse(file.read_text(encoding="utf-8"))))
+    return {name for name in imported if name.startswith(f"{top}.")}
+
+
 def report(root: Path) -> str:
     """The figures of the checkout at ``root``, as a table and a few lines."""
     house = House(root)
@@ -153,6 +160,12 @@ def report(root: Path) -> str:
     file_circles = circles(everywhere.imports)
     rows.append(f"circles among files: {len(file_circles)}")
     rows += [f"  {' '.join(names)}" for names in file_circles]
+    core = {name.partition(".")[0] for name in house.files}
+    for top in sorted(core):
+        names = asked_by_plugins(everywhere, core, top)
+        modules = {name.rpartition(".")[0] for name in names}
+        if names:
+            rows.append(f"plugins import of {top}: {len(names)} names in {len(modules)} modules")
     twice = shared_names(everywhere.files.values())
     rows.append(f"file names used more than once: {len(twice)}: {' '.join(sorted(twice))}")
     return "\n".join(rows)
