@@ -58,8 +58,8 @@ def trained(folder: Path, depth: int, order: str, steps: int) -> list[float]:
     own = (f"model.num_layers={depth}", f"model.norm.order={order}", f"train.steps={steps}")
     home = folder / f"{order}-{depth}"
     given = (*SETTINGS, *own, f"data.paths={folder / 'library'}", f"run.folder={home}")
-    words = ["preset:tiny", *(word for each in given for word in ("--set", each))]
-    subprocess.run([sys.executable, "-m", "megatron_run_cli", *words], check=True, stdout=subprocess.DEVNULL)
+    arguments = ["preset:tiny", *(argument for each in given for argument in ("--set", each))]
+    subprocess.run([sys.executable, "-m", "megatron_run_cli", *arguments], check=True, stdout=subprocess.DEVNULL)
     lines = (home / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     return [float(json.loads(line)["loss"]) for line in lines]
 

@@ -58,7 +58,7 @@ def write_corpus(folder: Path, size: int) -> tuple[Path, Path]:
     return corpus, folder / "tokenizer.json"
 
 
-def ours(corpus: Path, tokenizer: Path, out: Path) -> int:
+def indexed(corpus: Path, tokenizer: Path, out: Path) -> int:
     """``megatron-run data prepare``."""
     inputs, _ = find_inputs([str(corpus)])
     job = Preparation(tuple(inputs), out, str(tokenizer), workers=WORKERS)
@@ -133,7 +133,7 @@ def _of(usage: resource.struct_rusage) -> float:
 
 def report(*, quick: bool) -> Iterator[str]:
     """Tokens a second of each way, and how many times as many ours makes."""
-    ways = {OURS: ours, MEGATRON: megatron}
+    ways = {OURS: indexed, MEGATRON: megatron}
     if find_spec("datasets"):
         import datasets  # noqa: F401  # before the children are forked
         import transformers  # noqa: F401
@@ -158,7 +158,7 @@ def rows(found: dict[str, list[tuple[int, float, float]]]) -> Iterator[tuple[str
     """A row a way: rates from medians, and the median of the turns' ratios of processor time."""
     for way, turns in found.items():
         rates = [statistics.median(turn[0] / turn[place] for turn in turns) for place in (1, 2)]
-        ratio = statistics.median(theirs[2] / mine[2] for mine, theirs in zip(found[OURS], turns, strict=True))
+        ratio = statistics.median(peer[2] / own[2] for own, peer in zip(found[OURS], turns, strict=True))
         said = "" if way == OURS else f"{ratio:.2f}"
         goal = "" if way == OURS else f"at least {GOAL}: {'yes' if ratio >= GOAL else 'no'}"
         yield way, f"{rates[0]:,.0f}", f"{rates[1]:,.0f}", said, goal

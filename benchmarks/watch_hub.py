@@ -73,8 +73,8 @@ def play(
             rank = number % len(sidecars)
             quiet = 0.0 if stopped is None else now - stopped
             held = {"stopped": quiet if rank == len(sidecars) - 1 else 0.0}
-            told = {"page": pages[rank == len(sidecars) - 1]} if stopped is not None and number < len(sidecars) else {}
-            sidecars[rank].send(quiet=quiet, **{"stopped": 0.0, **held, **told})
+            shown = {"page": pages[rank == len(sidecars) - 1]} if stopped is not None and number < len(sidecars) else {}
+            sidecars[rank].send(quiet=quiet, **{"stopped": 0.0, **held, **shown})
         sent = due
         if stopped is not None and wait([sidecars[0].fileno()], 0.0):
             return time.monotonic()
@@ -87,15 +87,15 @@ def measure(size: int) -> Iterator[tuple[str, ...]]:
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
     context = get_context("spawn")
-    ours, theirs = context.Pipe()
-    process = context.Process(target=keep_hub, args=(size, theirs), daemon=True)
+    parent_end, child_end = context.Pipe()
+    process = context.Process(target=keep_hub, args=(size, child_end), daemon=True)
     process.start()
-    theirs.close()
-    port = ours.recv()
+    child_end.close()
+    port = parent_end.recv()
 
     def ask() -> tuple[float, float, int, int]:
-        ours.send("")
-        answer: tuple[float, float, int, int] = ours.recv()
+        parent_end.send("")
+        answer: tuple[float, float, int, int] = parent_end.recv()
         return answer
 
     strangers = [socket.create_connection(("127.0.0.1", port)) for _ in range(size)]
@@ -113,20 +113,20 @@ def measure(size: int) -> Iterator[tuple[str, ...]]:
     with tempfile.TemporaryDirectory() as folder:
         pages = (page(Path(folder), size, inside=True), page(Path(folder), size, inside=False))
         stopped = time.monotonic()
-        told = play(sidecars, LIMIT + 30.0, stopped, pages)
+        notified = play(sidecars, LIMIT + 30.0, stopped, pages)
     after = ask()
     named = [message["rank"] for message in sidecars[0].receive() if "rank" in message]
     for stranger in strangers:
         stranger.close()
     for sidecar in sidecars:
         sidecar.close()
-    ours.close()
+    parent_end.close()
     process.join()
     yield f"{size} + {size}", "connected, s", f"{joined:.1f}", "", ""
     yield "", "ranks, strangers that are heard", f"{ranks}, {left}", f"{size}", "yes" if ranks == size else "no"
     yield "", "processor of the hub, of one core", f"{share:.0%}", "", ""
     yield "", "memory of the hub, at most, MB", f"{after[1]:.0f}", "", ""
-    seconds = told - stopped if named == [size - 1] else float("nan")
+    seconds = notified - stopped if named == [size - 1] else float("nan")
     yield (
         "",
         "stopped rank named, s",

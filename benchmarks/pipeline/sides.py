@@ -42,12 +42,12 @@ class Sides:
         self._groups = create_groups(Topology(Sizes(pipeline=STAGES), self._rank), dist.default_pg_timeout)
         self._stages: dict[Split, Stage] = {}
 
-    def ours(self, name: str) -> Side:
+    def own(self, name: str) -> Side:
         """Schedule ``name`` of this project, on its own split."""
         stage = self._stage(SCHEDULES[name].split)
         return Side(stage, our_step(stage, self._plan(name), self._groups))
 
-    def theirs(self, name: str, split: Split, *, keep_outputs: bool = False) -> Side:
+    def peer(self, name: str, split: Split, *, keep_outputs: bool = False) -> Side:
         """Schedule ``name`` of a peer, with the layers split by ``split``."""
         stage = self._stage(split)
         if name == MEGATRON:
@@ -59,7 +59,7 @@ class Sides:
 
     def _stage(self, split: Split) -> Stage:
         if split not in self._stages:
-            name = next(name for name, ours in SCHEDULES.items() if ours.split == split)
+            name = next(name for name, entry in SCHEDULES.items() if entry.split == split)
             self._stages[split] = Stage(self._plan(name).layout, self._rank, self._shape)
         return self._stages[split]
 

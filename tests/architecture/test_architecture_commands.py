@@ -66,7 +66,7 @@ def test_a_path_in_a_command_is_quoted(member: Member) -> None:
         "f'import it: megatron-run import {source} NEW'",
         "f'megatron-run import NEW --base {str(self.path)}'",
         "f'add --set run.init_from={checkpoints.folder(3)}'",
-        "f'--plugin data={plugin.word}'",
+        "f'--plugin data={plugin.reference}'",
         "f'type: pip install -e {target}'",
         "f'megatron-run generate {prompts[0]}'",
         "f'--set data.tokenizer={kept or trained}'",

@@ -42,8 +42,8 @@ def place_of(context: click.Context) -> tuple[str, ...]:
 def is_own(program: click.Command, place: Sequence[str]) -> bool:
     """Whether the command line itself has a command at ``place``, where no package's would be found."""
     found: click.Command | None = program
-    for word in place:
-        found = found.commands.get(word) if isinstance(found, click.Group) else None
+    for name in place:
+        found = found.commands.get(name) if isinstance(found, click.Group) else None
     return found is not None
 
 
@@ -79,13 +79,13 @@ class Commands(click.Group):
                 tell_error(str(error))
             return None
 
-    def find_command(self, ctx: click.Context, word: str) -> click.Command | None:
+    def find_command(self, ctx: click.Context, name: str) -> click.Command | None:
         """The command of that word, None for an unknown one.
 
         Raises :class:`PluginError` for one that several distributions offer, or that cannot be loaded.
         """
-        place = (*place_of(ctx), word)
-        own, program = self.commands.get(word), ctx.find_root().command
+        place = (*place_of(ctx), name)
+        own, program = self.commands.get(name), ctx.find_root().command
         if own is not None and place[0] in getattr(program, "commands", ()):
             return own
         catalog = catalog_of(ctx)
@@ -99,8 +99,8 @@ class Commands(click.Group):
             from megatron_run.registry.loaded_command import load_command
 
             return load_command(entry)
-        sources = next_words(catalog, place[:-1]).get(word)
-        return Commands(word, help=f"Commands of {' and '.join(sources)}.") if sources else None
+        sources = next_words(catalog, place[:-1]).get(name)
+        return Commands(name, help=f"Commands of {' and '.join(sources)}.") if sources else None
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
@@ -110,19 +110,19 @@ class Commands(click.Group):
         Raises :class:`InputError` where they name none, and :class:`PluginError` where its package is broken or not
         installed.
         """
-        word, *rest = args
-        if word.startswith("-"):
+        name, *rest = args
+        if name.startswith("-"):
             return super().resolve_command(ctx, args)
-        if command := self.find_command(ctx, word):
-            return word, command, rest
-        raise self._unknown(ctx, word)
+        if command := self.find_command(ctx, name):
+            return name, command, rest
+        raise self._unknown(ctx, name)
 
-    def _unknown(self, ctx: click.Context, word: str) -> InputError | PluginError:
-        place, catalog, known = (*place_of(ctx), word), catalog_of(ctx), self.list_commands(ctx)
-        meant = did_you_mean(word, known)
+    def _unknown(self, ctx: click.Context, name: str) -> InputError | PluginError:
+        place, catalog, known = (*place_of(ctx), name), catalog_of(ctx), self.list_commands(ctx)
+        meant = did_you_mean(name, known)
         missing = missing_command(catalog, place, exact=bool(meant))
         return missing or InputError(
-            f"{ctx.command_path} has no command {word!r}", fix=meant or f"its commands are {', '.join(known)}"
+            f"{ctx.command_path} has no command {name!r}", fix=meant or f"its commands are {', '.join(known)}"
         )
 
 
@@ -143,12 +143,12 @@ class DefaultGroup(Commands):
             args = [self.default, *args]
         return super().parse_args(ctx, args)
 
-    def has(self, ctx: click.Context, word: str) -> bool:
-        """Whether ``word`` is a command, be it of a package that is not installed."""
-        if word in self.commands:
+    def has(self, ctx: click.Context, name: str) -> bool:
+        """Whether ``name`` is a command, be it of a package that is not installed."""
+        if name in self.commands:
             return True
-        place, catalog = (*place_of(ctx), word), catalog_of(ctx)
-        return word in next_words(catalog, place[:-1]) or missing_command(catalog, place, exact=True) is not None
+        place, catalog = (*place_of(ctx), name), catalog_of(ctx)
+        return name in next_words(catalog, place[:-1]) or missing_command(catalog, place, exact=True) is not None
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem[str]]:
         """The commands, and what may be the first word of the one that may be left out."""

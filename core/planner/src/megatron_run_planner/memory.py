@@ -136,12 +136,12 @@ def stage_memory(model: ModelCosts, split: Split, plan: Plan) -> list[RankMemory
     ends = plan.layout[0].stage, plan.layout[-1].stage
     halves = any(action.op == "I" for action in plan.lists[0])
     found = []
-    for stage, mine in enumerate(places):
-        part = model.part(layer for place in mine for layer in place.layers)
-        count = sum(len(place.layers) for place in mine)
+    for stage, held in enumerate(places):
+        part = model.part(layer for place in held for layer in place.layers)
+        count = sum(len(place.layers) for place in held)
         memory = rank_memory(part, split, count, [stage == end for end in ends], 0)
-        works = [_Work(0.0, 0.0)] * len(mine)
-        for place in mine:
+        works = [_Work(0.0, 0.0)] * len(held)
+        for place in held:
             layers, last = model.part(place.layers), place == plan.layout[-1]
             works[place.chunk] = _work(layers, split, len(place.layers), last=last, halves=halves)
         fields = memory.activations

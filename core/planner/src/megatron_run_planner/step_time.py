@@ -245,11 +245,11 @@ def after_backward(model: ModelCosts, split: Split, device: Device, layout: Sequ
         held[place.stage].append(place.layers)
     ends = layout[0].stage, layout[-1].stage
     kinds = {}  # stages that hold the same take the same time
-    for stage, mine in held.items():
+    for stage, ranges in held.items():
         first, last = (stage == end for end in ends)
-        count, words = sum(map(len, mine)), tables(model, split.tensor, first=first, last=last)
+        count, words = sum(map(len, ranges)), tables(model, split.tensor, first=first, last=last)
         copied = model.tied and first != last
-        part = model.part(layer for layers in mine for layer in layers)
+        part = model.part(layer for layers in ranges for layer in layers)
         kinds[count, words, copied, part.kinds] = part
     return max((_finish(part, *key[:3], split, device) for key, part in kinds.items()), key=sum)
 

@@ -98,5 +98,5 @@ def _mark(reader: Reader, vocab_size: int, most: int) -> Path:
     """The file whose presence says that so many bytes of the tokens, as the file system knows them now, were right."""
     status = tokens_path(reader.prefix).stat()
     file = status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
-    told = repr((file, reader.dtype.str, vocab_size, most))
-    return user_cache("checked-ids") / xxhash.xxh3_128_hexdigest(told.encode())
+    identity = repr((file, reader.dtype.str, vocab_size, most))
+    return user_cache("checked-ids") / xxhash.xxh3_128_hexdigest(identity.encode())

@@ -191,7 +191,7 @@ def _as_request(run: ResolvedRun) -> Request:
     """The record by which another process resolves ``run`` again. Objects of this process cannot be handed over."""
     from megatron_run.planning import to_yaml
 
-    handed_in = [str(plugin) for many in run.plugins.values() for plugin in many if plugin.origin == "python"]
+    handed_in = [str(plugin) for stack in run.plugins.values() for plugin in stack if plugin.origin == "python"]
     if handed_in:
         raise InputError(
             f"a run of {run.sizes.world} ranks cannot use {', '.join(handed_in)}",

@@ -235,7 +235,7 @@ def _read_prompts(file: Path | None) -> list[str]:
 
 
 def _ids(prompt: str) -> list[int]:
-    words = prompt.replace(",", " ").split()
-    if wrong := [word for word in words if not word.isdecimal()]:
+    tokens = prompt.replace(",", " ").split()
+    if wrong := [token for token in tokens if not token.isdecimal()]:
         raise InputError(f"{wrong[0]!r} is no token id", origin="--tokens", fix="write ids as in '1 2 3'")
-    return [int(word) for word in words]
+    return [int(token) for token in tokens]

@@ -285,21 +285,21 @@ def rounded(device: Device) -> Device:
     return Device.model_validate(_rounded(device.model_dump()))
 
 
-def _rounded(told: Any) -> Any:
-    if isinstance(told, dict):
-        return {name: _rounded(value) for name, value in told.items()}
-    if isinstance(told, tuple | list):
-        return [_rounded(value) for value in told]
-    return float(f"{told:.4g}") if isinstance(told, float) else told
+def _rounded(content: Any) -> Any:
+    if isinstance(content, dict):
+        return {name: _rounded(value) for name, value in content.items()}
+    if isinstance(content, tuple | list):
+        return [_rounded(value) for value in content]
+    return float(f"{content:.4g}") if isinstance(content, float) else content
 
 
 def device_text(device: Device, about: str = "") -> str:
     """``device`` as a YAML file with the comment ``about``: a line for each measured shape."""
-    told = device.model_dump(exclude={"layers"}, exclude_none=True)
+    fields = device.model_dump(exclude={"layers"}, exclude_none=True)
     rows = [f"  - [{', '.join(str(each) for each in layer if each is not None)}]\n" for layer in device.layers]
     head = "".join(f"# {line}\n" for line in about.splitlines())
     shapes = "# hidden, heads, sequence, tensor, micro batch, ratio of the forward, of the backward\nlayers:\n"
-    return "".join([head, yaml_text(told), *([shapes, *rows] if rows else [])])
+    return "".join([head, yaml_text(fields), *([shapes, *rows] if rows else [])])
 
 
 def _changed(device: Device, section: str, **values: float) -> Device:

@@ -113,8 +113,8 @@ class Nlu(DataSource):
         longest = model.get("max_positions") or sequence_length // (model.get("choices") or 1)
         name, found = published(task, model["num_layers"], model["hidden_size"])
         samples = len(self.dataset("train", found.rows * min(found.row, longest), 0))
-        told = f"{task} by the recipe of the {name} model: {found.epochs} epochs"
-        return Recipe(told, {**found.model, "max_positions": longest}, found.train(samples, longest))
+        summary = f"{task} by the recipe of the {name} model: {found.epochs} epochs"
+        return Recipe(summary, {**found.model, "max_positions": longest}, found.train(samples, longest))
 
     @property
     def files(self) -> tuple[Path, ...]:

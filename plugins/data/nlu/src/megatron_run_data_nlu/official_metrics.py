@@ -87,11 +87,11 @@ def word_f1(found: str, right: str, *, may_lack: bool = True) -> float:
 
     Where an answer is empty it is 1 if both are and a question ``may_lack`` an answer, else 0.
     """
-    ours, theirs = normalised(found).split(), normalised(right).split()
-    if not ours or not theirs:
-        return float(may_lack and ours == theirs)
-    common = sum((Counter(ours) & Counter(theirs)).values())
-    return 2 * common / (len(ours) + len(theirs))
+    answer, reference = normalised(found).split(), normalised(right).split()
+    if not answer or not reference:
+        return float(may_lack and answer == reference)
+    common = sum((Counter(answer) & Counter(reference)).values())
+    return 2 * common / (len(answer) + len(reference))
 
 
 def squad(found: Mapping[str, str], right: Mapping[str, Sequence[str]], *, may_lack: bool = True) -> dict[str, float]:

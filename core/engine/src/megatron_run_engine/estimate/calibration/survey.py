@@ -202,8 +202,8 @@ def read_round(results: Sequence[list[Any]]) -> Round:
             found.sums += [(each, world, size, one) for size, one in zip(MESSAGES, slowest(next(rest)), strict=True)]
         found.messages += [(world, size, one) for size, one in zip(MESSAGES, slowest(next(rest)), strict=True)]
         found.together += [(each, max(next(rest))) for each in _active(world)]
-        mine = islice(rest, sum(each.ranks == world for each in ANCHORS))
-        found.anchors += [slowest([times["wall"] for times in ranks]) for ranks in mine]
+        trials = islice(rest, sum(each.ranks == world for each in ANCHORS))
+        found.anchors += [slowest([times["wall"] for times in ranks]) for ranks in trials]
     return found
 
 

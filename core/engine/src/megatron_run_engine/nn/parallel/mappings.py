@@ -70,10 +70,10 @@ class Split:
             Part(
                 f"{part.name}.{name}",
                 (part.features, *columns),
-                range(stop - mine, stop),
-                start=self.peers.index * mine,
+                range(stop - count, stop),
+                start=self.peers.index * count,
             )
-            for part, mine, stop in zip(parts, rows, accumulate(rows), strict=True)
+            for part, count, stop in zip(parts, rows, accumulate(rows), strict=True)
         )
 
     def columns_of(self, name: str, inputs: int, outputs: int) -> tuple[Part, ...]:

@@ -56,9 +56,9 @@ class VocabEmbedding(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """[b, s] -> [s, b, h] or [s/t, b, h]."""
-        row, mine = owned(tokens.t(), self.first, len(self.weight), self.stop)  # [s, b]
+        row, local = owned(tokens.t(), self.first, len(self.weight), self.stop)  # [s, b]
         found = embed(row, self.weight, self.gradients)  # [s, b, h]
-        partial = found.masked_fill(~mine[..., None], 0.0)
+        partial = found.masked_fill(~local[..., None], 0.0)
         leave = scatter_sequence if self.split.sequence else g
         return leave(partial, self.split.peers)
 

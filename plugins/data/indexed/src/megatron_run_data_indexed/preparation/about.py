@@ -31,9 +31,9 @@ def refuse_dataset(prefix: Path, option: str, inputs: Collection[Path], *, overw
     if index_path(prefix).exists() and not overwrite:
         raise taken(f"the dataset {prefix}", option)
     paths = (tokens_path(prefix), about_path(prefix), index_path(prefix))
-    ours = half_named(*paths)
+    unfinished = half_named(*paths)
     for path in paths:
-        refuse_taken(path, option, overwrite=overwrite or path in ours, inputs=inputs)
+        refuse_taken(path, option, overwrite=overwrite or path in unfinished, inputs=inputs)
 
 
 @contextmanager
@@ -122,8 +122,8 @@ def _contents(identity: str) -> str:
 
 def made_with(prefix: Path) -> MadeWith | None:
     """The tokenizer of which ``PREFIX.json`` tells; None where nothing does."""
-    told = [read_about(prefix).get(key) for key in ("tokenizer", "identity", "vocab_size")]
-    match told:
+    fields = [read_about(prefix).get(key) for key in ("tokenizer", "identity", "vocab_size")]
+    match fields:
         case [str(name), str(identity), int(vocab_size)]:
             return MadeWith(name, identity, vocab_size)
     return None
