@@ -29,7 +29,7 @@ from megatron_run_data_indexed import megatron_run_create_data
 from megatron_run_data_indexed.blend import blend, places_in
 from megatron_run_data_indexed.megatron_order import build
 from megatron_run_data_indexed.options import IndexedOptions
-from megatron_run_engine.data.indexed_files import Reader, Writer
+from megatron_run_engine.data.indexed_files import IndexedReader, IndexedWriter
 
 S, SEED = 1024, 1234
 #: Documents and their mean length: 100 million tokens; with --quick, 10 million.
@@ -58,7 +58,7 @@ def write_corpus(prefix: Path, documents: int) -> None:
     """Documents of random tokens, most of them short, as in a crawl of the web."""
     generator = np.random.default_rng(1)
     lengths = 1 + generator.exponential(LENGTH - 1, documents).astype(np.int64)
-    with Writer(prefix, np.uint16) as writer:
+    with IndexedWriter(prefix, np.uint16) as writer:
         for part in np.array_split(lengths, 20):
             writer.add_documents(generator.integers(0, 50_000, int(part.sum()), dtype=np.uint16), part)
 
@@ -90,7 +90,7 @@ def gpt_dataset(prefix: str, samples: int, cache: str | None) -> Any:
 def built_index(prefix: Path, folder: Path, samples: int, runs: int) -> tuple[float, float, float]:
     """Build the three indices of ``samples`` samples; neither side writes them."""
     dataset = gpt_dataset(str(prefix), samples, str(folder / "theirs"))
-    read = Reader(prefix)
+    read = IndexedReader(prefix)
 
     def own() -> Any:
         return build(read.lengths, (0, len(read)), S, samples, SEED)
@@ -155,7 +155,7 @@ def report(*, quick: bool) -> Iterator[str]:
         folder = Path(name)
         prefix = folder / "corpus"
         write_corpus(prefix, documents)
-        read = Reader(prefix)
+        read = IndexedReader(prefix)
         epoch = len(read.tokens) // S
         yield f"\n{len(read.tokens):,} tokens in {documents:,} documents, samples of {S}. One thread, {runs} runs.\n"
 
@@ -174,7 +174,7 @@ def report(*, quick: bool) -> Iterator[str]:
 
 def _opening(prefix: Path, runs: int) -> tuple[float, float, float]:
     opened = peer_module("indexed_dataset").IndexedDataset
-    return paired(lambda: Reader(prefix), lambda: opened(str(prefix)), runs)
+    return paired(lambda: IndexedReader(prefix), lambda: opened(str(prefix)), runs)
 
 
 def _row(name: str, found: tuple[float, float, float]) -> tuple[str, str, str, str]:

@@ -31,7 +31,7 @@ from benchmarks.support.command import run
 from benchmarks.support.report import table
 from megatron_run_data_indexed.preparation.inputs import find_inputs
 from megatron_run_data_indexed.preparation.prepare import Preparation, prepare
-from megatron_run_engine.data.indexed_files import Reader
+from megatron_run_engine.data.indexed_files import IndexedReader
 from megatron_run_engine.data.tokenizer_training import train_tokenizer
 
 WORKERS = len(os.sched_getaffinity(0))
@@ -148,7 +148,7 @@ def report(*, quick: bool) -> Iterator[str]:
                 found[way].append(measured(work, corpus, tokenizer, folder / f"out{turn}-{number}"))
         assert (folder / "out0-0.bin").read_bytes() == (folder / "out0-1.bin").read_bytes()
         assert (folder / "out0-0.idx").read_bytes() == (folder / "out0-1.idx").read_bytes()
-        tokens = len(Reader(folder / "out0-0").tokens)
+        tokens = len(IndexedReader(folder / "out0-0").tokens)
     assert all(each[0] == tokens for way in found.values() for each in way)
     yield f"\n{tokens:,} tokens, {WORKERS} processes, {len(found[OURS])} turns.\n"
     yield from table(("way", "tokens/s", "tokens/s of processor", "ours is times as fast", "goal"), rows(found))

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from benchmarks.pipeline.model import SHAPES
-from benchmarks.pipeline.schedules import BLOCKS, FOLD, LOOP, SCHEDULES, Split
+from benchmarks.pipeline.schedules import BLOCKS, FOLD, LOOP, SCHEDULES, LayerCounts
 from benchmarks.pipeline.sides import Side, Sides
 from benchmarks.support.compare import compare
 from benchmarks.support.megatron import NAME as MEGATRON
@@ -32,7 +32,7 @@ class Pair:
 
     schedule: str
     peer: str
-    split: Split
+    split: LayerCounts
     fair: str = ""
 
     @property

@@ -28,7 +28,7 @@ CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
-class Split:
+class LayerCounts:
     """How two stages divide the layers: ``counts`` are those of each place in model order.
 
     The head weighs about as much as two layers. In all three, the stage without it computes four layers and the stage
@@ -43,7 +43,7 @@ class Split:
 
 
 #: One chunk a stage; a loop over the stages and again; down the stages and back up.
-BLOCKS, LOOP, FOLD = Split("blocks", (4, 2)), Split("loop", (2, 1, 2, 1)), Split("V", (1, 2, 2, 1))
+BLOCKS, LOOP, FOLD = LayerCounts("blocks", (4, 2)), LayerCounts("loop", (2, 1, 2, 1)), LayerCounts("V", (1, 2, 2, 1))
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class OwnSchedule:
 
     make: Callable[[], Schedule]
     chunks: int
-    split: Split
+    split: LayerCounts
 
 
 SCHEDULES: Mapping[str, OwnSchedule] = {

@@ -259,7 +259,7 @@ def _open(path: Path) -> Streams:
 
 
 @dataclass(frozen=True)
-class Entry:
+class CacheEntry:
     """A file of the cache: ``size`` in bytes, ``days`` since a run opened it, the ``text`` and ``tokenizer`` of it."""
 
     path: Path
@@ -269,7 +269,7 @@ class Entry:
     tokenizer: str
 
 
-def entries() -> list[Entry]:
+def entries() -> list[CacheEntry]:
     """Return what is kept, what was opened last first. Raises :class:`OSError` without a cache."""
     found = []
     for path in user_cache("tokens").glob("*.tokens"):
@@ -280,11 +280,13 @@ def entries() -> list[Entry]:
                 description = about["text"], about["tokenizer"]
             except _DamagedError as cause:
                 description = f"damaged: {cause}", ""
-            found.append(Entry(path, status.st_size, max(0.0, time.time() - status.st_mtime) / 86400, *description))
+            found.append(
+                CacheEntry(path, status.st_size, max(0.0, time.time() - status.st_mtime) / 86400, *description)
+            )
     return sorted(found, key=lambda entry: entry.days)
 
 
-def remove_old(days: float) -> list[Entry]:
+def remove_old(days: float) -> list[CacheEntry]:
     """Remove the entries that no run has opened for ``days``, and what leads nowhere or was left half-written.
 
     Return the removed entries. A run that has mapped one keeps it until it ends. Raises :class:`OSError`.

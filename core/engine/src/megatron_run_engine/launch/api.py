@@ -43,7 +43,7 @@ from megatron_run_engine.runtime.world import World
 
 if TYPE_CHECKING:
     from megatron_run.planning import ResolvedRun
-    from megatron_run_engine.launch.rank import Job, Task
+    from megatron_run_engine.launch.rank import Job, RankTask
     from megatron_run_engine.launch.rendezvous import ResolveRun
     from megatron_run_engine.run_folder import OpenedFolder, RunFolder
 
@@ -289,7 +289,7 @@ def _job(run: ResolvedRun, request: Request, folder: RunFolder, options: LaunchO
     return Job(request, folder.path, folder.attempt, size, threads, fork, options.debug, asked.timeout)
 
 
-def run_task(run: ResolvedRun, request: Request, task: Task, options: LaunchOptions) -> RunResult:
+def run_task(run: ResolvedRun, request: Request, task: RankTask, options: LaunchOptions) -> RunResult:
     """Do ``task`` on local ranks, as many as ``run`` has, and return how it ended; its run folder is temporary.
 
     ``request`` is what every rank resolves again. Raises :class:`RunError` for what is found before a rank starts, and

@@ -172,13 +172,13 @@ def _on_ranks(
     streams: bool,
 ) -> list[Completion]:
     """Write on local ranks."""
-    from megatron_run_engine.launch import LaunchOptions, Task, run_task
+    from megatron_run_engine.launch import LaunchOptions, RankTask, run_task
     from megatron_run_inference.text_stream import Completion
 
     with tempfile.TemporaryDirectory(prefix="megatron-run-generate-") as folder:
         result = Path(folder) / "texts.json"
         arguments = {**where, "prompts": prompts, "writing": asdict(writing), "stream": streams, "result": str(result)}
-        task = Task("megatron_run_inference.job", arguments)
+        task = RankTask("megatron_run_inference.job", arguments)
         run_task(run, request, task, LaunchOptions(quiet=not streams, tell=tell))
         answer = json.loads(result.read_text(encoding="utf-8"))
     if streams:

@@ -24,7 +24,7 @@ from megatron_run.planning.plans import MAX_LAYERS
 from megatron_run_planner.devices import Device
 from megatron_run_planner.schedules import Schedules
 from megatron_run_planner.step_time import step_time
-from megatron_run_planner.workload import Recompute, Split, gpt2
+from megatron_run_planner.workload import ModelSplit, Recompute, gpt2
 
 #: What a column's name holds, and the quantity in it.
 _COLUMNS = {
@@ -49,7 +49,7 @@ class Measured:
     """One row of a table: a run, and the ``seconds`` that a step of it took."""
 
     model: ModelCosts
-    split: Split
+    split: ModelSplit
     seconds: float
 
     @property
@@ -135,7 +135,7 @@ def _row(file: Path, number: int, line: Sequence[str], where: dict[str, int], vo
     if min(*whole.values(), numbers["milliseconds"]) <= 0 or whole["layers"] > MAX_LAYERS:
         raise InputError(sizes, fix=f"all are above 0, and layers at most {MAX_LAYERS}")
     model = gpt2(whole["layers"], whole["hidden"], whole["heads"], whole["sequence"], vocabulary)
-    split = Split(
+    split = ModelSplit(
         tensor=whole["tensor"],
         pipeline=whole["pipeline"],
         data=whole["data"],

@@ -25,7 +25,7 @@ from megatron_run.registry.known import known_plugin
 from megatron_run_planner.schedules import named
 from megatron_run_planner.search import STEADY, Candidate, Growth
 from megatron_run_planner.task.model import read_model
-from megatron_run_planner.workload import Recompute, Split, split_over
+from megatron_run_planner.workload import ModelSplit, Recompute, split_over
 
 #: Parameters of layers are 12 L h^2; with h = 128 L, as GPT-3's larger models have, that is 12 * 128^2 L^3.
 _ASPECT = 128
@@ -51,7 +51,7 @@ class Task:
     """
 
     model: ModelCosts
-    split: Split
+    split: ModelSplit
     schedule: str
     counts: tuple[int, ...]
     steps: int | None
@@ -107,7 +107,7 @@ def read_task(request: Request, ranks: int | None) -> Task:
     model = read_model(merged, train, findings, notices)
     ways = parallel.tensor * parallel.pipeline
     copies = max(1, ranks // ways) if ranks else parallel.data or 1
-    split = Split(
+    split = ModelSplit(
         tensor=parallel.tensor,
         pipeline=parallel.pipeline,
         chunks=parallel.chunks,
@@ -141,7 +141,7 @@ def _growth(train: TrainSection) -> Growth:
     return Growth((ramp.start, ramp.increment), tuple(sorted(batches - {train.global_batch_size})))
 
 
-def _schedule(merged: ConfigSource, split: Split) -> str:
+def _schedule(merged: ConfigSource, split: ModelSplit) -> str:
     """The schedule that the configuration chooses, with its options; for a pipeline without one, the usual one."""
     name = merged.choices["schedule"][0].reference
     if name == "sequential" and split.pipeline > 1:

@@ -13,7 +13,7 @@ import numpy as np
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from megatron_run_data_nlu.rows import Spans, Window
+    from megatron_run_data_nlu.rows import ContextWindow, Spans
 
 #: The likeliest first and last tokens that are tried, and the most tokens of an answer, as in BERT's own script.
 TRIED, LONGEST = 20, 30
@@ -43,7 +43,7 @@ def answers_of(spans: Spans, logits: NDArray[np.float32], *, may_lack: bool) -> 
     }
 
 
-def _spans(spans: Spans, window: Window, scores: NDArray[np.float32]) -> Iterator[tuple[float, str]]:
+def _spans(spans: Spans, window: ContextWindow, scores: NDArray[np.float32]) -> Iterator[tuple[float, str]]:
     """The sum of the scores of both ends, and the text, of the likeliest spans of one window."""
     _, starts, stops = spans.contexts[window.question]
     context = spans.questions[window.question].context

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from megatron_run.contracts import ReadTensor
-    from megatron_run_engine.checkpoint import Entry
+    from megatron_run_engine.checkpoint import TensorEntry
     from megatron_run_engine.formats import GptOptions, Shape
     from megatron_run_format_huggingface.family import Config, Family, Row
 
@@ -48,7 +48,7 @@ class Tensors:
         #: The files of a cache are links.
         self._files = {name: TensorFile(followed(folder / name)) for name in _file_names(folder)}
         #: Where each tensor lies, by its name.
-        self.entries: dict[str, Entry] = {}
+        self.entries: dict[str, TensorEntry] = {}
         self._file_of: dict[str, TensorFile] = {}
         for name, file in self._files.items():
             if twice := self.entries.keys() & file.entries.keys():

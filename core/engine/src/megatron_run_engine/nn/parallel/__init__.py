@@ -5,7 +5,7 @@ whose backward overlaps with communication), ``split_layers`` (the factory's com
 and linear layers of experts).
 """
 
-from megatron_run_engine.nn.parallel.mappings import Split, column_linear, f, g, gather_sequence, scatter_sequence
+from megatron_run_engine.nn.parallel.mappings import LayerSplit, column_linear, f, g, gather_sequence, scatter_sequence
 from megatron_run_engine.nn.parallel.split_layers import (
     ExpertColumnLinear,
     ExpertRowLinear,
@@ -20,9 +20,9 @@ from megatron_run_engine.nn.parallel.split_layers import (
 __all__ = [
     "ExpertColumnLinear",
     "ExpertRowLinear",
+    "LayerSplit",
     "OutputLayer",
     "ReplicatedDropout",
-    "Split",
     "SplitLayers",
     "VocabEmbedding",
     "column_linear",

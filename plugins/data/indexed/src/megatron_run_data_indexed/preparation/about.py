@@ -14,7 +14,7 @@ from megatron_run.files.foreign_file import read_file
 from megatron_run.files.publishing import half_named
 from megatron_run.files.safe_folder import parse_json
 from megatron_run_engine.data import Tokenizer, open_tokenizer
-from megatron_run_engine.data.indexed_files import Writer, index_path, tokens_path
+from megatron_run_engine.data.indexed_files import IndexedWriter, index_path, tokens_path
 from megatron_run_engine.data.user_files import unreadable
 
 if TYPE_CHECKING:
@@ -37,9 +37,9 @@ def refuse_dataset(prefix: Path, option: str, inputs: Collection[Path], *, overw
 
 
 @contextmanager
-def writing(prefix: str | Path, dtype: DTypeLike, about: Callable[[], Mapping[str, Any]]) -> Iterator[Writer]:
+def writing(prefix: str | Path, dtype: DTypeLike, about: Callable[[], Mapping[str, Any]]) -> Iterator[IndexedWriter]:
     """A writer of the dataset ``prefix``, and of what ``about`` tells at the end: all appears, or nothing does."""
-    with Writer(prefix, dtype, beside=about_path(prefix)) as writer:
+    with IndexedWriter(prefix, dtype, beside=about_path(prefix)) as writer:
         yield writer
         writer.write_beside(json.dumps(about(), indent=2).encode() + b"\n")
 
