@@ -82,7 +82,7 @@ def _measured(work: Work, device: str, samples: int) -> dict[str, Any]:
 def _works(device: str, tokens: int, hidden: int, vocab: int, columns: int) -> dict[str, Work]:
     """Forward and backward of loss, norms, GeLU, SwiGLU and rotary positions, and the gradient of a bias."""
     from megatron_run_engine.builtin.model.gpt import GptOptions
-    from megatron_run_engine.nn import cross_entropy
+    from megatron_run_engine.nn.cross_entropy import cross_entropy
     from megatron_run_engine.nn.gelu import Gelu, activated, shared_terms
     from megatron_run_engine.nn.linear import add_rows
     from megatron_run_engine.nn.mlp import swiglu

@@ -10,13 +10,14 @@ import torch
 from torch import Tensor
 
 from megatron_run.contracts import CaptureSize, GraphCapture, Microbatch
-from megatron_run.contracts.schedule import Action, LayoutSpec, looped_layout
+from megatron_run.contracts.schedule import Action, LayoutSpec, ScheduleSpec, looped_layout
 from megatron_run_engine.builtin.model.gpt import Gpt, GptOptions
 from megatron_run_engine.builtin.parallel_layer.dense import DenseLayers
 from megatron_run_graph_capture_compile.capture import CompileCapture, CompileOptions
 from megatron_run_graph_capture_compile.compiler import find_compiler
 from megatron_run_graph_capture_partial import backend_for
 from megatron_run_graph_capture_partial.capture import PartialCapture, PartialOptions
+from megatron_run_schedule_1f1b import OneForwardOneBackward
 from megatron_run_testing.build_contexts import prepare, single_process_context
 
 Executor = Literal["python", "native"]
@@ -85,8 +86,6 @@ class Stage:
 
 
 def one_f_one_b(in_flight: int, microbatches: int) -> list[Action]:
-    """1F1B on the stage that holds ``in_flight`` microbatches."""
-    forwards = [Action("F", m, 0) for m in range(microbatches)]
-    backwards = [Action("B", m, 0) for m in range(microbatches)]
-    steady = [each for pair in zip(forwards[in_flight - 1 :], backwards, strict=False) for each in pair]
-    return [*forwards[: in_flight - 1], *steady, *backwards[len(steady) // 2 :]]
+    """1F1B on the first of ``in_flight`` stages, which holds as many microbatches."""
+    spec = ScheduleSpec(looped_layout(LayoutSpec(in_flight, 1, in_flight)), in_flight, 1, microbatches)
+    return OneForwardOneBackward().actions(spec)[0]

@@ -33,6 +33,12 @@ try:
 except SystemExit as end:
     assert not end.code, end.code
 """
+COMMANDS_LOADED = """
+from megatron_run.registry.discover import scan
+from megatron_run.registry.loaded_command import load_command
+for entry in scan(kind="command").commands:
+    load_command(entry)
+"""
 
 
 def loaded_by(code: str) -> set[str]:
@@ -79,8 +85,14 @@ def test_listing_plugins_loads_nothing_heavy_and_no_plugin() -> None:
     assert not loaded & {plugin.package for plugin in PLUGINS}
 
 
-def test_help_loads_nothing_heavy_though_it_asks_every_package_for_its_commands() -> None:
+def test_help_loads_nothing_heavy_and_no_command_of_our_own_packages() -> None:
     loaded = loaded_by(PLUGINS_LIST.replace('"plugins", "list"', '"--help"'))
+    assert not loaded & HEAVY
+    assert not loaded & {point.value for point in entry_points(group=entry_point_group(COMMAND))}
+
+
+def test_commands_of_packages_load_nothing_heavy_before_they_run() -> None:
+    loaded = loaded_by(COMMANDS_LOADED)
     assert not loaded & HEAVY
     values = {point.value for point in entry_points(group=entry_point_group(COMMAND))}
     assert values

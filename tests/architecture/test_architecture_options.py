@@ -22,8 +22,6 @@ ROOMS = {
     "core/engine/src/megatron_run_engine/training/build.py": "advice on a tensor that is too large",
     "core/engine/src/megatron_run_engine/training/state/keeping.py": "whether positions limit a text's length",
     "core/kernel/src/megatron_run/contracts/parallel_layer.py": "advice where a factory has no loss in chunks",
-    "core/planner/src/megatron_run_planner/task/model_options.py": "reads the options of models by name",
-    "core/planner/src/megatron_run_planner/workload.py": "says which key of a size does not split",
 }
 
 

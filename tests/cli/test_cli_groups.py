@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 import shlex
+from dataclasses import replace
 from pathlib import Path
 from string import Template
 from typing import Any
 
+import click
 import pytest
 
 from megatron_run.errors import ExitCode
-from megatron_run.registry import discover
-from megatron_run.registry.discover import Catalog
+from megatron_run.registry import discover, loaded_command
+from megatron_run.registry.discover import Catalog, Entry
 from megatron_run.registry.known import KNOWN_COMMANDS
 from megatron_run_cli import groups
 from megatron_run_cli.completion.shells import VARIABLE, Bash
@@ -263,3 +265,22 @@ def test_only_what_is_typed_is_imported(site: FakeSite, capsys: Output) -> None:
     assert main(["data", "prepare", "--help"]) == 0
     assert main(["plugins", "list"]) == 0
     assert "imported" not in capsys.readouterr().err
+
+
+def test_completing_a_command_imports_none_of_our_own_packages(monkeypatch: pytest.MonkeyPatch) -> None:
+    def load_command(entry: Entry) -> click.Command:
+        raise AssertionError(f"{entry} was imported")
+
+    monkeypatch.setattr(loaded_command, "load_command", load_command)
+    completed = Bash(program, {}, "megatron-run", VARIABLE).get_completions([], "e")
+    assert [item.value for item in completed] == ["eval", "export"]
+
+
+def test_lists_ask_a_package_of_another_release(monkeypatch: pytest.MonkeyPatch, capsys: Output) -> None:
+    found = discover.scan(kind="command").commands
+    others = tuple(replace(entry, version="7.0", requires_kernel=">=7") for entry in found if entry.name == "plan")
+    monkeypatch.setattr(groups, "scan", lambda kind: Catalog((), (), others))
+    assert main(["--help"]) == 0
+    captured = capsys.readouterr()
+    assert "  plan " not in captured.out
+    assert "the command 'plan' of megatron-run-planner 7.0 does not fit this kernel" in captured.err

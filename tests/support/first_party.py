@@ -11,9 +11,12 @@ from functools import cache
 from megatron_run.contracts.plugin import COMMAND, KINDS, entry_point_group
 from megatron_run.registry.discover import scan
 from megatron_run.registry.load import load
+from megatron_run.registry.loaded_command import load_command
 from megatron_run.registry.loaded_plugin import Plugin
 from tests.support.checkout import ENGINE, KERNEL, MEMBERS, ROOT
 
+#: Characters of a command's summary: more than a line of the help has room for.
+_SUMMARY = 90
 #: What a plugin of each kind decides.
 DECIDES = {
     "scaler": "the loss scale",
@@ -70,6 +73,14 @@ def known_commands() -> Iterator[str]:
         for name in member.project.get("entry-points", {}).get(entry_point_group(COMMAND), {})
     }
     yield from (f'        "{name}": "{found[name]}",' for name in sorted(found))
+
+
+def command_summaries() -> Iterator[str]:
+    """For the kernel: what each of these commands does, as the help shows it."""
+    ours = {member.name for member in MEMBERS}
+    for entry in sorted(scan(kind=COMMAND).commands, key=lambda each: each.name):
+        if entry.distribution in ours:
+            yield f'        "{entry.name}": "{load_command(entry).get_short_help_str(_SUMMARY)}",'
 
 
 def table() -> Iterator[str]:

@@ -13,6 +13,7 @@ from megatron_run.errors.wording import did_you_mean
 from megatron_run.registry.commands import (
     EXAMPLE,
     choose_command,
+    known_summary,
     missing_command,
     next_words,
     offered_twice,
@@ -67,8 +68,29 @@ class Commands(click.Group):
         """The words that may follow."""
         return sorted({*self.commands, *next_words(catalog_of(ctx), place_of(ctx))})
 
+    def summaries(self, ctx: click.Context, begin: str = "") -> click.Group:
+        """The commands that ``begin`` begins, as lists show them: those of our own packages are not imported for it."""
+        names = [name for name in self.list_commands(ctx) if name.startswith(begin)]
+        found = {name: self._known(ctx, name) or self.get_command(ctx, name) for name in names}
+        return click.Group(commands={name: each for name, each in found.items() if each and not each.hidden})
+
+    def _known(self, ctx: click.Context, name: str) -> click.Command | None:
+        """A command with its summary alone, where the kernel knows that; else None."""
+        summary = "" if name in self.commands else known_summary(catalog_of(ctx), (*place_of(ctx), name))
+        return click.Command(name, help=summary) if summary else None
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """List the commands in the help."""
+        self.summaries(ctx).format_commands(ctx, formatter)
+
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem[str]]:
+        """The commands that ``incomplete`` begins, and the options."""
+        found = self.summaries(ctx, incomplete).commands
+        words = [CompletionItem[str](name, help=each.get_short_help_str()) for name, each in found.items()]
+        return [*words, *click.Command.shell_complete(self, ctx, incomplete)]
+
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """The command of that word, None for an unknown one.
+        """The command ``name``, None for an unknown one.
 
         It is None too, and told in a line unless a shell asks, for one of a package that is broken: others go on.
         """
@@ -80,7 +102,7 @@ class Commands(click.Group):
             return None
 
     def find_command(self, ctx: click.Context, name: str) -> click.Command | None:
-        """The command of that word, None for an unknown one.
+        """The command ``name``, None for an unknown one.
 
         Raises :class:`PluginError` for one that several distributions offer, or that cannot be loaded.
         """

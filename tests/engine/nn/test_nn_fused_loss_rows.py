@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import Parameter
 
 from megatron_run.contracts.topology import Sizes, Topology
-from megatron_run_engine.nn import CrossEntropy, LinearCrossEntropy, cross_entropy
+from megatron_run_engine.nn.cross_entropy import CrossEntropy, LinearCrossEntropy, cross_entropy
 from megatron_run_engine.nn.fused import fuses, row_statistics, write_gradient
 from megatron_run_engine.runtime.comm import create_groups
 from megatron_run_engine.runtime.gradients import GradientAccumulator

@@ -6,7 +6,6 @@ Tokenised once, in batches; the library keeps the samples in its cache and maps 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import cached_property
 
 import datasets
 import numpy as np
@@ -16,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from megatron_run.contracts import Dataset, DataSource, PluginInfo, Split
 from megatron_run.errors import DataError
 from megatron_run.hookspecs import hookimpl
-from megatron_run_engine.data import Tokenizer, open_tokenizer
+from megatron_run_engine.data import TokenizedSource, open_tokenizer
 
 
 class Options(BaseModel):
@@ -50,17 +49,10 @@ class Samples:
         return {"tokens": window[:-1], "labels": window[1:], "loss_mask": np.ones(len(window) - 1, np.float32)}
 
 
-class Columns(DataSource):
+class Columns(TokenizedSource):
     def __init__(self, options: Options) -> None:
+        super().__init__(options.tokenizer)
         self._options = options
-
-    @cached_property
-    def _tokenizer(self) -> Tokenizer:
-        return open_tokenizer(self._options.tokenizer)
-
-    @property
-    def vocab_size(self) -> int:
-        return self._tokenizer.vocab_size
 
     def dataset(self, split: Split, sequence_length: int, seed: int) -> Dataset:
         try:

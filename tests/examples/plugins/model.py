@@ -46,7 +46,7 @@ class Options(BaseModel):
 class Block(nn.Module):
     def __init__(self, layers: ParallelLayers, hidden: int) -> None:
         super().__init__()
-        self.norm = layers.norm("layernorm", hidden)
+        self.norm = layers.norm("rmsnorm", hidden)
         self.up = layers.column_linear(LinearSpec(hidden, (LinearPart("up", 4 * hidden),), INIT, bias=False))
         self.down = layers.row_linear(LinearSpec(4 * hidden, hidden, INIT, bias=False))
 

@@ -3,9 +3,9 @@ from __future__ import annotations
 import pytest
 
 from megatron_run.errors import EngineMissingError, PluginError
-from megatron_run.registry.commands import choose_command, missing_command, next_words
+from megatron_run.registry.commands import choose_command, known_summary, missing_command, next_words
 from megatron_run.registry.discover import Catalog, Entry, scan
-from megatron_run.registry.known import KNOWN_COMMANDS
+from megatron_run.registry.known import COMMAND_SUMMARIES, KNOWN_COMMANDS
 from tests.support.checkout import MEMBERS
 from tests.support.fake_plugins import FakeSite
 
@@ -56,6 +56,17 @@ def test_known_commands_are_those_that_the_projects_offer() -> None:
         for name in member.project.get("entry-points", {}).get("megatron_run.command", {})
     }
     assert offered == KNOWN_COMMANDS
+
+
+def test_each_is_summed_up_while_its_own_package_alone_offers_it() -> None:
+    ours = scan(kind="command").commands
+    assert {entry.name: known_summary(Catalog((), (), ours), entry.name.split(".")) for entry in ours} == (
+        COMMAND_SUMMARIES
+    )
+    other = Entry("command", "plan", "m", "acme-plan", "1.0")
+    assert not known_summary(Catalog((), (), (other,)), ["plan"])
+    assert not known_summary(Catalog((), (), (*ours, other)), ["plan"])
+    assert not known_summary(Catalog((), (), ours), ["plan", "search"])
 
 
 def test_a_scan_for_commands_finds_those_of_a_whole_one(site: FakeSite) -> None:

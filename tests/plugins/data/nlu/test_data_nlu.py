@@ -39,7 +39,7 @@ def source(home: Path, task: str, **options: Any) -> Nlu:
 
 def text_of(made: Nlu, sample: Any, row: int = 0) -> str:
     """The tokens of one row as words, with special tokens, without padding."""
-    names = {number: name for name, number in made._tokenizer.vocabulary.items()}
+    names = {number: name for name, number in made.tokenizer.vocabulary.items()}
     first, stop = sample["documents"][2 * row : 2 * row + 2]
     return " ".join(names[token] for token in sample["tokens"][first:stop].tolist())
 

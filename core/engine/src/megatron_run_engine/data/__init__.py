@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from megatron_run_engine.data.standalone_tokenizer import json_file as json_file
     from megatron_run_engine.data.token_ids import check_ids as check_ids
     from megatron_run_engine.data.token_ids import require_ids as require_ids
+    from megatron_run_engine.data.tokenized_source import TokenizedSource as TokenizedSource
     from megatron_run_engine.data.tokenizer import files_of_tokenizer as files_of_tokenizer
     from megatron_run_engine.data.tokenizer import open_tokenizer as open_tokenizer
     from megatron_run_engine.data.tokenizer_base import Tokenizer as Tokenizer
@@ -57,6 +58,7 @@ __getattr__, __dir__ = lazy_names(
         ),
         "megatron_run_engine.data.standalone_tokenizer": ("json_file",),
         "megatron_run_engine.data.token_ids": ("check_ids", "require_ids"),
+        "megatron_run_engine.data.tokenized_source": ("TokenizedSource",),
         "megatron_run_engine.data.tokenizer": ("files_of_tokenizer", "open_tokenizer"),
         "megatron_run_engine.data.tokenizer_base": ("Tokenizer",),
         "megatron_run_engine.data.tokenizer_files": ("holds_tokenizer",),

@@ -14,15 +14,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
-from megatron_run.contracts import Dataset, DataSource, Split
+from megatron_run.contracts import Dataset, Split
 from megatron_run.errors import DataError
 from megatron_run_engine.data.batches import sample_index
 from megatron_run_engine.data.indexed_files import IndexedReader, files_of, open_tokens
 from megatron_run_engine.data.option_types import AT_COMMAS, SPLITS, SplitShares, validation_notice
-from megatron_run_engine.data.standalone_tokenizer import json_file
 from megatron_run_engine.data.token_ids import require_ids
-from megatron_run_engine.data.tokenizer import open_tokenizer
-from megatron_run_engine.data.tokenizer_base import Tokenizer
+from megatron_run_engine.data.tokenized_source import TokenizedSource
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -77,7 +75,7 @@ class Epochs:
         return self._drawn.sample(sample_index(len(self._drawn), self._seed, index), epoch)
 
 
-class PreparedTexts(DataSource):
+class PreparedTexts(TokenizedSource):
     """The datasets that ``options`` name, for the plugin ``name``. Opened, and checked, when a split is first opened.
 
     Raises :class:`DataError` when they name none.
@@ -90,12 +88,8 @@ class PreparedTexts(DataSource):
                 origin="data.paths",
                 fix="make a dataset with megatron-run data prepare, and add --set data.paths=PREFIX",
             )
-        self._paths, self._shares, self._tokenizer_name = options.paths, options.split, options.tokenizer
-
-    @cached_property
-    def tokenizer(self) -> Tokenizer:
-        """The tokenizer that made the tokens."""
-        return open_tokenizer(self._tokenizer_name)
+        super().__init__(options.tokenizer)
+        self._paths, self._shares = options.paths, options.split
 
     @cached_property
     def readers(self) -> tuple[IndexedReader, ...]:
@@ -134,24 +128,6 @@ class PreparedTexts(DataSource):
     def files(self) -> tuple[Path, ...]:
         """Both files of each dataset."""
         return files_of(self._paths)
-
-    @property
-    def tokenizer_file(self) -> Path | None:
-        """The file of ``data.tokenizer`` that is kept beside the weights, None for bytes."""
-        return json_file(self._tokenizer_name)
-
-    def encode(self, text: str) -> Sequence[int]:
-        """Return the token ids of ``text``, without special tokens."""
-        return self.tokenizer.encode_text(text)
-
-    @property
-    def special_tokens(self) -> Mapping[str, tuple[str, int]]:
-        """As the tokenizer's folder says."""
-        return self.tokenizer.special_tokens()
-
-    def encode_prompt(self, text: str) -> Sequence[int]:
-        """Return the token ids of ``text``, with the special tokens that the tokenizer puts around it."""
-        return self.tokenizer.encode_prompt(text)
 
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of ``tokens``; special tokens that a source added have none."""

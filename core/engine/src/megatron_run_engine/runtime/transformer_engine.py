@@ -10,12 +10,15 @@ from dataclasses import dataclass
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from packaging.version import Version
 
 from megatron_run.errors import PluginError
 from megatron_run_engine.runtime.cuda_libraries import led_to_loaded, variables_kept
+
+if TYPE_CHECKING:
+    import torch
 
 #: The variable by which the library is told which frameworks it serves.
 FRAMEWORK = "NVTE_FRAMEWORK"
@@ -37,15 +40,17 @@ class Need:
 
     def refusal(self, what: str, why: str, fix: str) -> PluginError:
         """The error that ends with the plugin's alternative."""
-        return PluginError(what, why=why, fix=f"{fix}, or {self.instead}")
+        return PluginError(what, why=why, fix=f"{fix}, or {self.instead}" if fix else self.instead)
 
 
-def import_transformer_engine(need: Need, *modules: str) -> list[Any]:
-    """Import the (untyped) ``modules`` of the library, such as ``transformer_engine.pytorch``.
+def import_transformer_engine(need: Need, device: torch.device, *modules: str) -> list[Any]:
+    """Import the (untyped) ``modules`` of the library, such as ``transformer_engine.pytorch``, for a run on ``device``.
 
-    Raises :class:`PluginError` without the library, with its empty meta package, with a release that is too old, and
-    with one that cannot be imported.
+    Raises :class:`PluginError` without a GPU, without the library, with its empty meta package, with a release that is
+    too old, and with one that cannot be imported.
     """
+    if device.type != "cuda":
+        raise _no_gpu(need)
     found = installed_version()
     if found is not None and Version(found) < Version(need.minimum):
         install = _install("--upgrade ", f"transformer-engine[pytorch]>={need.minimum}")
@@ -76,6 +81,15 @@ def installed_version() -> str | None:
         return version("transformer-engine")
     except PackageNotFoundError:
         return None
+
+
+def _no_gpu(need: Need) -> PluginError:
+    import torch
+
+    what = f"{need.plugin} needs an NVIDIA GPU"
+    if torch.cuda.is_available():
+        return need.refusal(what, "this run is on the CPU", "set run.device=cuda")
+    return need.refusal(what, "there is none on this machine", "")
 
 
 def _why_not_imported(cause: Exception, found: str | None, need: Need) -> PluginError:

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from megatron_run import __version__
 from megatron_run.contracts.plugin import COMMAND
 from megatron_run.errors import EngineMissingError, PluginError
 from megatron_run.errors.install_hint import ENGINE, how_to_install
 from megatron_run.registry.discover import Catalog, Entry
-from megatron_run.registry.known import KNOWN_COMMANDS
+from megatron_run.registry.known import COMMAND_SUMMARIES, KNOWN_COMMANDS
 
 Place = Sequence[str]
 #: Begins the epilog of a command's help: a whole command line, which an error quotes where words are missing.
@@ -38,6 +39,16 @@ def offered_twice(place: Place, sources: Sequence[str]) -> PluginError:
         why=", ".join(sources),
         fix="uninstall all but one of them",
     )
+
+
+def known_summary(catalog: Catalog, place: Place) -> str:
+    """The line of help of the first-party command at ``place``, without its import.
+
+    Empty where its package must be asked: another one offers it too, or it is of another release than the kernel.
+    """
+    name = ".".join(place)
+    offers = [(entry.distribution, entry.version) for entry in catalog.offering(COMMAND, name)]
+    return COMMAND_SUMMARIES.get(name, "") if offers == [(KNOWN_COMMANDS.get(name), __version__)] else ""
 
 
 def next_words(catalog: Catalog, place: Place) -> dict[str, tuple[str, ...]]:

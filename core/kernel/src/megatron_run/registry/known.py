@@ -95,6 +95,20 @@ KNOWN_COMMANDS: Mapping[str, str] = MappingProxyType(
         # [[[end]]]
     }
 )
+#: The line of each in the help, as its package says: a list of commands imports none of these packages.
+COMMAND_SUMMARIES: Mapping[str, str] = MappingProxyType(
+    {
+        # [[[cog from tests.support import first_party; cog.outl('\n'.join(first_party.command_summaries())) ]]]
+        "data": "Prepare, inspect and convert datasets; train tokenizers.",
+        "data.cache": "List the tokens that data=text keeps for later starts; --prune removes old ones.",
+        "eval": "Evaluate a model on texts, or compare a test set with a training set.",
+        "export": "Write a saved step as the new FOLDER, in another format.",
+        "generate": "Continue each PROMPT with a trained model, or answer them with --chat.",
+        "import": "Write the model at SOURCE as the new FOLDER: config.yaml and a saved step from which a...",
+        "plan": "Find the fastest way to run a model on given devices, or compare predictions with...",
+        # [[[end]]]
+    }
+)
 
 
 def known_plugin(kind: str, name: str) -> Known | None:

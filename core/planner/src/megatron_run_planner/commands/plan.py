@@ -305,7 +305,7 @@ def check(
 ) -> None:
     """Compare predictions with the measured steps of TABLE, one run of Megatron-LM or Megatron-DeepSpeed a row."""
     from megatron_run_planner.accuracy import compare, read_table
-    from megatron_run_planner.commands.plan_report import accuracy_record, accuracy_text
+    from megatron_run_planner.commands.measured_report import accuracy_record, accuracy_text
     from megatron_run_planner.devices import read_device
     from megatron_run_planner.schedules import Schedules
 
@@ -337,7 +337,7 @@ def calibrate(*, device: str, device_name: str | None, output: Path, overwrite: 
     taken from an H100's machine. Nothing else should run meanwhile.
     """
     from megatron_run_planner.accuracy.calibrate import device_text
-    from megatron_run_planner.commands.plan_report import device_lines, gpu_lines
+    from megatron_run_planner.commands.measured_report import device_lines, gpu_lines
 
     if not output.parent.is_dir():
         raise InputError(f"{output} cannot be written", why="its folder does not exist", fix="name another file")

@@ -40,8 +40,8 @@ class PlainDecoder(BaseModel):
         hidden, ffn = self.hidden_size, self.ffn_size or 4 * self.hidden_size
         attention = AttentionCosts.plain(self.num_heads, hidden / self.num_heads)
         layer = LayerCosts(hidden, sequence_length, (attention, FeedForwardCosts(ffn)))
-        heads = Divided(self.num_heads, "attention heads (model.num_heads)")
-        features = Divided(ffn, "features of the feed-forward layer (model.ffn_size)")
+        heads = Divided(self.num_heads, "attention heads")
+        features = Divided(ffn, "features of the feed-forward layer")
         return ModelCosts(
             (layer,) * self.num_layers,
             vocab_size,

@@ -6,7 +6,7 @@ here tokens and samples.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import date, datetime
 from functools import cached_property
@@ -29,12 +29,10 @@ from megatron_run_engine.data import (
     Paths,
     Shares,
     SplitShares,
-    Tokenizer,
+    TokenizedSource,
     best_fit,
     find_documents,
-    json_file,
     one_a_row,
-    open_tokenizer,
     require_within,
     validation_notice,
 )
@@ -84,32 +82,24 @@ class _Read:
     malformed: int = 0
 
 
-class Instruct(DataSource):
+class Instruct(TokenizedSource):
     """Conversations from files. A split is read and tokenised when it is first opened, and then kept."""
 
     def __init__(self, options: InstructOptions) -> None:
+        super().__init__(options.tokenizer)
         self._options, self._shares = options, Shares(*options.split)
         self._read: dict[Split, _Read] = {}
         self._summaries: dict[int, str] = {}
 
     @cached_property
-    def _tokenizer(self) -> Tokenizer:
-        return open_tokenizer(self._options.tokenizer)
-
-    @cached_property
     def _templates(self) -> Templates:
         options = self._options
-        return Templates(options.template, self._tokenizer, options.tokenizer, options.date)
-
-    @property
-    def vocab_size(self) -> int:
-        """The number of ids of the tokenizer."""
-        return self._tokenizer.vocab_size
+        return Templates(options.template, self.tokenizer, options.tokenizer, options.date)
 
     @property
     def rows(self) -> int:
         """The ids without added tokens above all others."""
-        return self._tokenizer.rows
+        return self.tokenizer.rows
 
     @property
     def fields(self) -> tuple[BatchField, ...]:
@@ -133,7 +123,7 @@ class Instruct(DataSource):
             np.concatenate([np.empty(0, np.int64), *(tokens[number] for number in kept)]),
             np.concatenate(([0], np.cumsum(sizes, dtype=np.int64))).astype(np.int64),
             sequence_length,
-            padding=self._tokenizer.end_of_document,
+            padding=self.tokenizer.end_of_document,
             counts=np.concatenate([np.empty(0, np.bool_), *(counts[number] for number in kept)]),
             fit=best_fit if self._options.packing == "documents" else one_a_row,
         )
@@ -182,14 +172,14 @@ class Instruct(DataSource):
         messages, tools = conversation(line.content)
         template = self._templates.of(tools=tools is not None)
         text, spans = template.render(messages, tools)
-        tokens, starts, stops = self._tokenizer.encode_places(text)
+        tokens, starts, stops = self.tokenizer.encode_places(text)
         require_within(tokens, self.vocab_size, line)
         counts = np.zeros(len(tokens), np.bool_)
         for start, stop in spans:
             counts |= (starts < stop) & (stops > start)
         if template.plain:  # it names no token that ends a text
             last = bool(spans) and spans[-1][1] == len(text)
-            tokens, counts = np.append(tokens, self._tokenizer.end_of_document), np.append(counts, last)
+            tokens, counts = np.append(tokens, self.tokenizer.end_of_document), np.append(counts, last)
         return tokens, counts
 
     def _empty(self, split: Split, read: int) -> DataError:
@@ -208,36 +198,14 @@ class Instruct(DataSource):
         """The conversations."""
         return tuple(document.path for document in find_documents(self._options.paths))
 
-    @property
-    def tokenizer_file(self) -> Path | None:
-        """The file of ``data.tokenizer`` that is kept beside the weights, None for bytes."""
-        return json_file(self._options.tokenizer)
-
-    def encode(self, text: str) -> Sequence[int]:
-        """Return the token ids of ``text``."""
-        return self._tokenizer.encode_text(text)
-
-    @property
-    def special_tokens(self) -> Mapping[str, tuple[str, int]]:
-        """As the tokenizer's folder says."""
-        return self._tokenizer.special_tokens()
-
-    def encode_prompt(self, text: str) -> Sequence[int]:
-        """Return the token ids of ``text``, with the special tokens that the tokenizer puts around it."""
-        return self._tokenizer.encode_prompt(text)
-
-    def decode(self, tokens: Sequence[int]) -> str:
-        """Return the text of ``tokens``."""
-        return self._tokenizer.decode(tokens)
-
     def chat_template(self, *, tools: bool = False) -> str:
         """Return the template that the model learns: ``data.template``, the tokenizer's, or lines of Role: text."""
-        return template_source(self._options.template, self._tokenizer, tools=tools)
+        return template_source(self._options.template, self.tokenizer, tools=tools)
 
     @property
     def end_of_text(self) -> int:
         """The token that ends a text."""
-        return self._tokenizer.end_of_document
+        return self.tokenizer.end_of_document
 
 
 def _summary(dataset: PackedDocuments, cut: int, silent: int, malformed: int, longest: int | None) -> str:

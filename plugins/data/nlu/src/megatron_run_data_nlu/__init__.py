@@ -6,8 +6,7 @@ source, ``recipes`` (table 6 of the paper).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from functools import cached_property
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +22,7 @@ from megatron_run_data_nlu.official_metrics import accuracy, answers_of, binary_
 from megatron_run_data_nlu.questions import TaskName, files_of, read_choices, read_questions
 from megatron_run_data_nlu.recipes import published
 from megatron_run_data_nlu.rows import Choices, RowMaker, Spans
-from megatron_run_engine.data import Tokenizer, json_file, open_tokenizer
+from megatron_run_engine.data import TokenizedSource
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -46,20 +45,12 @@ class NluOptions(BaseModel):
 CHOICES = 4
 
 
-class Nlu(DataSource):
+class Nlu(TokenizedSource):
     """Questions from files. A split is read when it is first opened, and then kept."""
 
     def __init__(self, options: NluOptions) -> None:
+        super().__init__(options.tokenizer)
         self._options, self._opened = options, dict[tuple[Split, int], Choices | Spans]()
-
-    @cached_property
-    def _tokenizer(self) -> Tokenizer:
-        return open_tokenizer(self._options.tokenizer)
-
-    @property
-    def vocab_size(self) -> int:
-        """The number of ids of the tokenizer."""
-        return self._tokenizer.vocab_size
 
     @property
     def fields(self) -> tuple[BatchField, ...]:
@@ -80,7 +71,7 @@ class Nlu(DataSource):
         rows = CHOICES if task == "race" else 1
         if length % rows:
             raise InputError(f"train.sequence_length={length} does not divide into {rows} rows", fix="multiply it by 4")
-        maker = RowMaker(self._tokenizer, length // rows)
+        maker = RowMaker(self.tokenizer, length // rows)
         paths = files_of(task, split, folder)
         if task in ("squad1", "squad2"):
             questions = [each for path in paths for each in read_questions(path)]
@@ -120,19 +111,6 @@ class Nlu(DataSource):
     def files(self) -> tuple[Path, ...]:
         """The files of the training split."""
         return tuple(files_of(self._options.task, "train", Path(str(self._options.folder)).expanduser()))
-
-    @property
-    def tokenizer_file(self) -> Path | None:
-        """The file of ``data.tokenizer`` that is kept beside the weights."""
-        return json_file(self._options.tokenizer)
-
-    def encode(self, text: str) -> Sequence[int]:
-        """Return the token ids of ``text``, without special tokens."""
-        return self._tokenizer.encode_text(text)
-
-    def decode(self, tokens: Sequence[int]) -> str:
-        """Return the text of ``tokens``."""
-        return self._tokenizer.decode(tokens)
 
 
 def check_config(config: Config, options: NluOptions) -> Iterator[str]:

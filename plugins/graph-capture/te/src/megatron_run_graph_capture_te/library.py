@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 
-from megatron_run.errors import PluginError
 from megatron_run_engine.runtime import Need, import_transformer_engine
 
 #: The oldest release that shares buffers between graphs, so that memory does not grow with microbatches.
@@ -66,14 +65,8 @@ def captures_of_one_thread() -> Iterator[None]:
 
 
 def find_engine(device: torch.device) -> Engine:
-    """The library, for graphs on ``device``.
-
-    Raises :class:`PluginError` without a GPU, without the library, with its empty meta package, with one that cannot be
-    imported, and with one that is too old.
-    """
-    if device.type != "cuda":
-        raise PluginError(f"{NEED.plugin} needs an NVIDIA GPU", why=f"this run is on {device}", fix=NEED.instead)
+    """The library, for graphs on ``device``. Raises as :func:`import_transformer_engine`."""
     library, distributed = import_transformer_engine(
-        NEED, "transformer_engine.pytorch", "transformer_engine.pytorch.distributed"
+        NEED, device, "transformer_engine.pytorch", "transformer_engine.pytorch.distributed"
     )
     return Engine(library.make_graphed_callables, distributed)

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from megatron_run.errors import PluginError
 from megatron_run_engine.runtime import Need, import_transformer_engine, installed_version
 from megatron_run_parallel_layer_te import shapes
 
@@ -34,21 +33,11 @@ class Engine:
 def find_engine(device: torch.device) -> Engine:
     """Import Transformer Engine for a run on ``device``; the meta device gets :mod:`shapes`, without the library.
 
-    Raises :class:`PluginError` without a GPU, without the library, with its empty meta package, or with an old release.
+    Raises as :func:`import_transformer_engine`.
     """
     if device.type == "meta":
         return Engine(shapes, None, "of shapes alone")
-    _need_gpu(device)
-    pytorch, recipe = import_transformer_engine(NEED, "transformer_engine.pytorch", "transformer_engine.common.recipe")
-    return Engine(pytorch, recipe, installed_version() or "of unknown version")
-
-
-def _need_gpu(device: torch.device) -> None:
-    if device.type == "cuda":
-        return
-    here = torch.cuda.is_available()
-    raise PluginError(
-        f"{NEED.plugin} needs an NVIDIA GPU",
-        why="this run is on the CPU" if here else "there is none on this machine",
-        fix=f"{'set run.device=cuda, or ' if here else ''}{NEED.instead}",
+    pytorch, recipe = import_transformer_engine(
+        NEED, device, "transformer_engine.pytorch", "transformer_engine.common.recipe"
     )
+    return Engine(pytorch, recipe, installed_version() or "of unknown version")

@@ -22,8 +22,8 @@ from torch import Tensor, nn
 
 from megatron_run.contracts import Init, ParallelLayers, ParameterSpec, PluginInfo
 from megatron_run.hookspecs import hookimpl
-from megatron_run_engine.nn import CoreAttention, LinearLayer, empty_parameter, linear, make_norm
-from megatron_run_engine.nn.parallel import LayerSplit, SplitLayers, column_linear, g, scatter_sequence
+from megatron_run_engine.nn import CoreAttention, LinearLayer, empty_parameter, make_norm
+from megatron_run_engine.nn.parallel import LayerSplit, SplitLayers, column_linear, g, linear, scatter_sequence
 
 if TYPE_CHECKING:
     from megatron_run.contracts import AttentionShape, LinearSpec, NormKind

@@ -26,10 +26,8 @@ from megatron_run_engine.data.documents import (
 )
 from megatron_run_engine.data.option_types import Paths, SplitShares, validation_notice
 from megatron_run_engine.data.packing import PACKED_FIELDS, PackedDocuments, bounds_of
-from megatron_run_engine.data.standalone_tokenizer import json_file
 from megatron_run_engine.data.token_cache import open_streams
-from megatron_run_engine.data.tokenizer import open_tokenizer
-from megatron_run_engine.data.tokenizer_base import Tokenizer
+from megatron_run_engine.data.tokenized_source import TokenizedSource
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -63,30 +61,21 @@ class TextOptions(BaseModel):
     split: SplitShares = Field((90, 5, 5), description="shares of train, validation and test, in any unit")
 
 
-class Text(DataSource):
+class Text(TokenizedSource):
     """Documents from files. All splits are tokenised, or found in the cache, when one is first opened."""
 
     def __init__(self, options: TextOptions) -> None:
-        self._options = options
-        self._shares = Shares(*options.split)
-
-    @cached_property
-    def _tokenizer(self) -> Tokenizer:
-        return open_tokenizer(self._options.tokenizer)
+        super().__init__(options.tokenizer)
+        self._options, self._shares = options, Shares(*options.split)
 
     @cached_property
     def _streams(self) -> Mapping[Split, NDArray[Any]]:
-        return open_streams(self._texts, self._tokenizer, self._shares, cut=self._cuts_all)
-
-    @property
-    def vocab_size(self) -> int:
-        """The number of ids of the tokenizer; for bytes 257, one of them the end of a document."""
-        return self._tokenizer.vocab_size
+        return open_streams(self._texts, self.tokenizer, self._shares, cut=self._cuts_all)
 
     @property
     def rows(self) -> int:
         """The ids without added tokens above all others."""
-        return self._tokenizer.rows
+        return self.tokenizer.rows
 
     @property
     def fields(self) -> tuple[BatchField, ...]:
@@ -107,7 +96,7 @@ class Text(DataSource):
     def _cut(self, stream: NDArray[Any], length: int) -> PackedDataset | PackedDocuments:
         if self._options.packing == "stream":
             return PackedDataset(stream, length)
-        end = self._tokenizer.end_of_document
+        end = self.tokenizer.end_of_document
         return PackedDocuments(stream, bounds_of(stream, end), length, padding=end)
 
     def summary(self, sequence_length: int, seed: int) -> str:
@@ -168,43 +157,21 @@ class Text(DataSource):
         train, validation = (self.dataset(split, sequence_length, seed) for split in ("train", "validation"))
         every = 1 + len(train) * sequence_length // BIGRAM_TOKENS
         model = Bigram(*train.pairs(range(0, len(train), every)), self.vocab_size)
-        return {f"{self._tokenizer.unit} bigram": model.loss(*validation.pairs(samples))}
+        return {f"{self.tokenizer.unit} bigram": model.loss(*validation.pairs(samples))}
 
     @property
     def files(self) -> tuple[Path, ...]:
         """The texts."""
         return tuple(document.path for document in self._texts)
 
-    @property
-    def tokenizer_file(self) -> Path | None:
-        """The file of ``data.tokenizer`` that is kept beside the weights, None for bytes."""
-        return json_file(self._options.tokenizer)
-
-    def encode(self, text: str) -> Sequence[int]:
-        """Return the token ids of ``text``."""
-        return self._tokenizer.encode_text(text)
-
-    @property
-    def special_tokens(self) -> Mapping[str, tuple[str, int]]:
-        """As the tokenizer's folder says."""
-        return self._tokenizer.special_tokens()
-
-    def encode_prompt(self, text: str) -> Sequence[int]:
-        """Return the token ids of ``text``, with the special tokens that the tokenizer puts around it."""
-        return self._tokenizer.encode_prompt(text)
-
-    def decode(self, tokens: Sequence[int]) -> str:
-        """Return the text of ``tokens``."""
-        return self._tokenizer.decode(tokens)
-
     def chat_template(self, *, tools: bool = False) -> str | None:
         """As the tokenizer's folder says."""
-        return self._tokenizer.template(tools=tools)
+        return self.tokenizer.template(tools=tools)
 
     @property
     def end_of_text(self) -> int:
         """The token between documents."""
-        return self._tokenizer.end_of_document
+        return self.tokenizer.end_of_document
 
 
 def check_config(config: Config, options: TextOptions) -> Iterator[str]:  # noqa: ARG001  # the contract's

@@ -1,38 +1,23 @@
 """Model ``gpt``: a decoder-only transformer, GPT-2 by default, Llama-like by options.
 
-Legend: s sequence, b micro batch, h hidden.
+Its options and costs need no torch, so that a plan loads none; the network (``decoder``) is loaded when it is built.
 """
 
 from __future__ import annotations
 
-from functools import partial
 from typing import TYPE_CHECKING
 
-from megatron_run.contracts import Boundary, Chunk, Model, PluginInfo
+from megatron_run.contracts import Model, PluginInfo
 from megatron_run.hookspecs import hookimpl
+from megatron_run.lazy import lazy_names
 from megatron_run_engine.builtin.model.attention_options import AttentionOptions, NormOptions
 from megatron_run_engine.builtin.model.expert_notices import expert_notices
 from megatron_run_engine.builtin.model.expert_options import ExpertOptions
 from megatron_run_engine.builtin.model.gpt_options import GptOptions
 from megatron_run_engine.builtin.model.rope_options import RopeOptions
-from megatron_run_engine.nn import (
-    WORD,
-    DecoderChunk,
-    Embedding,
-    RouterReports,
-    SelfAttention,
-    attention_fields,
-    embedding_fields,
-    tie_to_word,
-)
 
 if TYPE_CHECKING:
-    from torch import nn
-    from torch.nn import Parameter
-
-    from megatron_run.contracts import Microbatch, ParallelLayers
-    from megatron_run.contracts.schedule import Place
-    from megatron_run_engine.nn import Attention, Rotary
+    from megatron_run_engine.builtin.model.decoder import Gpt
     from megatron_run_engine.runtime.context import BuildContext
 
 __all__ = [
@@ -44,90 +29,7 @@ __all__ = [
     "RopeOptions",
     "expert_notices",
 ]
-
-
-class Gpt(Model):
-    """Builds the chunks of one rank, and ties the output layer to the word embedding."""
-
-    def __init__(self, context: BuildContext, options: GptOptions) -> None:
-        self._context, self._options = context, options
-        self._spec = options.spec(context.train.sequence_length)
-        self._routers: RouterReports | None = None
-        if self._spec.experts is not None:
-            # On every stage, also one without experts: metrics are all-reduced by position, so their names must agree.
-            replicas = context.groups.parallel_group(context.topology, "data")
-            tensor_ranks = context.topology.sizes.tensor
-            self._routers = RouterReports(context.metrics, self._spec.experts, tensor_ranks, replicas)
-            self.metric_names = ("lm", *self._spec.experts.loss_names)
-
-    def build_chunk(
-        self, position: int, layout: tuple[Place, ...], layers: ParallelLayers, shared: dict[str, Parameter]
-    ) -> Chunk:
-        """Build the blocks of ``layout[position]``, with the embedding at the first and the head at the last."""
-        spec, last = self._spec, len(layout) - 1
-        embedding = output = None
-        if position == 0:
-            embedding = Embedding(self._context, spec, layers)
-            if self.shares_words:
-                tie_to_word(embedding.word, 0, layout, shared)
-        if position == last:
-            tied = shared.get(WORD) if self._options.tie_embeddings else None
-            output = layers.output_layer(spec.vocab, spec.hidden, init=spec.init, weight=tied)
-            if self._options.tie_embeddings:
-                tie_to_word(output, last, layout, shared)
-        return self.make_chunk(position, layout, layers, shared, embedding=embedding, output=output)
-
-    @property
-    def shares_words(self) -> bool:
-        """Whether the last position holds the word embedding too, here as output layer."""
-        return self._options.tie_embeddings
-
-    def make_chunk(
-        self,
-        position: int,
-        layout: tuple[Place, ...],
-        layers: ParallelLayers,
-        shared: dict[str, Parameter],  # for models that share more
-        *,
-        embedding: Embedding | None,
-        output: nn.Module | None,
-    ) -> Chunk:
-        """The chunk at ``position``, of ``embedding`` and ``output`` where they lie; for models with more to put in."""
-        return DecoderChunk(
-            self._context,
-            self._spec,
-            layers,
-            layout[position].layers,
-            embedding=embedding,
-            output=output,
-            routers=self._routers,
-            attention=partial(self.make_attention, layers),
-        )
-
-    def make_attention(self, layers: ParallelLayers, layer: int, rotary: Rotary | None) -> Attention:
-        """The attention of ``layer``; a model that differs from ``gpt`` in it overrides this."""
-        return SelfAttention(self._context, layers, self._spec, layer, rotary)
-
-    def fields(self, position: int, layout: tuple[Place, ...]) -> tuple[str, ...]:
-        """Return ``tokens`` for the first position, ``labels`` and ``loss_mask`` for the last.
-
-        Of packed data, every position with layers needs ``documents``, and ``positions`` go where they are encoded.
-        """
-        context, spec = self._context, self._spec
-        first = ("tokens", *embedding_fields(context, spec)) if position == 0 else ()
-        layers = attention_fields(context, spec) if layout[position].layers else ()
-        last = ("labels", "loss_mask") if position == len(layout) - 1 else ()
-        return (*first, *layers, *last)
-
-    def boundary(self, microbatch: Microbatch, micro_batch_size: int, sequence_length: int) -> Boundary:
-        """Return the shape of the residual stream, [s, b, h], or [s/t, b, h] with sequence parallelism."""
-        length = sequence_length // self._context.sequence_shards
-        return Boundary((length, micro_batch_size, self._spec.hidden), self._context.dtypes.param)
-
-    def before_update(self, *, skipped: bool) -> None:
-        """Move the biases that balance experts, by the choices of the step."""
-        if self._routers is not None:
-            self._routers.balance(skipped=skipped)
+__getattr__, _ = lazy_names(__name__, {"megatron_run_engine.builtin.model.decoder": ("Gpt",)})
 
 
 @hookimpl
@@ -141,4 +43,6 @@ def megatron_run_plugin_info() -> PluginInfo:
 @hookimpl
 def megatron_run_create_model(context: BuildContext, options: GptOptions) -> Model:
     """Make the model; ``options`` come with the vocabulary filled in."""
+    from megatron_run_engine.builtin.model.decoder import Gpt
+
     return Gpt(context, options)

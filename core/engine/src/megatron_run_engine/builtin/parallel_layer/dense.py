@@ -20,9 +20,9 @@ from megatron_run_engine.nn import (
     LinearLayer,
     embed,
     empty_parameter,
-    linear,
     make_norm,
 )
+from megatron_run_engine.nn.linear import linear
 from megatron_run_engine.nn.parallel import (
     ExpertColumnLinear,
     ExpertRowLinear,

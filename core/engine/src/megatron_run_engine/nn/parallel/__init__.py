@@ -5,6 +5,7 @@ whose backward overlaps with communication), ``split_layers`` (the factory's com
 and linear layers of experts).
 """
 
+from megatron_run_engine.nn.linear import linear
 from megatron_run_engine.nn.parallel.mappings import LayerSplit, column_linear, f, g, gather_sequence, scatter_sequence
 from megatron_run_engine.nn.parallel.split_layers import (
     ExpertColumnLinear,
@@ -29,6 +30,7 @@ __all__ = [
     "f",
     "g",
     "gather_sequence",
+    "linear",
     "rows_of_a_rank",
     "scatter_sequence",
     "vocabulary_spec",
