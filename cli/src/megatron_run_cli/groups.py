@@ -90,7 +90,7 @@ class Commands(click.Group):
         return [*words, *click.Command.shell_complete(self, ctx, incomplete)]
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """The command ``name``, None for an unknown one.
+        """The command ``cmd_name``, None for an unknown one.
 
         It is None too, and told in a line unless a shell asks, for one of a package that is broken: others go on.
         """
