@@ -21,8 +21,14 @@ _MOVED: Mapping[str, str] = {
     "docs/index.md": "contents.md",
     "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "changelog.md",
+    "cli/README.md": "command.md",
+    "core/engine/README.md": "built-in-plugins.md",
+    "plugins/data/indexed/README.md": "data-indexed.md",
+    "plugins/format/huggingface/README.md": "huggingface.md",
     "plugins/format/megatron/README.md": "megatron-flags.md",
     "plugins/optimizer/deepspeed/README.md": "deepspeed.md",
+    "benchmarks/README.md": "results/index.md",
+    **{f"benchmarks/results/{page.name}": f"results/{page.name}" for page in ROOT.glob("benchmarks/results/*.md")},
 }
 #: What the navigation has under other headings than the table of contents.
 _PROJECT = ("index.md", "contents.md", "contributing.md", "changelog.md")
@@ -39,7 +45,7 @@ _MADE: Mapping[str, tuple[str, str]] = {
     },
 }
 _LINK = re.compile(r"(?P<text>\[(?:[^\[\]]|\[[^\]]*\])*\])\((?!\w+:|#)(?P<path>[^)#\s]+)(?P<anchor>#[^)\s]*)?\)")
-_HEADING = re.compile(r"^## (?P<title>.+)$|\]\((?P<page>[^)#:]+\.md)\)", re.MULTILINE)
+_HEADING = re.compile(r"^## (?P<title>.+)$|\[(?P<name>[^\]]+)\]\((?P<page>[^)#:]+\.md)\)", re.MULTILINE)
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
@@ -55,20 +61,26 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
         {"Kinds": ["kinds/index.md", *(f"kinds/{kind}.md" for kind in KINDS)]},
         {"Plugins": "plugins.md"},
         {"API": ["api/index.md", *api]},
+        {"Measured": sorted((page for page in _MOVED.values() if page.startswith("results/")), key=_by_name)},
         {"Project": list(_PROJECT[1:])},
     ]
     return config
 
 
+def _by_name(page: str) -> tuple[bool, str]:
+    """The order of pages in a folder: what introduces them first."""
+    return not page.endswith("/index.md"), page
+
+
 def _guides() -> Iterator[dict[str, Any]]:
-    """The pages that docs/index.md links to, in its order and under its headings."""
-    groups: dict[str, list[str]] = {}
+    """The pages that docs/index.md links to, in its order, under its headings, by the names that it gives them."""
+    groups: dict[str, list[dict[str, str]]] = {}
     group = groups.setdefault("Guides", [])
     for match in _HEADING.finditer((ROOT / "docs" / "index.md").read_text(encoding="utf-8")):
         if match["title"]:
             group = groups.setdefault(match["title"], [])
         elif (page := _MOVED.get(normpath(f"docs/{match['page']}"), match["page"])) not in _PROJECT:
-            group.append(page)
+            group.append({match["name"]: page})
     return ({title: pages} for title, pages in groups.items() if pages)
 
 

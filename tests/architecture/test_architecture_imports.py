@@ -144,8 +144,8 @@ def test_commands_of_packages_share_a_few_modules_of_the_command_line(member: Me
 
 def test_the_page_about_commands_names_what_they_share() -> None:
     page = (ROOT / "docs" / "your-own-command.md").read_text(encoding="utf-8")
-    rows = page.partition("| `megatron_run_cli.` | has |\n|---|---|\n")[2].splitlines()
-    assert {f"{COMMAND_LINE.package}.{row.split('`')[1]}" for row in rows if row} == SHARED
+    rows = page.partition("| `megatron_run_cli.` | has |\n|---|---|\n")[2].partition("\n\n")[0].splitlines()
+    assert {f"{COMMAND_LINE.package}.{row.split('`')[1]}" for row in rows} == SHARED
 
 
 def test_the_command_line_imports_no_plugin() -> None:

@@ -77,6 +77,13 @@ def test_reading_planning_and_explaining_load_nothing_of_the_engine() -> None:
     assert not loaded & ENGINE_MODULES
 
 
+def test_planning_a_built_in_model_loads_its_options_alone() -> None:
+    plan = PLUGINS_LIST.replace('"plugins", "list"', '"plan", "preset:mixture", "--gpus", "8"')
+    loaded = loaded_by(plan)
+    assert "megatron_run_engine.builtin.model.gpt_options" in loaded
+    assert not loaded & {"torch", "numpy", "tokenizers"}
+
+
 def test_listing_plugins_loads_nothing_heavy_and_no_plugin() -> None:
     values = {point.value for kind in KINDS for point in entry_points(group=entry_point_group(kind))}
     loaded = loaded_by(PLUGINS_LIST)

@@ -81,7 +81,7 @@ def test_every_benchmark_says_what_it_does_and_can_be_quick(
     usage = " ".join(capsys.readouterr().out.split())
     assert f"usage: python -m {module} " in usage
     assert "--quick" in usage
-    assert f"`{module}`" in (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    assert f"`{module}`" in (ROOT / "benchmarks" / "README.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.multiproc

@@ -60,7 +60,9 @@ def options() -> Iterator[tuple[str, ...]]:
         found: click.Command = program
         for name in command:
             assert isinstance(found, click.Group)
-            found = found.commands[name]
+            inner = found.get_command(click.Context(found), name)
+            assert inner, command
+            found = inner
         for option in found.params:
             if isinstance(option, click.Option) and not option.is_flag and not isinstance(option.type, click.Path):
                 yield from ((*command, *words, option.opts[-1], value) for value in HUGE)

@@ -13,7 +13,7 @@ from tests.mutants.catalogue import LISTS, read_mutants
 from tests.mutants.results import RESULTS, Results
 from tests.support.checkout import ROOT
 
-PAGE = ROOT / "docs" / "composition.md"
+PAGE = ROOT / "benchmarks" / "results" / "field.md"
 
 _LIST = re.compile(r"(?<=<!-- field -->\n).*?(?=<!-- end of field -->)", re.DOTALL)
 _CHECK = re.compile(r"test_field and (\w+)\]")

@@ -1,10 +1,10 @@
-"""The reference of the configuration is made from the models themselves, between markers on its page.
+"""The reference of the configuration is made from the models themselves, between markers on its pages.
 
 A list is the marker ``<!-- keys: NAME -->`` on a line of its own, followed by a line a key. NAME is a section
-(``train``), ``use`` for the choice of each kind's plugin, or ``KIND=PLUGIN`` for the options of a built-in plugin; a
-package's README has its own. ``NAME of default`` shows defaults alone. A value is a type with its bounds (alone: of an
-int), or the words to choose from; the default is bold. ``make docs`` brings every list up to date; a test fails where
-one is not.
+(``train``), ``use`` for the choice of each kind's plugin, or ``KIND=PLUGIN`` for the options of a built-in plugin, in
+the engine's README; a package's README has its own. ``NAME of default`` shows defaults alone. A value is a type with
+its bounds (alone: of an int), or the words to choose from; the default is bold. ``make docs`` brings every list up
+to date; a test fails where one is not.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from megatron_run_cli.reports.keys import KeyInfo, installed_plugins, kernel_key
 from tests.support.checkout import MEMBERS, ROOT
 
 REFERENCE = ROOT / "docs" / "configuration.md"
+BUILT_IN = ROOT / "core" / "engine" / "README.md"
 
 #: What the command says in words, as a line has it.
 _SHORT = {"true or false": "bool", "one of ": "", "at least ": ">=", "at most ": "<=", "above ": ">", "below ": "<"}
@@ -87,4 +88,5 @@ def _value(info: KeyInfo) -> str:
 
 
 if __name__ == "__main__":
-    REFERENCE.write_text(refreshed(REFERENCE.read_text(encoding="utf-8"), tables()), encoding="utf-8")
+    for file in (REFERENCE, BUILT_IN):
+        file.write_text(refreshed(file.read_text(encoding="utf-8"), tables()), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""The page of compositions shows the bugs of other trainers that are planted, and what became of them."""
+"""The results show the bugs of other trainers that are planted, and what became of them."""
 
 from __future__ import annotations
 

@@ -1,13 +1,14 @@
-"""Every key is documented once: those of the kernel and its built-in plugins in the reference, others in READMEs."""
+"""Every key is documented once: those of the kernel in the reference, options of plugins in their packages' READMEs."""
 
 from __future__ import annotations
 
 import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
-from tests.docs.key_tables import REFERENCE, names, refreshed, tables
+from tests.docs.key_tables import BUILT_IN, REFERENCE, names, refreshed, tables
 from tests.support.checkout import PLUGINS
 
 PACKAGES = {"=".join(member.folder.parts[-2:]): member.folder / "README.md" for member in PLUGINS}
@@ -15,15 +16,17 @@ PACKAGES = {"=".join(member.folder.parts[-2:]): member.folder / "README.md" for 
 ROW = re.compile(r"^\| (`[\w.]+`(?:, `[\w.]+`)*) \| ([^|]*) \|", re.MULTILINE)
 
 
-def test_the_reference_is_what_the_models_say() -> None:
-    page = REFERENCE.read_text(encoding="utf-8")
+@pytest.mark.parametrize("file", [REFERENCE, BUILT_IN], ids=lambda file: file.name)
+def test_the_reference_is_what_the_models_say(file: Path) -> None:
+    page = file.read_text(encoding="utf-8")
     assert refreshed(page, tables()) == page, "run make docs"
 
 
 def test_the_reference_shows_every_key_of_what_is_built_in_once() -> None:
-    page = REFERENCE.read_text(encoding="utf-8")
+    page, options = (file.read_text(encoding="utf-8") for file in (REFERENCE, BUILT_IN))
     in_a_sentence = {"version"}
-    assert sorted(names(page)) == sorted(tables().keys() - PACKAGES.keys() - in_a_sentence)
+    assert sorted(names(page) + names(options)) == sorted(tables().keys() - PACKAGES.keys() - in_a_sentence)
+    assert [name for name in names(page) if "=" in name] == []
     assert "`version`, the schema's, is 1." in page
 
 

@@ -24,6 +24,7 @@ EXAMPLES = ROOT / "tests" / "examples" / "plugins"
 RULES = ROOT / "tests" / "examples" / "rules"
 LION, LION_PACKAGE = RULES / "lion.py", RULES / "lion_package.py"
 GUIDE = ROOT / "docs" / "plugin-authors.md"
+RULE_GUIDE = ROOT / "core" / "engine" / "README.md"
 CONTRACTS = ROOT / "core/kernel/src/megatron_run/contracts"
 
 
@@ -39,14 +40,16 @@ def test_the_guide_has_rules_an_example_and_the_contract_of_each_kind(kind: str)
     assert f"\n### {kind}: " in page
 
 
-def test_the_readme_quotes_one_plugin_and_the_guide_a_rule_with_its_package() -> None:
-    shown = [*quotes((ROOT / "README.md").read_text(encoding="utf-8")), *quotes(GUIDE.read_text(encoding="utf-8"))]
-    assert shown == [file.relative_to(ROOT).as_posix() for file in (example("schedule"), LION, LION_PACKAGE)]
+def test_the_readme_quotes_one_plugin_the_guide_another_and_the_engine_a_rule_with_its_package() -> None:
+    pages = (ROOT / "README.md", GUIDE, RULE_GUIDE)
+    shown = [name for page in pages for name in quotes(page.read_text(encoding="utf-8"))]
+    files = (example("schedule"), example("observer"), LION, LION_PACKAGE)
+    assert shown == [file.relative_to(ROOT).as_posix() for file in files]
 
 
-def test_the_packaged_rule_of_the_guide_conforms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_packaged_rule_of_the_engines_page_conforms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The page's own commands and files, in the order in which it names them."""
-    page = GUIDE.read_text(encoding="utf-8")
+    page = RULE_GUIDE.read_text(encoding="utf-8")
     typed = re.search(r"type `megatron-run (plugins new [^`]+)`", page)
     place = re.search(r"`lion\.py` in\s+`([^`]+)`", page)
     tried = re.search(r"`megatron-run plugins check\s+([^`]+)`", page[place.end() :] if place else "")

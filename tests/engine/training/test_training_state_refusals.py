@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from megatron_run import errors
 from megatron_run_engine.training import state
-from tests.support.checkout import ENGINE, KERNEL
+from tests.support.checkout import ENGINE, INFERENCE, KERNEL
 
 #: What makes a refusal from the text that it is called with.
 RAISERS = (
@@ -71,9 +71,9 @@ def sites(module: str, source: str) -> Iterator[Site]:
 
 
 def sources() -> dict[str, Path]:
-    """The modules of engine and kernel by their names, which lack the import package."""
+    """The modules of engine and kernel by their names, which lack the import package; those of inference by theirs."""
     modules = {**KERNEL.modules, **ENGINE.modules}
-    return {name.partition(".")[2]: file for name, file in modules.items()}
+    return {name.partition(".")[2]: file for name, file in modules.items()} | INFERENCE.modules
 
 
 def rows() -> list[Row]:

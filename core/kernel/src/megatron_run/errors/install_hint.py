@@ -11,11 +11,18 @@ from megatron_run.errors import EngineMissingError, PluginError
 
 #: The distribution that brings torch, and the modules that come with it.
 ENGINE = "megatron-run-engine"
-ENGINE_MODULES = frozenset({"megatron_run_engine", "numpy", "safetensors", "tokenizers", "torch"})
+ENGINE_MODULES = frozenset(
+    {"jinja2", "megatron_run_engine", "numpy", "rich", "safetensors", "tokenizers", "torch", "xxhash"}
+)
 
 
 def check_engine(cause: BaseException, what: str, origin: str = "") -> None:
-    """Raise :class:`EngineMissingError` with ``what`` when ``cause`` is the failed import of a module of the engine."""
+    """Raise :class:`EngineMissingError` with ``what`` when ``cause`` is the failed import of a module of the engine.
+
+    So it is where a name that is loaded when it is asked for has raised that error first (:mod:`megatron_run.lazy`).
+    """
+    if isinstance(cause, EngineMissingError) and cause.__cause__:
+        cause = cause.__cause__
     missing = cause.name if isinstance(cause, ModuleNotFoundError) else None
     if missing and missing.partition(".")[0] in ENGINE_MODULES:
         why = f"it needs the engine, and there is no module {missing!r}"
