@@ -29,7 +29,7 @@ from megatron_run_data_indexed import megatron_run_create_data
 from megatron_run_data_indexed.blend import blend, places_in
 from megatron_run_data_indexed.megatron_order import build
 from megatron_run_data_indexed.options import IndexedOptions
-from megatron_run_engine.data.indexed_files import Reader, Writer
+from megatron_run_engine.data.indexed_files import IndexedReader, IndexedWriter
 
 S, SEED = 1024, 1234
 #: Documents and their mean length: 100 million tokens; with --quick, 10 million.
@@ -49,28 +49,28 @@ def paired(first: Callable[[], object], second: Callable[[], object], runs: int)
             work()
             pair.append(time.process_time() - start)
         times.append(pair)
-    ours, theirs = zip(*times[1:], strict=True)  # the first of each warms up
+    first_seconds, second_seconds = zip(*times[1:], strict=True)  # the first of each warms up
     ratios = [one / other for one, other in times[1:]]
-    return statistics.median(ours), statistics.median(theirs), statistics.median(ratios)
+    return statistics.median(first_seconds), statistics.median(second_seconds), statistics.median(ratios)
 
 
 def write_corpus(prefix: Path, documents: int) -> None:
     """Documents of random tokens, most of them short, as in a crawl of the web."""
     generator = np.random.default_rng(1)
     lengths = 1 + generator.exponential(LENGTH - 1, documents).astype(np.int64)
-    with Writer(prefix, np.uint16) as writer:
+    with IndexedWriter(prefix, np.uint16) as writer:
         for part in np.array_split(lengths, 20):
             writer.add_documents(generator.integers(0, 50_000, int(part.sum()), dtype=np.uint16), part)
 
 
-def theirs(module: str) -> Any:
+def peer_module(module: str) -> Any:
     """A module of megatron-core's data."""
     return import_module(f"megatron.core.datasets.{module}")
 
 
 def gpt_dataset(prefix: str, samples: int, cache: str | None) -> Any:
     """Megatron-core's dataset of the training split. Without a cache it builds its indices each time."""
-    gpt, files = theirs("gpt_dataset"), theirs("indexed_dataset")
+    gpt, files = peer_module("gpt_dataset"), peer_module("indexed_dataset")
     config = gpt.GPTDatasetConfig(
         random_seed=SEED,
         sequence_length=S,
@@ -83,36 +83,34 @@ def gpt_dataset(prefix: str, samples: int, cache: str | None) -> Any:
         create_attention_mask=False,
         path_to_cache=cache,
     )
-    read, split = files.IndexedDataset(prefix), theirs("utils").Split.train
+    read, split = files.IndexedDataset(prefix), peer_module("utils").Split.train
     return gpt.GPTDataset(read, prefix, np.arange(len(read), dtype=np.int32), samples, split, config)
 
 
 def built_index(prefix: Path, folder: Path, samples: int, runs: int) -> tuple[float, float, float]:
     """Build the three indices of ``samples`` samples; neither side writes them."""
     dataset = gpt_dataset(str(prefix), samples, str(folder / "theirs"))
-    read = Reader(prefix)
+    read = IndexedReader(prefix)
 
-    def ours() -> Any:
+    def own() -> Any:
         return build(read.lengths, (0, len(read)), S, samples, SEED)
 
-    for found, wanted in zip(
-        ours(), (dataset.document_index, dataset.sample_index, dataset.shuffle_index), strict=True
-    ):
+    for found, wanted in zip(own(), (dataset.document_index, dataset.sample_index, dataset.shuffle_index), strict=True):
         np.testing.assert_array_equal(found, wanted)
     dataset.config.path_to_cache = None
     with (
         mock.patch.object(dataset.config, "mock", new=True),  # the only way to keep it from its cache
         mock.patch("megatron.core.datasets.gpt_dataset.log_single_rank"),
     ):
-        return paired(ours, dataset._build_document_sample_shuffle_indices, runs)
+        return paired(own, dataset._build_document_sample_shuffle_indices, runs)
 
 
 def blended(runs: int, number: int) -> tuple[float, float, float]:
     """Choose the datasets of a blend of ``number``."""
-    helpers, normalize = theirs("helpers"), theirs("utils").normalize
+    helpers, normalize = peer_module("helpers"), peer_module("utils").normalize
     weights = np.random.default_rng(number).random(number).tolist()
 
-    def ours() -> tuple[Any, Any]:
+    def own() -> tuple[Any, Any]:
         choices = blend(weights, BLENDED)
         return choices, places_in(choices, number)
 
@@ -121,9 +119,9 @@ def blended(runs: int, number: int) -> tuple[float, float, float]:
         helpers.build_blending_indices(choices, places, normalize(weights), number, BLENDED, False)
         return choices, places
 
-    for found, wanted in zip(ours(), compiled(), strict=True):
+    for found, wanted in zip(own(), compiled(), strict=True):
         np.testing.assert_array_equal(found, wanted)
-    return paired(ours, compiled, runs)
+    return paired(own, compiled, runs)
 
 
 def read_samples(prefix: Path, folder: Path, order: str, samples: int, runs: int) -> tuple[float, float, float]:
@@ -131,12 +129,12 @@ def read_samples(prefix: Path, folder: Path, order: str, samples: int, runs: int
     peer = gpt_dataset(str(prefix), samples, str(folder / "theirs"))
     cache = {"cache": str(folder / "ours")} if order == "megatron" else {}
     options = {"paths": str(prefix), "order": order, "vocab_size": 50_000, "split": (1, 0, 0), **cache}
-    ours = megatron_run_create_data(IndexedOptions.model_validate(options)).stream("train", S, SEED, samples)
-    assert ours is not None
+    stream = megatron_run_create_data(IndexedOptions.model_validate(options)).stream("train", S, SEED, samples)
+    assert stream is not None
     if order == "megatron":
         for index in range(0, samples, 97):
-            np.testing.assert_array_equal(ours[index]["labels"], peer[index]["labels"].numpy())
-    places = range(min(READ, len(ours), len(peer)))
+            np.testing.assert_array_equal(stream[index]["labels"], peer[index]["labels"].numpy())
+    places = range(min(READ, len(stream), len(peer)))
 
     def read(dataset: Any) -> Callable[[], None]:
         def work() -> None:
@@ -145,7 +143,7 @@ def read_samples(prefix: Path, folder: Path, order: str, samples: int, runs: int
 
         return work
 
-    return paired(read(ours), read(peer), runs)
+    return paired(read(stream), read(peer), runs)
 
 
 def report(*, quick: bool) -> Iterator[str]:
@@ -157,7 +155,7 @@ def report(*, quick: bool) -> Iterator[str]:
         folder = Path(name)
         prefix = folder / "corpus"
         write_corpus(prefix, documents)
-        read = Reader(prefix)
+        read = IndexedReader(prefix)
         epoch = len(read.tokens) // S
         yield f"\n{len(read.tokens):,} tokens in {documents:,} documents, samples of {S}. One thread, {runs} runs.\n"
 
@@ -175,13 +173,13 @@ def report(*, quick: bool) -> Iterator[str]:
 
 
 def _opening(prefix: Path, runs: int) -> tuple[float, float, float]:
-    opened = theirs("indexed_dataset").IndexedDataset
-    return paired(lambda: Reader(prefix), lambda: opened(str(prefix)), runs)
+    opened = peer_module("indexed_dataset").IndexedDataset
+    return paired(lambda: IndexedReader(prefix), lambda: opened(str(prefix)), runs)
 
 
 def _row(name: str, found: tuple[float, float, float]) -> tuple[str, str, str, str]:
-    ours, theirs, ratio = found
-    return name, f"{ours * 1e3:.3g}", f"{theirs * 1e3:.3g}", f"{ratio:.2f}"
+    own, peer, ratio = found
+    return name, f"{own * 1e3:.3g}", f"{peer * 1e3:.3g}", f"{ratio:.2f}"
 
 
 if __name__ == "__main__":

@@ -48,17 +48,17 @@ def models(size: int) -> dict[str, Any]:
     return {"GPT-2": GPT2LMHeadModel(gpt2).eval(), "Llama": LlamaForCausalLM(llama).eval()}
 
 
-def pairs(ours: LoadedModel, theirs: Any, prompts: torch.Tensor, runs: int) -> list[tuple[float, float]]:
+def pairs(model: LoadedModel, peer: Any, prompts: torch.Tensor, runs: int) -> list[tuple[float, float]]:
     """Processor seconds of both sides, turn by turn, after an uncounted one. Raises ValueError for unequal tokens."""
     found = []
     rows = prompts.tolist()
     mask = torch.ones_like(prompts)
     for _ in range(runs + 1):
         start = time.process_time()
-        texts = ours.generate(rows, temperature=0, max_new_tokens=NEW)
+        texts = model.generate(rows, temperature=0, max_new_tokens=NEW)
         middle = time.process_time()
         with torch.inference_mode():
-            tokens = theirs.generate(
+            tokens = peer.generate(
                 prompts,
                 attention_mask=mask,
                 do_sample=False,
@@ -76,17 +76,17 @@ def pairs(ours: LoadedModel, theirs: Any, prompts: torch.Tensor, runs: int) -> l
 def rows(size: int, runs: int) -> Iterator[tuple[object, ...]]:
     """A row of the table for each model, batch and prompt."""
     generator = torch.Generator().manual_seed(1)
-    for name, theirs in models(size).items():
+    for name, peer in models(size).items():
         with tempfile.TemporaryDirectory() as folder:
-            theirs.save_pretrained(Path(folder))
-            ours = load(folder, device="cpu")
+            peer.save_pretrained(Path(folder))
+            model = load(folder, device="cpu")
             for batch in BATCHES:
                 for length in PROMPTS:
                     prompts = torch.randint(16384, (batch, length), generator=generator)
-                    timed = pairs(ours, theirs, prompts, runs)
-                    mine, other = (statistics.median(side) for side in zip(*timed, strict=True))
+                    timed = pairs(model, peer, prompts, runs)
+                    own, other = (statistics.median(side) for side in zip(*timed, strict=True))
                     ratio = statistics.median(b / a for a, b in timed)
-                    speeds = (f"{batch * NEW / seconds:.0f}" for seconds in (mine, other))
+                    speeds = (f"{batch * NEW / seconds:.0f}" for seconds in (own, other))
                     yield name, batch, length, *speeds, f"{ratio:.2f}", "yes" if ratio >= 1 else "no"
 
 

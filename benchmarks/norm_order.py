@@ -24,7 +24,7 @@ from benchmarks.precision.draw import picture
 from benchmarks.support.command import run
 from benchmarks.support.ranks import ROOT
 from benchmarks.support.report import table
-from megatron_run_engine.data.indexed_files import Writer
+from megatron_run_engine.data.indexed_files import IndexedWriter
 
 PICTURE = ROOT / "docs/images/norm_order.svg"
 DEPTHS, ORDERS = (6, 36), ("post", "pre")
@@ -43,7 +43,7 @@ SETTINGS = (
 def prepare(prefix: Path) -> None:
     """Write the library's files as a dataset of bytes, a document each."""
     left = BYTES
-    with Writer(prefix, np.uint16) as writer:
+    with IndexedWriter(prefix, np.uint16) as writer:
         for path in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py")):
             content = path.read_bytes()[:left]
             if not content:
@@ -58,8 +58,8 @@ def trained(folder: Path, depth: int, order: str, steps: int) -> list[float]:
     own = (f"model.num_layers={depth}", f"model.norm.order={order}", f"train.steps={steps}")
     home = folder / f"{order}-{depth}"
     given = (*SETTINGS, *own, f"data.paths={folder / 'library'}", f"run.folder={home}")
-    words = ["preset:tiny", *(word for each in given for word in ("--set", each))]
-    subprocess.run([sys.executable, "-m", "megatron_run_cli", *words], check=True, stdout=subprocess.DEVNULL)
+    arguments = ["preset:tiny", *(argument for each in given for argument in ("--set", each))]
+    subprocess.run([sys.executable, "-m", "megatron_run_cli", *arguments], check=True, stdout=subprocess.DEVNULL)
     lines = (home / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     return [float(json.loads(line)["loss"]) for line in lines]
 

@@ -31,7 +31,7 @@ from benchmarks.support.command import run
 from benchmarks.support.report import table
 from megatron_run_data_indexed.preparation.inputs import find_inputs
 from megatron_run_data_indexed.preparation.prepare import Preparation, prepare
-from megatron_run_engine.data.indexed_files import Reader
+from megatron_run_engine.data.indexed_files import IndexedReader
 from megatron_run_engine.data.tokenizer_training import train_tokenizer
 
 WORKERS = len(os.sched_getaffinity(0))
@@ -58,7 +58,7 @@ def write_corpus(folder: Path, size: int) -> tuple[Path, Path]:
     return corpus, folder / "tokenizer.json"
 
 
-def ours(corpus: Path, tokenizer: Path, out: Path) -> int:
+def indexed(corpus: Path, tokenizer: Path, out: Path) -> int:
     """``megatron-run data prepare``."""
     inputs, _ = find_inputs([str(corpus)])
     job = Preparation(tuple(inputs), out, str(tokenizer), workers=WORKERS)
@@ -133,7 +133,7 @@ def _of(usage: resource.struct_rusage) -> float:
 
 def report(*, quick: bool) -> Iterator[str]:
     """Tokens a second of each way, and how many times as many ours makes."""
-    ways = {OURS: ours, MEGATRON: megatron}
+    ways = {OURS: indexed, MEGATRON: megatron}
     if find_spec("datasets"):
         import datasets  # noqa: F401  # before the children are forked
         import transformers  # noqa: F401
@@ -148,7 +148,7 @@ def report(*, quick: bool) -> Iterator[str]:
                 found[way].append(measured(work, corpus, tokenizer, folder / f"out{turn}-{number}"))
         assert (folder / "out0-0.bin").read_bytes() == (folder / "out0-1.bin").read_bytes()
         assert (folder / "out0-0.idx").read_bytes() == (folder / "out0-1.idx").read_bytes()
-        tokens = len(Reader(folder / "out0-0").tokens)
+        tokens = len(IndexedReader(folder / "out0-0").tokens)
     assert all(each[0] == tokens for way in found.values() for each in way)
     yield f"\n{tokens:,} tokens, {WORKERS} processes, {len(found[OURS])} turns.\n"
     yield from table(("way", "tokens/s", "tokens/s of processor", "ours is times as fast", "goal"), rows(found))
@@ -158,7 +158,7 @@ def rows(found: dict[str, list[tuple[int, float, float]]]) -> Iterator[tuple[str
     """A row a way: rates from medians, and the median of the turns' ratios of processor time."""
     for way, turns in found.items():
         rates = [statistics.median(turn[0] / turn[place] for turn in turns) for place in (1, 2)]
-        ratio = statistics.median(theirs[2] / mine[2] for mine, theirs in zip(found[OURS], turns, strict=True))
+        ratio = statistics.median(peer[2] / own[2] for own, peer in zip(found[OURS], turns, strict=True))
         said = "" if way == OURS else f"{ratio:.2f}"
         goal = "" if way == OURS else f"at least {GOAL}: {'yes' if ratio >= GOAL else 'no'}"
         yield way, f"{rates[0]:,.0f}", f"{rates[1]:,.0f}", said, goal

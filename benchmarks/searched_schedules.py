@@ -53,7 +53,7 @@ def folded(whole: Pipeline, counts: tuple[int, ...]) -> tuple[Placed, list[list[
 def measure(name: str, whole: Pipeline, effort: int) -> Iterator[str]:
     """A row of the table."""
     even, lists = folded(whole, tuple(spread(len(whole.layers), 2 * whole.stages)))
-    state = [sum(even.works[k].state for k in mine) for mine in even.on_stage]
+    state = [sum(even.works[k].state for k in positions) for positions in even.on_stage]
     memory = max(held + own for held, own in zip(even.peaks(lists), state, strict=True))
     limited, first = replace(whole, memory=memory), makespan(even, lists)
     start = time.process_time()

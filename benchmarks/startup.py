@@ -33,9 +33,9 @@ def seconds(ranks: int, way: str) -> tuple[float, float]:
     """Wall time and processor time of one command with all its ranks."""
     with tempfile.TemporaryDirectory() as folder:
         settings = (*SETTINGS, f"run.start_method={way}", f"run.folder={Path(folder) / 'run'}")
-        words = [*RUN, "--nproc", str(ranks), *(word for each in settings for word in ("--set", each))]
+        arguments = [*RUN, "--nproc", str(ranks), *(argument for each in settings for argument in ("--set", each))]
         start, before = time.perf_counter(), resource.getrusage(resource.RUSAGE_CHILDREN)
-        subprocess.run([sys.executable, "-m", "megatron_run_cli", *words], check=True, capture_output=True)
+        subprocess.run([sys.executable, "-m", "megatron_run_cli", *arguments], check=True, capture_output=True)
         wall, after = time.perf_counter() - start, resource.getrusage(resource.RUSAGE_CHILDREN)
     return wall, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 

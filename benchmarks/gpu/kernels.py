@@ -53,12 +53,12 @@ def measure_kernels(device: str, *, quick: bool) -> dict[str, Any]:
     del source
     found["copy GB/s"] = copied / 1e9
     for name, work in _works(device, *(_TINY if quick else (TOKENS, HIDDEN, VOCAB, COLUMNS))).items():
-        ours = _measured(work, device, samples)
+        fused = _measured(work, device, samples)
         with mock.patch(f"megatron_run_engine.nn.{work.module}.fuses", return_value=False):
             eager = _measured(work, device, samples)
-        rate = work.bytes / (ours["device ms"] / 1e3)
+        rate = work.bytes / (fused["device ms"] / 1e3)
         found[name] = {
-            **ours, **{f"eager {key}": value for key, value in eager.items()},
+            **fused, **{f"eager {key}": value for key, value in eager.items()},
             "GB/s": rate / 1e9, "of a copy's rate": rate / copied,
         }  # fmt: skip
     return found

@@ -114,8 +114,8 @@ def _goals(found: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, str, s
         rate, sheet = (_most(found, size, what, *BF16) for what in ("TFLOP/s", "sheet"))
         yield _goal(f"{MFU:.0%} of the data sheet at {size}", _over(rate, sheet), MFU)
     for size in GPT:
-        ours, best = _most(found, size, "tokens/s", *BF16), _most(found, size, "tokens/s", *PEERS)
-        yield _goal(f"{PEER:.2f} of the best peer's rate at {size}", _over(ours, best), PEER)
+        own, best = _most(found, size, "tokens/s", *BF16), _most(found, size, "tokens/s", *PEERS)
+        yield _goal(f"{PEER:.2f} of the best peer's rate at {size}", _over(own, best), PEER)
     sides = found.get("graphs", {}).get("experts", {}).get("sides", {})
     eager, replayed = (sides.get(name, {}).get("tokens/s") for name in ("eager", "partial"))
     yield _goal(f"partial graphs {GRAPHS:.2f} times eager at experts", _over(replayed, eager), GRAPHS)
@@ -125,8 +125,8 @@ def _goals(found: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, str, s
     yield _goal(
         f"a layer of experts {EXPERTS:.2f} of a dense one's rate", _over(layer.get(DENSE), layer.get(GROUPED)), EXPERTS
     )
-    ours, peer = _most(found, "124m", "GiB", *BF16), _most(found, "124m", "GiB", NANOGPT)
-    yield _goal(f"at most {MEMORY:.2f} of nanoGPT's memory at 124m", _over(ours, peer), MEMORY, least=False)
+    own, peer = _most(found, "124m", "GiB", *BF16), _most(found, "124m", "GiB", NANOGPT)
+    yield _goal(f"at most {MEMORY:.2f} of nanoGPT's memory at 124m", _over(own, peer), MEMORY, least=False)
     saved = found.get("saves", {}).get(BEHIND, {})
     stall = _over(saved.get("lost ms"), 100 * saved.get("step ms", 0.0))
     yield _goal(f"at most {STALL:.0%} of 100 steps lost to a save", stall, STALL, least=False)

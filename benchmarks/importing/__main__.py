@@ -72,15 +72,15 @@ def rows(ways: Mapping[str, tuple[Measure, Path]]) -> Iterator[tuple[object, ...
 def report(*, quick: bool) -> Iterator[str]:
     """Import, then load in each way."""
     with tempfile.TemporaryDirectory() as home:
-        theirs, ours = Path(home) / "theirs", Path(home) / "ours"
-        parameters = write_llama(theirs, SMALL if quick else LARGE)
-        peak, seconds = import_folder(theirs, ours)
-        files = len(list(theirs.glob("*.safetensors")))
+        source, imported = Path(home) / "theirs", Path(home) / "ours"
+        parameters = write_llama(source, SMALL if quick else LARGE)
+        peak, seconds = import_folder(source, imported)
+        files = len(list(source.glob("*.safetensors")))
         yield f"\nA Llama of {parameters / 1e9:.2f} billion parameters, bf16 in {files} files. One thread a rank.\n"
         yield f"`import`: {seconds:.1f} s, peak {peak / 1e6:.0f} MB of anonymous memory, libraries included, for"
         yield f"{4 * parameters / 1e6:.0f} MB of fp32 written.\n"
-        loaded = {"imported": (load_part, ours), "Hugging Face's": (load_part, theirs)}
-        yield from table(COLUMNS, rows({**loaded, "imported, by a run": (start_part, ours)}))
+        loaded = {"imported": (load_part, imported), "Hugging Face's": (load_part, source)}
+        yield from table(COLUMNS, rows({**loaded, "imported, by a run": (start_part, imported)}))
 
 
 if __name__ == "__main__":

@@ -87,8 +87,8 @@ def build(context: BuildContext, shape: Shape) -> tuple[MeanLoss, dict[nn.Parame
     return model, infos
 
 
-def gathered(mine: Any) -> list[Any]:
+def gathered(local: Any) -> list[Any]:
     """The tensors of every rank, by rank."""
     everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
+    dist.all_gather_object(everyone, local)
     return everyone

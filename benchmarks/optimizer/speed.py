@@ -100,8 +100,8 @@ def _in_turn(calls: Mapping[str, Callable[[], object]]) -> dict[str, float]:
 
 def report(*, quick: bool) -> Iterator[str]:
     """Measure every side in every case, and tell what was found."""
-    for title, shape, few, many in CASES:
-        found = on_ranks(measure, RANKS, {"shape": shape, "samples": few if quick else many}, keeping=True)
+    for title, shape, few, usual in CASES:
+        found = on_ranks(measure, RANKS, {"shape": shape, "samples": few if quick else usual}, keeping=True)
         yield f"\n## {title}\n"
         yield f"{SHAPES[shape]}; {found['parameters'] / 1e6:.1f} million parameters, fp32, dropout 0, untied,"
         yield f"clipped to norm {CLIP:g}, {RANKS} ranks of one thread.\n"
@@ -129,8 +129,8 @@ def _time_row(found: Mapping[str, Any], name: str) -> tuple[str, ...]:
     _, processor = ratio(found["samples"], name, DDP, "processor")
     seconds = statistics.median(sample[f"{name} seconds"] for sample in kept.samples)
     apart = found["apart"].get(name)
-    told = "not compared" if apart is None else f"{apart:.0e}" if apart else "equal"
-    return name, f"{seconds:.3f}", f"{of_ddp:.3f}", f"{of_it:.3f}", f"{processor:.3f}", told, str(kept)
+    difference = "not compared" if apart is None else f"{apart:.0e}" if apart else "equal"
+    return name, f"{seconds:.3f}", f"{of_ddp:.3f}", f"{of_it:.3f}", f"{processor:.3f}", difference, str(kept)
 
 
 def overlap_table(found: Mapping[str, Any]) -> Iterator[str]:

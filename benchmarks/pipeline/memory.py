@@ -27,10 +27,10 @@ COMPARED = (
 )
 
 
-def measure_memory(shape: str, ours: str, theirs: str | None, steps: int, keep_outputs: bool = False) -> int:
-    """Peak resident bytes of the rank with the loss over ``steps`` steps: of ``theirs``, or without it of ``ours``."""
-    sides, split = Sides(SHAPES[shape]), SCHEDULES[ours].split
-    side = sides.theirs(theirs, split, keep_outputs=keep_outputs) if theirs else sides.ours(ours)
+def measure_memory(shape: str, schedule: str, peer: str | None, steps: int, keep_outputs: bool = False) -> int:
+    """Peak resident bytes of the rank with the loss over ``steps`` steps: of ``peer``, or else of ``schedule``."""
+    sides, split = Sides(SHAPES[shape]), SCHEDULES[schedule].split
+    side = sides.peer(peer, split, keep_outputs=keep_outputs) if peer else sides.own(schedule)
     for _ in range(steps):
         side.stage.clear()
         side.step()
@@ -53,9 +53,9 @@ def report(*, quick: bool) -> Iterator[str]:
 
 def rows(quick: bool) -> Iterator[tuple[str, ...]]:
     """Two a schedule: against the peer's default first, then against its most frugal setting."""
-    for ours, theirs in COMPARED:
-        job = {"shape": "small", "ours": ours, "steps": 1 if quick else 3}
-        mine = on_ranks(measure_memory, 2, {**job, "theirs": None})
+    for schedule, peer in COMPARED:
+        job = {"shape": "small", "schedule": schedule, "steps": 1 if quick else 3}
+        own = on_ranks(measure_memory, 2, {**job, "peer": None})
         for keep_outputs, kept in ((True, "all, its default"), (False, "none, on request")):
-            peak = on_ranks(measure_memory, 2, {**job, "theirs": theirs, "keep_outputs": keep_outputs})
-            yield ours, theirs, kept, f"{mine / 1e6:.0f}", f"{peak / 1e6:.0f}", f"{mine / peak:.2f}"
+            peak = on_ranks(measure_memory, 2, {**job, "peer": peer, "keep_outputs": keep_outputs})
+            yield schedule, peer, kept, f"{own / 1e6:.0f}", f"{peak / 1e6:.0f}", f"{own / peak:.2f}"

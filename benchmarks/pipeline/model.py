@@ -65,8 +65,8 @@ class Stage:
         train["global_batch_size"] = shape.micro_batch * shape.microbatches
         context = single_process_context(options, dtype=torch.float32, train=train)
         self.gradients, model, dense = context.gradients, Gpt(context, options), DenseLayers(context)
-        mine = sorted((place.chunk, index) for index, place in enumerate(layout) if place.stage == rank)
-        self.positions = [position for _, position in mine]
+        places = sorted((place.chunk, index) for index, place in enumerate(layout) if place.stage == rank)
+        self.positions = [position for _, position in places]
         built = [model.build_chunk(position, layout, dense, {}) for position in self.positions]
         self.chunks = [chunk for chunk in built if isinstance(chunk, DecoderChunk)]
         self.infos = prepare(context, self.chunks)

@@ -108,10 +108,10 @@ def _with_messages(channels: Channels, microbatches: int, samples: int) -> list[
     run = _runner(plan, rank, gradients, chunks, channels)
     taken: list[dict[str, float]] = []
     for _ in range(samples + 1):
-        ours = asdict(take_sample(run))
+        sides = {"executor": asdict(take_sample(run))}
         gradients.start_step(microbatches, lambda _: None)
-        bare = asdict(take_sample(_BareStage(channels, chunks[0], microbatches).step))
-        taken.append({f"{of}_{key}": each[key] for of, each in (("executor", ours), ("bare", bare)) for key in each})
+        sides["bare"] = asdict(take_sample(_BareStage(channels, chunks[0], microbatches).step))
+        taken.append({f"{of}_{key}": each[key] for of, each in sides.items() for key in each})
     return taken[1:]
 
 
@@ -204,13 +204,13 @@ def report(*, quick: bool) -> Iterator[str]:
     yield "\n## The executor's own time, processor time\n"
     found = on_ranks(measure_overhead, 2, {"microbatches": 500, "samples": 5 if quick else 15})
     kept = undisturbed(found["samples"])
-    ours, bare = (
+    executor, bare = (
         statistics.median(sample[f"{of}_processor"] for sample in kept.samples) / found["actions"] * 1e6
         for of in ("executor", "bare")
     )
     rows = (
         ("one stage, 4 chunks, no messages", found["executor"], found["bare"], "all"),
-        ("two stages, 1f1b, a message an action", ours, bare, str(kept)),
+        ("two stages, 1f1b, a message an action", executor, bare, str(kept)),
     )
     columns = ("", "executor, us an action", "bare loop, us", "difference, us", "samples used")
     yield from table(columns, ((name, f"{a:.0f}", f"{b:.0f}", f"{a - b:.0f}", used) for name, a, b, used in rows))

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from benchmarks.pipeline.model import SHAPES
-from benchmarks.pipeline.schedules import BLOCKS, FOLD, LOOP, SCHEDULES, Split
+from benchmarks.pipeline.schedules import BLOCKS, FOLD, LOOP, SCHEDULES, LayerCounts
 from benchmarks.pipeline.sides import Side, Sides
 from benchmarks.support.compare import compare
 from benchmarks.support.megatron import NAME as MEGATRON
@@ -30,15 +30,15 @@ WARM_UP = 1
 class Pair:
     """A schedule of ours and a peer's on the split ``split``; ``fair`` says why, where that is not our schedule's."""
 
-    ours: str
-    theirs: str
-    split: Split
+    schedule: str
+    peer: str
+    split: LayerCounts
     fair: str = ""
 
     @property
     def names(self) -> tuple[str, str, str, str]:
         """The table's names of the two sides, and the splits they run on."""
-        return self.ours, str(SCHEDULES[self.ours].split), self.theirs, str(self.split)
+        return self.schedule, str(SCHEDULES[self.schedule].split), self.peer, str(self.split)
 
 
 PAIRS = (
@@ -70,17 +70,17 @@ def measure_pairs(shape: str, samples: int, only: Sequence[int] = range(len(PAIR
     sides, found = Sides(SHAPES[shape]), []
     for index in only:
         pair = PAIRS[index]
-        ours, theirs = sides.ours(pair.ours), sides.theirs(pair.theirs, pair.split)
-        apart = compare(ours.results(), theirs.results())
-        taken = [_in_turn(ours, theirs) for _ in range(WARM_UP + samples)][WARM_UP:]
+        own, peer = sides.own(pair.schedule), sides.peer(pair.peer, pair.split)
+        apart = compare(own.results(), peer.results())
+        taken = [_in_turn(own, peer) for _ in range(WARM_UP + samples)][WARM_UP:]
         found.append({"pair": index, "apart": apart, "samples": taken})
     return found
 
 
-def _in_turn(ours: Side, theirs: Side) -> dict[str, float]:
+def _in_turn(own: Side, peer: Side) -> dict[str, float]:
     """One timed step of each side: ``ours_seconds``, ``theirs_seconds`` and the like."""
     both: dict[str, float] = {}
-    for name, side in (("ours", ours), ("theirs", theirs)):
+    for name, side in (("ours", own), ("theirs", peer)):
         side.stage.clear()
         both |= {f"{name}_{key}": value for key, value in asdict(take_sample(side.step)).items()}
     return both
@@ -95,7 +95,7 @@ def report(*, quick: bool) -> Iterator[str]:
     yield "layers and the other four. Where the two sides' differ:\n"
     for pair in PAIRS:
         if pair.fair:
-            yield f"- {pair.ours}, {pair.theirs} on {pair.split}: {pair.fair}."
+            yield f"- {pair.schedule}, {pair.peer} on {pair.split}: {pair.fair}."
 
 
 def pair_table(found: Sequence[Mapping[str, Any]]) -> Iterator[str]:
@@ -105,10 +105,10 @@ def pair_table(found: Sequence[Mapping[str, Any]]) -> Iterator[str]:
 
 def _row(found: Mapping[str, Any]) -> tuple[str, ...]:
     kept = undisturbed(found["samples"])
-    ours, theirs = (statistics.median(s[f"{side}_seconds"] for s in kept.samples) for side in ("ours", "theirs"))
+    own, peer = (statistics.median(s[f"{side}_seconds"] for s in kept.samples) for side in ("ours", "theirs"))
     ratio, work = (
         statistics.median(s[f"ours_{what}"] / s[f"theirs_{what}"] for s in kept.samples)
         for what in ("seconds", "processor")
     )
-    numbers = (f"{number:.3f}" for number in (ours, theirs, ratio, work))
+    numbers = (f"{number:.3f}" for number in (own, peer, ratio, work))
     return *PAIRS[found["pair"]].names, *numbers, f"{found['apart']:.0e}" if found["apart"] else "equal", str(kept)

@@ -28,7 +28,7 @@ CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
-class Split:
+class LayerCounts:
     """How two stages divide the layers: ``counts`` are those of each place in model order.
 
     The head weighs about as much as two layers. In all three, the stage without it computes four layers and the stage
@@ -43,33 +43,33 @@ class Split:
 
 
 #: One chunk a stage; a loop over the stages and again; down the stages and back up.
-BLOCKS, LOOP, FOLD = Split("blocks", (4, 2)), Split("loop", (2, 1, 2, 1)), Split("V", (1, 2, 2, 1))
+BLOCKS, LOOP, FOLD = LayerCounts("blocks", (4, 2)), LayerCounts("loop", (2, 1, 2, 1)), LayerCounts("V", (1, 2, 2, 1))
 
 
 @dataclass(frozen=True)
-class Ours:
+class OwnSchedule:
     """A schedule of this project, its chunks a stage, and the split of the layers that it is compared on."""
 
     make: Callable[[], Schedule]
     chunks: int
-    split: Split
+    split: LayerCounts
 
 
-SCHEDULES: Mapping[str, Ours] = {
-    "gpipe": Ours(GPipe, 1, BLOCKS),
-    "1f1b": Ours(OneForwardOneBackward, 1, BLOCKS),
-    "interleaved": Ours(Interleaved, 2, LOOP),
-    "zb-h1": Ours(ZeroBubbleH1, 1, BLOCKS),
-    "zb-v": Ours(ZeroBubbleV, 2, FOLD),
+SCHEDULES: Mapping[str, OwnSchedule] = {
+    "gpipe": OwnSchedule(GPipe, 1, BLOCKS),
+    "1f1b": OwnSchedule(OneForwardOneBackward, 1, BLOCKS),
+    "interleaved": OwnSchedule(Interleaved, 2, LOOP),
+    "zb-h1": OwnSchedule(ZeroBubbleH1, 1, BLOCKS),
+    "zb-v": OwnSchedule(ZeroBubbleV, 2, FOLD),
 }
 
 
 def make_plan(name: str, stages: int, microbatches: int, counts: tuple[int, ...] = ()) -> Plan:
     """The verified plan of schedule ``name``, with ``counts`` layers at each place: by default one."""
-    ours = SCHEDULES[name]
-    schedule, counts = ours.make(), counts or (1,) * (stages * ours.chunks)
-    layout = schedule.layout(LayoutSpec(stages, ours.chunks, sum(counts), counts))
-    spec = ScheduleSpec(layout, stages, ours.chunks, microbatches)
+    entry = SCHEDULES[name]
+    schedule, counts = entry.make(), counts or (1,) * (stages * entry.chunks)
+    layout = schedule.layout(LayoutSpec(stages, entry.chunks, sum(counts), counts))
+    spec = ScheduleSpec(layout, stages, entry.chunks, microbatches)
     return verify(spec, schedule.actions(spec))
 
 

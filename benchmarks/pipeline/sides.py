@@ -11,7 +11,7 @@ from torch import Tensor
 from benchmarks.pipeline.model import STAGES, Shape, Stage, our_step
 from benchmarks.pipeline.peers.megatron import MegatronStep
 from benchmarks.pipeline.peers.torch import TorchStep
-from benchmarks.pipeline.schedules import FOLD, SCHEDULES, Split, make_plan
+from benchmarks.pipeline.schedules import FOLD, SCHEDULES, LayerCounts, make_plan
 from benchmarks.support.megatron import NAME as MEGATRON
 from megatron_run.contracts.topology import Sizes, Topology
 from megatron_run.pipeline.plan import Plan
@@ -40,14 +40,14 @@ class Sides:
     def __init__(self, shape: Shape) -> None:
         self._shape, self._rank = shape, dist.get_rank()
         self._groups = create_groups(Topology(Sizes(pipeline=STAGES), self._rank), dist.default_pg_timeout)
-        self._stages: dict[Split, Stage] = {}
+        self._stages: dict[LayerCounts, Stage] = {}
 
-    def ours(self, name: str) -> Side:
+    def own(self, name: str) -> Side:
         """Schedule ``name`` of this project, on its own split."""
         stage = self._stage(SCHEDULES[name].split)
         return Side(stage, our_step(stage, self._plan(name), self._groups))
 
-    def theirs(self, name: str, split: Split, *, keep_outputs: bool = False) -> Side:
+    def peer(self, name: str, split: LayerCounts, *, keep_outputs: bool = False) -> Side:
         """Schedule ``name`` of a peer, with the layers split by ``split``."""
         stage = self._stage(split)
         if name == MEGATRON:
@@ -57,13 +57,13 @@ class Sides:
     def _plan(self, name: str) -> Plan:
         return make_plan(name, STAGES, self._shape.microbatches, SCHEDULES[name].split.counts)
 
-    def _stage(self, split: Split) -> Stage:
+    def _stage(self, split: LayerCounts) -> Stage:
         if split not in self._stages:
-            name = next(name for name, ours in SCHEDULES.items() if ours.split == split)
+            name = next(name for name, entry in SCHEDULES.items() if entry.split == split)
             self._stages[split] = Stage(self._plan(name).layout, self._rank, self._shape)
         return self._stages[split]
 
 
-def loss_stage(split: Split) -> int:
+def loss_stage(split: LayerCounts) -> int:
     """The stage that has the head: the first where the places go down the stages and back up."""
     return 0 if split == FOLD else STAGES - 1

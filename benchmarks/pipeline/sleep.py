@@ -80,8 +80,8 @@ def measure_sleep(unit: float, samples: int) -> list[dict[str, Any]]:
     groups = create_groups(Topology(Sizes(pipeline=world), rank), dist.default_pg_timeout)
     for name in SCHEDULES:
         plan, gradients = make_plan(name, world, MICROBATCHES), GradientAccumulator()
-        mine = sorted((place.chunk, index) for index, place in enumerate(plan.layout) if place.stage == rank)
-        chunks = [Sleeper(unit, gradients, last=position == len(plan.layout) - 1) for _, position in mine]
+        places = sorted((place.chunk, index) for index, place in enumerate(plan.layout) if place.stage == rank)
+        chunks = [Sleeper(unit, gradients, last=position == len(plan.layout) - 1) for _, position in places]
         step = executed(plan, rank, chunks, gradients, groups.channels, step_inputs(BOUNDARY))
         taken = [take_sample(step) for _ in range(samples + 1)][1:]
         described = {"schedule": name, "ideal": ideal(plan) * unit, "planned": makespan(plan) * unit}

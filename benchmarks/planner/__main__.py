@@ -38,12 +38,12 @@ def fit(shipped: Device, tables: Tables) -> tuple[Device, Device]:
 
 def described(device: Device) -> str:
     """``device`` as a YAML file: constants of three digits, a line for each measured shape."""
-    told = device.model_dump(exclude={"layers"})
-    for section in told.values():
+    fields = device.model_dump(exclude={"layers"})
+    for section in fields.values():
         if isinstance(section, dict):
             section |= {name: float(f"{value:.3g}") for name, value in section.items() if isinstance(value, float)}
     rows = [f"  - [{', '.join(map(str, layer))}]\n" for layer in device.layers]
-    return "".join([yaml_text(told), "# hidden, heads, sequence, tensor, micro batch, ratio\nlayers:\n", *rows])
+    return "".join([yaml_text(fields), "# hidden, heads, sequence, tensor, micro batch, ratio\nlayers:\n", *rows])
 
 
 def line(name: str, found: Accuracy) -> str:

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from benchmarks.planner.configuration import FULL, HALF, SPLIT, Configuration, sized, stages
 from benchmarks.planner.picture import Scale, picture
 from benchmarks.support.report import heading, table
-from megatron_run_engine.estimate.calibration.on_ranks import Task as Measurement
+from megatron_run_engine.estimate.calibration.on_ranks import RankCall as Measurement
 from megatron_run_engine.estimate.calibration.on_ranks import on_ranks
 from megatron_run_engine.estimate.calibration.survey import (
     Round,

@@ -60,10 +60,10 @@ class Weighted:
 
 def with_constants(device: Device, values: Sequence[float]) -> Device:
     """``device`` with the fitted constants of ``values``, in the order of :data:`FITTED`."""
-    told = device.model_dump()
+    fields = device.model_dump()
     for (section, name), value in zip(FITTED, values, strict=True):
-        told[section][name] = value
-    return Device.model_validate(told)
+        fields[section][name] = value
+    return Device.model_validate(fields)
 
 
 def errors(device: Device, rows: Sequence[Measured]) -> Vector:
@@ -93,7 +93,7 @@ def fit_constants(shipped: Device, tables: Sequence[Weighted], rounds: int = 12)
     rows = [row for table in tables for row in table.rows]
     weights = np.concatenate([np.full(len(each.rows), each.weight / len(each.rows)) for each in tables])
     device = shipped.model_copy(update={"layers": ()})
-    low, high, origin = (np.log([told[index] for told in FITTED.values()]) for index in range(3))
+    low, high, origin = (np.log([bounds[index] for bounds in FITTED.values()]) for index in range(3))
 
     def residuals(point: Vector) -> Vector:
         return errors(with_constants(device, [float(value) for value in np.exp(point)]), rows)

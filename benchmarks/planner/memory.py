@@ -19,7 +19,7 @@ from benchmarks.planner.configuration import FULL, HALF, SPLIT, Configuration, s
 from benchmarks.support.report import table
 from megatron_run.config.request import Request
 from megatron_run.planning import resolve
-from megatron_run_engine.estimate.calibration.on_ranks import Task, on_ranks
+from megatron_run_engine.estimate.calibration.on_ranks import RankCall, on_ranks
 from megatron_run_engine.estimate.model_size import model_size
 from megatron_run_engine.estimate.step_memory import LiveBytes, step_memory
 from megatron_run_engine.run_folder import RunFolder
@@ -136,7 +136,7 @@ def count(configuration: Configuration, measured: Sequence[int]) -> Counted:
 
 def compare(chosen: Sequence[Configuration]) -> Iterator[Counted]:
     """Run and count each configuration."""
-    tasks = [Task(each.ranks, live_bytes, {"request": each.request.to_json()}) for each in chosen]
+    tasks = [RankCall(each.ranks, live_bytes, {"request": each.request.to_json()}) for each in chosen]
     for configuration, measured in zip(chosen, on_ranks(tasks), strict=True):
         yield count(configuration, measured)
 

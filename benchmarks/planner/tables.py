@@ -6,7 +6,7 @@ import csv
 from pathlib import Path
 
 from megatron_run_planner.accuracy import Measured, read_table
-from megatron_run_planner.workload import Split, gpt2
+from megatron_run_planner.workload import ModelSplit, gpt2
 
 TABLES = Path(__file__).parents[2] / "tests" / "planner" / "tables"
 VOCABULARY, MEMORY = 51200, 80 * 2**30
@@ -24,7 +24,7 @@ def narayanan() -> list[Measured]:
         for row in csv.DictReader(file):
             ways = int(row["tensor"]) * int(row["pipeline"])
             model = gpt2(int(row["layers"]), int(row["hidden"]), int(row["heads"]), 2048, VOCABULARY)
-            split = Split(
+            split = ModelSplit(
                 tensor=int(row["tensor"]),
                 pipeline=int(row["pipeline"]),
                 chunks=int(row["chunks"]),

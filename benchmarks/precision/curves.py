@@ -55,7 +55,7 @@ def arguments(folder: Path, name: str, steps: int) -> list[str]:
         "observer.use": "jsonl",
     }
     texts = (*SMALLER, *RUNS[name], *(f"{key}={value}" for key, value in sets.items()))
-    return [word for text in texts for word in ("--set", text)]
+    return [argument for text in texts for argument in ("--set", text)]
 
 
 def read(folder: Path) -> Curve:

@@ -63,8 +63,8 @@ def _apart(names: Sequence[str], losses: Sequence[Sequence[float]]) -> dict[str,
     found = {}
     for index, name in enumerate(names):
         precision: Precision = "fp32" if name.endswith("fp32") else "bf16"
-        ours = names.index(label(TRAINER, precision))
-        found[name] = max(abs(step[index] / step[ours] - 1) for step in losses)
+        reference = names.index(label(TRAINER, precision))
+        found[name] = max(abs(step[index] / step[reference] - 1) for step in losses)
         if not found[name] <= APART[precision]:
             raise ValueError(f"{name}: losses lie {found[name]:.1e} apart from ours")
     return found

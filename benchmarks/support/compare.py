@@ -12,7 +12,7 @@ TOLERANCE = 1e-5
 
 
 def compare(
-    ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor], tolerance: float = TOLERANCE, least: float = 0.0
+    own: Mapping[str, Tensor], peer: Mapping[str, Tensor], tolerance: float = TOLERANCE, least: float = 0.0
 ) -> float:
     """How far the tensors of two sides lie apart at most, each relative to its largest value, or ``least`` if larger.
 
@@ -20,11 +20,11 @@ def compare(
     :class:`ValueError` when they lie apart more than ``tolerance``, and for anything that no difference can be told of:
     a tensor that one side lacks, another shape, a value that is not finite.
     """
-    if ours.keys() != theirs.keys():
-        raise ValueError(f"the two sides do not hold the same tensors: {sorted(ours.keys() ^ theirs.keys())}")
+    if own.keys() != peer.keys():
+        raise ValueError(f"the two sides do not hold the same tensors: {sorted(own.keys() ^ peer.keys())}")
     farthest = 0.0
-    for name, one in ours.items():
-        other = theirs[name]
+    for name, one in own.items():
+        other = peer[name]
         if one.shape != other.shape:
             raise ValueError(f"{name} is {tuple(one.shape)} on our side and {tuple(other.shape)} on theirs")
         if not (one.isfinite().all() and other.isfinite().all()):

@@ -46,8 +46,8 @@ class Side(Protocol):
         """The losses and the whole gradient of every tensor by canonical name, after a step. Collective."""
 
 
-def gathered(mine: Any) -> list[Any]:
+def gathered(local: Any) -> list[Any]:
     """The tensors of every rank, by rank."""
     everyone: list[Any] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(everyone, mine)
+    torch.distributed.all_gather_object(everyone, local)
     return everyone

@@ -12,13 +12,13 @@ from tests.support.checkout import MEMBERS, ROOT, Member
 
 #: What begins a command, or an option with a path, as far as a semicolon.
 BEGUN = re.compile(r"(?:\bmegatron-run (?!.*;)|--(?:set|plugin|base|device|compose|data) |pip install -e )[^;]*$")
-#: Names that paths have here, and the words of a plugin, which may be a file.
+#: Names that paths have here, and those of references to a plugin, which may be a file.
 PATHS = {"base", "checked", "choice", "file", "folder", "home", "kept", "model", "out", "output", "path", "prefix"}
-PATHS |= {"prompts", "source", "target", "tokenizer", "trained", "where", "word", "words", "written"}
+PATHS |= {"prompts", "reference", "references", "source", "target", "tokenizer", "trained", "where", "words", "written"}
 #: Functions whose value is a path as it is.
 PLAIN = {"str", "Path", "folder"}
-#: ``choice`` of a new package's kind and name, which are checked to be words; ``word`` of an option.
-CHECKED = {"cli/src/megatron_run_cli/commands/plugins.py": {"choice"}, "cli/src/megatron_run_cli/grammar.py": {"word"}}
+#: ``choice`` of a new package's kind and name, which are checked to be words.
+CHECKED = {"cli/src/megatron_run_cli/commands/plugins.py": {"choice"}}
 
 
 def unquoted(tree: ast.AST) -> Iterator[str]:
@@ -66,7 +66,7 @@ def test_a_path_in_a_command_is_quoted(member: Member) -> None:
         "f'import it: megatron-run import {source} NEW'",
         "f'megatron-run import NEW --base {str(self.path)}'",
         "f'add --set run.init_from={checkpoints.folder(3)}'",
-        "f'--plugin data={plugin.word}'",
+        "f'--plugin data={plugin.reference}'",
         "f'type: pip install -e {target}'",
         "f'megatron-run generate {prompts[0]}'",
         "f'--set data.tokenizer={kept or trained}'",

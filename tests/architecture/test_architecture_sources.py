@@ -17,6 +17,8 @@ SCRIPTS = sorted((ROOT / "benchmarks").rglob("*.py"))
 LINES_PER_FILE = 400
 LINES_PER_FUNCTION = 80
 VAGUE = {"utils", "util", "helpers", "helper", "common", "misc"}
+#: Names that say whose something is, or how it came, and not what it is.
+IDLE_NAMES = {"told", "many", "mine", "theirs", "ours", "word"}
 #: Modules that run code from the bytes they read.
 UNSAFE_MODULES = {"pickle", "_pickle", "cPickle", "shelve", "marshal", "dill", "cloudpickle"}
 UNSAFE_CALLS = {"torch.load", "torch.save"}
@@ -76,6 +78,29 @@ def long_functions(tree: ast.AST) -> list[str]:
     return [node.name for node in functions if (node.end_lineno or 0) - node.lineno + 1 > LINES_PER_FUNCTION]
 
 
+def bound_name(node: ast.AST) -> str:
+    """The variable, parameter or function that ``node`` binds; empty if it binds none.
+
+    Attributes are not asked: those of a network's parts are the names of its weights.
+    """
+    if isinstance(node, ast.Name):
+        return node.id if isinstance(node.ctx, ast.Store) else ""
+    if isinstance(node, ast.arg):
+        return node.arg
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ExceptHandler | ast.MatchAs | ast.MatchStar):
+        return node.name or ""
+    if isinstance(node, ast.alias):
+        return node.asname or ""
+    return (node.rest or "") if isinstance(node, ast.MatchMapping) else ""
+
+
+def idle_names(tree: ast.AST) -> list[str]:
+    """What ``tree`` binds to a name of :data:`IDLE_NAMES`, or to one behind an underscore."""
+    bound = ((node, bound_name(node)) for node in ast.walk(tree))
+    found = ((getattr(node, "lineno", 0), name) for node, name in bound if name.lstrip("_") in IDLE_NAMES)
+    return [f"line {line}: say what {name!r} is" for line, name in found]
+
+
 def style_faults(file: Path, tree: ast.AST) -> Iterator[str]:
     """What a source does that a source must not do."""
     if not (isinstance(tree, ast.Module) and ast.get_docstring(tree)):
@@ -103,13 +128,14 @@ def size_faults(file: Path, tree: ast.AST, lines: int) -> Iterator[str]:
 
 def test_sources_keep_the_style_and_every_file_is_a_small_room() -> None:
     """In one test: as one of each file they would be a seventh of all that every worker collects."""
-    found, sources = [], set(SOURCES)
+    found, sources, named = [], set(SOURCES), {*SOURCES, *SCRIPTS}
     for file in (*SOURCES, *TESTS, *SCRIPTS):
         text = file.read_text(encoding="utf-8")
         tree = ast.parse(text, filename=str(file))
         faults = [
             *size_faults(file, tree, len(text.splitlines())),
             *(style_faults(file, tree) if file in sources else ()),
+            *(idle_names(tree) if file in named else ()),
         ]
         found += [f"{file.relative_to(ROOT)}: {fault}" for fault in faults]
     assert not found
@@ -154,3 +180,34 @@ def test_long_function_is_found() -> None:
     body = "    x = 1\n"
     assert not long_functions(ast.parse("def f():\n" + body * (LINES_PER_FUNCTION - 1)))
     assert long_functions(ast.parse("def f():\n" + body * LINES_PER_FUNCTION)) == ["f"]
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "told = 1",
+        "word: str",
+        "for mine in ranks: pass",
+        "found = [mine for mine in ranks]",
+        "ours, theirs = pipe()",
+        "if (many := count()): pass",
+        "with open(path) as theirs: pass",
+        "def read(word): pass",
+        "def read(*, word=''): pass",
+        "show = lambda *told: None",
+        "def _told(): pass",
+        "async def ours(): pass",
+        "import torch as theirs",
+        "try: run()\nexcept OSError as told: pass",
+        "match found:\n    case [str(word), *_]: pass",
+        "match found:\n    case [_, *many]: pass",
+        "match found:\n    case {'a': _, **mine}: pass",
+    ],
+)
+def test_a_name_that_says_not_what_it_holds_is_found(source: str) -> None:
+    assert idle_names(ast.parse(source))
+
+
+def test_a_name_that_says_what_it_holds_is_kept() -> None:
+    kept = "words = [each.word for each in stack]\nself.word = embed(words, word=1)\nour_rows = their_rows = told\n"
+    assert not idle_names(ast.parse(kept))

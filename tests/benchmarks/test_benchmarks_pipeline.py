@@ -29,7 +29,7 @@ def test_a_row_names_both_splits_and_holds_the_medians_of_undisturbed_samples() 
 
 
 def test_where_the_splits_differ_it_is_said_why_that_is_fair() -> None:
-    assert [bool(pair.fair) for pair in PAIRS] == [SCHEDULES[pair.ours].split != pair.split for pair in PAIRS]
+    assert [bool(pair.fair) for pair in PAIRS] == [SCHEDULES[pair.schedule].split != pair.split for pair in PAIRS]
 
 
 @pytest.mark.parametrize("name", SCHEDULES)

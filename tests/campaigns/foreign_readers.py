@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from megatron_run.errors import DataError
-from megatron_run_engine.data.indexed_files import Reader
+from megatron_run_engine.data.indexed_files import IndexedReader
 from megatron_run_engine.data.tokenizer import open_tokenizer
 from megatron_run_engine.evaluation.tasks import _passages
 from megatron_run_engine.formats.gpt_tensors import gpt_options
@@ -127,7 +127,7 @@ def _indexed(path: Path) -> object:
     from megatron_run_engine.data.token_ids import check_ids
 
     prefix = path.with_suffix("")
-    reader = Reader(prefix)
+    reader = IndexedReader(prefix)
     sums = [reader[number].sum() for number in range(len(reader))]
     return summarise(reader, prefix), check_ids(reader, None), sums
 

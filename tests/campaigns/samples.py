@@ -24,7 +24,7 @@ from megatron_run.contracts import Weights
 from megatron_run.contracts.activity import Activity, Collective
 from megatron_run_engine.checkpoint.files import FileSystem
 from megatron_run_engine.checkpoint.reader import TensorFile
-from megatron_run_engine.data.indexed_files import Writer
+from megatron_run_engine.data.indexed_files import IndexedWriter
 from megatron_run_engine.data.tokenizer_training import train_tokenizer
 from megatron_run_engine.formats.gpt_tensors import gpt_options, logical_shapes
 from megatron_run_engine.launch.watchdog.page import PageWriter
@@ -166,7 +166,7 @@ def _write_tokenizers(folder: Path) -> None:
 def _write_indexed(folder: Path) -> None:
     for name in ("indexed", "cache/key"):
         (folder / name).mkdir(parents=True)
-    with Writer(folder / "indexed" / "c", np.uint16, modes=True) as writer:
+    with IndexedWriter(folder / "indexed" / "c", np.uint16, modes=True) as writer:
         for length in (3, 0, 5, 1):
             writer.add(np.arange(length))
             writer.end_document()

@@ -10,7 +10,7 @@ from socket import gethostname
 import numpy as np
 import pytest
 
-from megatron_run_engine.data.indexed_files import Writer
+from megatron_run_engine.data.indexed_files import IndexedWriter
 from tests.support.commands import COMMAND, free_port, run_command, world_of_two
 from tests.support.fake_plugins import FakeSite
 from tests.support.forked import ForkedCommand, forked_command
@@ -38,7 +38,7 @@ def test_an_id_outside_the_vocabulary_is_named_by_file_and_byte_before_the_first
     tmp_path: Path, wrong: int
 ) -> None:
     """It lies in the middle, where a step would read it late."""
-    with Writer(tmp_path / "set", np.int32) as writer:
+    with IndexedWriter(tmp_path / "set", np.int32) as writer:
         writer.add_documents([*[7] * 6000, wrong, *[7] * 1999], [40] * 200)
     options = "data=indexed,paths=set,tokenizer=bytes"
     done = forked_command(("preset:tiny", "--set", "run.folder=run", "--plugin", options), tmp_path)

@@ -13,7 +13,7 @@ from megatron_run.errors import InputError
 from megatron_run_planner.accuracy import Accuracy, Compared, Measured, compare, needs_recompute, read_table, summarise
 from megatron_run_planner.devices import LayerShape, read_device
 from megatron_run_planner.schedules import Schedules
-from megatron_run_planner.workload import Split, gpt2
+from megatron_run_planner.workload import ModelSplit, gpt2
 
 A100 = read_device("a100")
 MODEL = gpt2(24, 1024, 16, 1024, 51200)
@@ -59,14 +59,14 @@ def test_a_measured_shape_speaks_for_itself_and_for_no_distant_one() -> None:
 def test_only_models_that_must_recompute_are_taken_to() -> None:
     assert {row.split.recompute for row in measured("single")} == {"none"}
     assert {row.split.recompute for row in measured("multi")} == {"full"}
-    small = Measured(MODEL, Split(data=8, micro_batch=8, global_batch=128), 1.0)
+    small = Measured(MODEL, ModelSplit(data=8, micro_batch=8, global_batch=128), 1.0)
     assert not needs_recompute(small, 80 * 2**30)
     assert needs_recompute(small, 16 * 2**30)
 
 
 def compared(pairs: list[tuple[float, float]], hidden: int = 1024) -> tuple[Compared, ...]:
     """Rows of one task with the seconds (predicted, measured)."""
-    row = Measured(gpt2(24, hidden, 16, 1024, 51200), Split(data=8, micro_batch=1, global_batch=64), 0.0)
+    row = Measured(gpt2(24, hidden, 16, 1024, 51200), ModelSplit(data=8, micro_batch=1, global_batch=64), 0.0)
     return tuple(Compared(replace(row, seconds=measured), predicted) for predicted, measured in pairs)
 
 

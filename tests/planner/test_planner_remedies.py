@@ -14,7 +14,7 @@ from megatron_run_planner.remedies import changes, remedies
 from megatron_run_planner.schedules import Schedules
 from megatron_run_planner.search import Search
 from megatron_run_planner.task import Task, read_task, sized
-from megatron_run_planner.workload import Split
+from megatron_run_planner.workload import ModelSplit
 
 GIB = 2**30
 TASK = read_task(Request((sized(13e9),), sets=("parallel.tensor=2", "train.micro_batch_size=2")), 8)
@@ -29,7 +29,7 @@ def a100(memory: float) -> Device:
     return read_device("a100").model_copy(update={"memory": memory * GIB})
 
 
-def needed(task: Task, split: Split, schedules: Schedules) -> float:
+def needed(task: Task, split: ModelSplit, schedules: Schedules) -> float:
     asked = Search(task.model, split.ranks, split.global_batch, a100(80), schedules)
     return asked.describe(split, "1f1b" if split.pipeline > 1 else "sequential").needed
 
@@ -98,16 +98,16 @@ def test_nothing_is_said_to_be_enough_where_nothing_is(schedules: Schedules) -> 
 
 
 def test_buffers_are_those_of_messages_gathers_and_experts() -> None:
-    model, split = TASK.model, Split(tensor=4, pipeline=2, micro_batch=3)
+    model, split = TASK.model, ModelSplit(tensor=4, pipeline=2, micro_batch=3)
     layer = model.layers[0]
     whole = 2 * 3 * model.sequence * model.hidden
-    assert communication(model, Split(tensor=4, data=8)) == 0
+    assert communication(model, ModelSplit(tensor=4, data=8)) == 0
     assert communication(model, split) == 4 * whole
     assert communication(model, replace(split, sequence_parallel=True)) == 4 * whole / 4
     assert communication(model, split, [True, False]) == 3 * whole
     assert communication(model, split, [False, True]) == 2 * whole
     routed = replace(model, layers=(replace(layer, parts=(FeedForwardCosts(1, experts=8, top_k=2),)),))
-    assert communication(routed, Split(micro_batch=3, data=4, expert=4)) == 4 * whole
+    assert communication(routed, ModelSplit(micro_batch=3, data=4, expert=4)) == 4 * whole
     held = rank_memory(model, split, 4, [True, False], 4)
     assert held.communication == communication(model, split, [True, False])
     full = replace(split, recompute="full")

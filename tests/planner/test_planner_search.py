@@ -20,7 +20,7 @@ from megatron_run_planner.memory import head_activations, layer_activations, lea
 from megatron_run_planner.schedules import Schedules, named, spread
 from megatron_run_planner.search import Candidate, Growth, Search
 from megatron_run_planner.task import check_sizes, read_task, sized, to_type, written
-from megatron_run_planner.workload import Split, gpt2
+from megatron_run_planner.workload import ModelSplit, gpt2
 
 A100 = read_device("a100")
 MODEL = gpt2(8, 2048, 16, 1024, 51200, flash=True)
@@ -105,7 +105,7 @@ def everything(schedules: Schedules, ranks: int = 4) -> list[Candidate]:
         if data * tensor * pipeline != ranks or 32 % (micro_batch * data) or (zero1 and data == 1):
             continue
         for chunks, name in product((1, 2, 4, 8), schedules.names()):
-            split = Split(
+            split = ModelSplit(
                 tensor=tensor,
                 pipeline=pipeline,
                 chunks=chunks,
@@ -171,7 +171,7 @@ def test_a_layer_keeps_what_the_paper_says(tensor: int) -> None:
     scores = 5 * a * s / (h * tensor)
 
     def kept(**more: object) -> float:
-        return layer_activations(GPT3.layers[0], Split(tensor=tensor, micro_batch=b, **more)) / (s * b * h)  # type: ignore[arg-type]
+        return layer_activations(GPT3.layers[0], ModelSplit(tensor=tensor, micro_batch=b, **more)) / (s * b * h)  # type: ignore[arg-type]
 
     assert kept() == pytest.approx(10 + 24 / tensor + scores)
     assert kept(sequence_parallel=True) == pytest.approx(34 / tensor + scores)
@@ -180,7 +180,7 @@ def test_a_layer_keeps_what_the_paper_says(tensor: int) -> None:
 
 
 def test_in_flight_microbatches_are_held(schedules: Schedules) -> None:
-    split = Split(pipeline=4, micro_batch=2, global_batch=32)
+    split = ModelSplit(pipeline=4, micro_batch=2, global_batch=32)
     stages = stage_memory(MODEL, split, schedules.plan("1f1b", 8, 4, 1, 16))
     layer = layer_activations(MODEL.layers[0], split)
     fields = 16 * 2 * MODEL.sequence * 20  # of a token, its label and its weight in all microbatches
@@ -192,7 +192,7 @@ def test_in_flight_microbatches_are_held(schedules: Schedules) -> None:
 @pytest.mark.parametrize(("zero1", "each"), [(False, 18), (True, 9)])
 def test_a_parameter_takes_as_many_bytes_as_the_optimizers_say(zero1: bool, each: int) -> None:
     """``--dry-run`` of a bf16 run over four copies says 18 and 9 bytes a parameter for adamw and zero1."""
-    held = least_memory(MODEL, Split(data=4, micro_batch=1, global_batch=4, zero1=zero1))
+    held = least_memory(MODEL, ModelSplit(data=4, micro_batch=1, global_batch=4, zero1=zero1))
     state = held.parameters + held.gradients + held.optimizer
     assert state / MODEL.parameters == pytest.approx(each)
 

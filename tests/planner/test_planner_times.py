@@ -14,7 +14,7 @@ from megatron_run_planner.devices import Device, read_device
 from megatron_run_planner.layer_time import all_reduce, head_time, layer_operators, layer_time
 from megatron_run_planner.schedules import Schedules, spread
 from megatron_run_planner.step_time import after_backward, estimate, message_time, place_times, step_time
-from megatron_run_planner.workload import Split, gpt2, tables
+from megatron_run_planner.workload import ModelSplit, gpt2, tables
 
 A100 = read_device("a100")
 #: GPT-3: Brown et al. 2020.
@@ -69,7 +69,7 @@ def test_an_encoders_layers_read_its_own_text_and_the_others_look_at_it(tensor: 
 
 
 def test_stages_of_an_encoder_and_of_a_decoder_have_their_own_times() -> None:
-    split = Split(pipeline=2, micro_batch=1, global_batch=8)
+    split = ModelSplit(pipeline=2, micro_batch=1, global_batch=8)
     device = even(A100)
     layout = looped_layout(LayoutSpec(2, 1, 8, (3, 5)))
     first, second = place_times(replace(T5, vocabulary=1), split, device, layout)
@@ -112,7 +112,7 @@ def even(device: Device) -> Device:
 def test_equal_stages_wait_as_the_formula_says(kind: str, chunks: int, microbatches: int) -> None:
     """Narayanan et al. 2021, section 2.2: the bubble is (p-1) / (v m) of the ideal time."""
     model = gpt2(16, 1024, 16, 256, 1)
-    split = Split(pipeline=4, chunks=chunks, micro_batch=1, global_batch=microbatches)
+    split = ModelSplit(pipeline=4, chunks=chunks, micro_batch=1, global_batch=microbatches)
     device = even(A100)
     plan = Schedules().plan(kind, 16, 4, chunks, microbatches)
     layer = layer_time(model.layers[0], split, device)
@@ -125,7 +125,7 @@ def test_equal_stages_wait_as_the_formula_says(kind: str, chunks: int, microbatc
 @pytest.mark.parametrize("pipeline", [2, 4, 8])
 def test_the_estimate_is_the_simulation_of_1f1b(pipeline: int) -> None:
     model = gpt2(24, 2048, 16, 1024, 51200)
-    split = Split(tensor=1, pipeline=pipeline, data=2, micro_batch=2, global_batch=64)
+    split = ModelSplit(tensor=1, pipeline=pipeline, data=2, micro_batch=2, global_batch=64)
     plan = Schedules().plan("1f1b", 24, pipeline, 1, split.microbatches)
     quick = estimate(model, split, A100, looped_layout(LayoutSpec(pipeline, 1, 24)))
     exact = step_time(model, split, A100, plan).seconds
@@ -133,7 +133,7 @@ def test_the_estimate_is_the_simulation_of_1f1b(pipeline: int) -> None:
 
 
 def test_recomputing_a_layer_costs_its_forward() -> None:
-    split = Split(tensor=2, micro_batch=4, global_batch=8)
+    split = ModelSplit(tensor=2, micro_batch=4, global_batch=8)
     (layer, *_) = gpt2(96, 4096, 32, 2048, 51200).layers
     kept, full = (layer_time(layer, replace(split, recompute=how), A100) for how in ("none", "full"))
     assert full.backward == pytest.approx(kept.backward + kept.forward)
@@ -142,7 +142,7 @@ def test_recomputing_a_layer_costs_its_forward() -> None:
 
 
 def test_tensor_ranks_share_a_message_when_they_scatter_it() -> None:
-    whole = Split(tensor=8, pipeline=2, data=4, micro_batch=1, global_batch=8)
+    whole = ModelSplit(tensor=8, pipeline=2, data=4, micro_batch=1, global_batch=8)
     parts = message_time(GPT3, replace(whole, scatter_messages=True), A100)
     latency = A100.links.machine_latency
     assert message_time(GPT3, whole, A100) - latency == pytest.approx(8 * (parts - latency))
@@ -157,7 +157,7 @@ def test_layers_that_do_not_divide_are_dealt_out() -> None:
 
 def test_the_stage_that_holds_most_is_waited_for() -> None:
     """Update and reduction are those of one stage's own layers, experts and tables, not of the average stage."""
-    split = Split(pipeline=2, data=4, micro_batch=1, global_batch=16)
+    split = ModelSplit(pipeline=2, data=4, micro_batch=1, global_batch=16)
     dense = gpt2(1, 1024, 16, 256, 1).layers[0]
     expert = mixed(dense)
     model = ModelCosts((dense, dense, expert, expert), 1)
@@ -183,7 +183,7 @@ def test_a_tied_embedding_is_summed_by_the_stages_that_hold_it() -> None:
             Place(stage, index // 4, range(sum(counts[:index]), sum(counts[: index + 1])))
             for index, stage in enumerate(stages)
         ]
-        split = Split(pipeline=max(stages) + 1, micro_batch=1, global_batch=16, **more)
+        split = ModelSplit(pipeline=max(stages) + 1, micro_batch=1, global_batch=16, **more)
         return after_backward(model, split, A100, layout)[1]
 
     table = 2 * 1024 * 1024
@@ -203,7 +203,7 @@ def waiting(seconds: float) -> Device:
 
 def test_a_table_that_two_stages_hold_is_reduced_by_itself() -> None:
     """Layers and table over two copies of the model, then the table between the stages; one sum if untied."""
-    model, split = gpt2(8, 1024, 16, 256, 1024), Split(pipeline=2, data=2, micro_batch=1, global_batch=16)
+    model, split = gpt2(8, 1024, 16, 256, 1024), ModelSplit(pipeline=2, data=2, micro_batch=1, global_batch=16)
     layout = looped_layout(LayoutSpec(2, 1, 8, (4, 4)))
     assert after_backward(model, split, waiting(1.0), layout)[1] == pytest.approx(3)
     assert after_backward(replace(model, tied=False), split, waiting(1.0), layout)[1] == pytest.approx(1)
@@ -211,7 +211,7 @@ def test_a_table_that_two_stages_hold_is_reduced_by_itself() -> None:
 
 def test_a_loss_over_tensor_ranks_waits_for_two_small_sums_and_one_large() -> None:
     """A maximum and one sum in the forward (``nn.cross_entropy``), that of the input's gradient in the backward."""
-    split = Split(tensor=2, micro_batch=1, global_batch=1)
+    split = ModelSplit(tensor=2, micro_batch=1, global_batch=1)
     late, prompt = (head_time(GPT3, split, waiting(seconds)) for seconds in (1.0, 0.0))
     assert late.forward - prompt.forward == pytest.approx(2)
     assert late.backward - prompt.backward == pytest.approx(1)

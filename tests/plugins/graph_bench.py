@@ -18,7 +18,7 @@ from megatron_run.pipeline.verify import verify
 from megatron_run_engine.builtin.model.gpt import Gpt, GptOptions
 from megatron_run_engine.builtin.parallel_layer.dense import DenseLayers
 from megatron_run_engine.capture import RegionCapture
-from megatron_run_engine.nn.parallel import ReplicatedDropout, Split
+from megatron_run_engine.nn.parallel import LayerSplit, ReplicatedDropout
 from megatron_run_engine.runtime.comm import Groups, ParallelGroup
 from megatron_run_engine.runtime.context import BuildContext
 from megatron_run_engine.runtime.gradients import main_grad
@@ -47,7 +47,7 @@ class SharedDropout(TensorLayers):
 
 def whole_tensor_layers(context: BuildContext) -> ParallelLayers:
     """The tensor-parallel layers of one rank, with the dropout of several."""
-    return SharedDropout(context, Split(ParallelGroup()))
+    return SharedDropout(context, LayerSplit(ParallelGroup()))
 
 
 @dataclass

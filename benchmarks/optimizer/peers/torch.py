@@ -52,8 +52,8 @@ class DdpSide:
     def first_moments(self) -> Mapping[str, Tensor]:
         """Those of each parameter from the rank that has it."""
         state = self._holder.state
-        mine = logical((state[p]["exp_avg"], info) for p, info in self._infos.items() if p in state)
-        return {name: tensor for rank in gathered(mine) for name, tensor in rank.items()}
+        local = logical((state[p]["exp_avg"], info) for p, info in self._infos.items() if p in state)
+        return {name: tensor for rank in gathered(local) for name, tensor in rank.items()}
 
     def state_bytes(self) -> int:
         """Of all parameters, or of those that this rank updates."""

@@ -37,8 +37,8 @@ def huggingface(
     )
     model: Any = transformers.GPT2LMHeadModel(config)
     if weights is not None:
-        theirs = {name: x.t() if name.endswith(TURNED) else x for name, x in gpt2_weights(weights).items()}
-        model.transformer.load_state_dict(theirs)
+        tensors = {name: x.t() if name.endswith(TURNED) else x for name, x in gpt2_weights(weights).items()}
+        model.transformer.load_state_dict(tensors)
 
     def loss(tokens: Tensor, labels: Tensor) -> Tensor:
         """It would shift labels by one; ours are shifted already."""

@@ -120,14 +120,14 @@ def _optimizer(model: Any, *, bf16: bool) -> Any:
 @contextmanager
 def _types_of_a_gpu() -> Iterator[None]:
     """Inside: tensors say that they are on a GPU, by the names that its optimizer compares with."""
-    ours = torch.Tensor.type
+    original = torch.Tensor.type
 
     def their_type(tensor: Tensor, *rest: Any, **more: Any) -> Any:
-        found = ours(tensor, *rest, **more)
+        found = original(tensor, *rest, **more)
         return found.replace("torch.", "torch.cuda.") if isinstance(found, str) else found
 
     torch.Tensor.type = their_type  # type: ignore[method-assign, assignment]  # put back below
     try:
         yield
     finally:
-        torch.Tensor.type = ours  # type: ignore[method-assign]
+        torch.Tensor.type = original  # type: ignore[method-assign]

@@ -32,16 +32,16 @@ _LAYER = re.compile(r"layers\.(\d+)\.(.*)\.(weight|bias)")
 
 def gpt2_weights(weights: Weights) -> dict[str, Tensor]:
     """Whole tensors by canonical name -> by GPT-2's: matrices [out, in]; query, key and value one below the other."""
-    theirs: dict[str, Tensor] = {}
+    renamed: dict[str, Tensor] = {}
     for name, tensor in weights.items():
         if ".qkv.key." in name or ".qkv.value." in name:
             continue
         if ".qkv.query." in name:
             parts = [weights[name.replace("query", part)] for part in ("query", "key", "value")]
-            theirs[_their_name(name.replace(".query", ""))] = torch.cat(parts)
+            renamed[_their_name(name.replace(".query", ""))] = torch.cat(parts)
         else:
-            theirs[_their_name(name)] = tensor
-    return theirs
+            renamed[_their_name(name)] = tensor
+    return renamed
 
 
 def _their_name(name: str) -> str:

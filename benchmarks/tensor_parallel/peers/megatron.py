@@ -42,32 +42,32 @@ _LAYER = re.compile(r"layers\.(\d+)\.(.*)\.(weight|bias)")
 
 def their_weights(weights: Weights, heads: int) -> dict[str, Tensor]:
     """Whole tensors by canonical name -> by megatron-core's, whose q, k and v lie head by head: [n, 3, d, *]."""
-    theirs: dict[str, Tensor] = {}
+    converted: dict[str, Tensor] = {}
     for name, tensor in weights.items():
         if "qkv.key" in name or "qkv.value" in name:
             continue
         if "qkv.query" in name:
             parts = [weights[name.replace("query", other)].unflatten(0, (heads, -1)) for other in PROJECTIONS]
             tensor = torch.stack(parts, dim=1).flatten(0, 2)  # noqa: PLW2901  # what the name stands for there
-        theirs[_their_name(name)] = tensor
-    return theirs
+        converted[_their_name(name)] = tensor
+    return converted
 
 
-def our_weights(theirs: Weights, heads: int) -> dict[str, Tensor]:
+def our_weights(weights: Weights, heads: int) -> dict[str, Tensor]:
     """The way back from :func:`their_weights`."""
-    ours: dict[str, Tensor] = {}
-    back = {theirs: name for name, theirs in NAMES.items()}
-    for name, tensor in theirs.items():
+    logical: dict[str, Tensor] = {}
+    back = {foreign: name for name, foreign in NAMES.items()}
+    for name, tensor in weights.items():
         module, _, kind = name.removeprefix("decoder.layers.").rpartition(".")
         layer, _, inner = module.partition(".") if name.startswith("decoder.layers.") else ("", "", module)
         prefix = f"layers.{layer}." if layer else ""
         if inner == QKV:
             parts = tensor.unflatten(0, (heads, 3, -1)).unbind(1)
             for projection, part in zip(PROJECTIONS, parts, strict=True):
-                ours[f"{prefix}attention.qkv.{projection}.{kind}"] = part.flatten(0, 1)
+                logical[f"{prefix}attention.qkv.{projection}.{kind}"] = part.flatten(0, 1)
         else:
-            ours[f"{prefix}{back[inner]}.{kind}"] = tensor
-    return ours
+            logical[f"{prefix}{back[inner]}.{kind}"] = tensor
+    return logical
 
 
 def _their_name(name: str) -> str:
@@ -95,8 +95,8 @@ class MegatronStep:
         with torch.no_grad():
             for name, parameter in self._model.named_parameters():
                 dim = _split_along(name)
-                mine = whole[name] if dim is None else whole[name].chunk(self.ranks, dim)[dist.get_rank()]
-                parameter.copy_(mine)
+                part = whole[name] if dim is None else whole[name].chunk(self.ranks, dim)[dist.get_rank()]
+                parameter.copy_(part)
 
     def clear(self) -> None:
         """Forget losses and gradients."""

@@ -28,9 +28,9 @@ _CONFIG_ENDINGS = (".yaml", ".yml", ".json")
 _OF_RANKS = frozenset({"train", "finetune"})
 
 
-def is_config(word: str) -> bool:
-    """Whether ``word`` names a configuration: a file, a path, ``-`` or ``preset:NAME``."""
-    return word == "-" or "/" in word or word.endswith(_CONFIG_ENDINGS) or word.startswith("preset:")
+def is_config(argument: str) -> bool:
+    """Whether ``argument`` names a configuration: a file, a path, ``-`` or ``preset:NAME``."""
+    return argument == "-" or "/" in argument or argument.endswith(_CONFIG_ENDINGS) or argument.startswith("preset:")
 
 
 @contextmanager
@@ -48,9 +48,9 @@ class Program(DefaultGroup):
 
     default = "train"
 
-    def has(self, ctx: click.Context, word: str) -> bool:
-        """Whether ``word`` is a command. What is a configuration or an option needs no scan of what is installed."""
-        return bool(word) and not (word.startswith("-") or is_config(word)) and super().has(ctx, word)
+    def has(self, ctx: click.Context, name: str) -> bool:
+        """Whether ``name`` is a command. What is a configuration or an option needs no scan of what is installed."""
+        return bool(name) and not (name.startswith("-") or is_config(name)) and super().has(ctx, name)
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
@@ -102,20 +102,20 @@ class ConfigWord(click.ParamType[str]):
         )
 
 
-def _preset_meant(word: str) -> str:
+def _preset_meant(name: str) -> str:
     """``type preset:tiny`` for the name of a preset, else an empty string."""
     from megatron_run.config.presets import presets
 
-    return f"type preset:{word}" if word in presets() else ""
+    return f"type preset:{name}" if name in presets() else ""
 
 
-def _plugin_meant(word: str) -> str:
+def _plugin_meant(name: str) -> str:
     """``type --plugin schedule=1f1b`` for the name of an installed plugin, else an empty string."""
     from megatron_run.contracts.plugin import RUN_KINDS
     from megatron_run.registry.discover import scan
 
     names = dict.fromkeys(
-        f"--plugin {entry}" for entry in scan().entries if entry.name == word and entry.kind in RUN_KINDS
+        f"--plugin {entry}" for entry in scan().entries if entry.name == name and entry.kind in RUN_KINDS
     )
     return f"type {' or '.join(names)}" if names else ""
 
@@ -125,11 +125,11 @@ def option_meant(option: str) -> str:
     from megatron_run.contracts.plugin import RUN_KINDS
     from megatron_run_cli.reports.keys import kernel_keys
 
-    word = option.lstrip("-").replace("_", "-")
-    if word in RUN_KINDS:
-        return f"type --plugin {word}=NAME"
+    name = option.lstrip("-").replace("_", "-")
+    if name in RUN_KINDS:
+        return f"type --plugin {name}=NAME"
     keys = [info.name for info in kernel_keys() if not info.name.endswith(".use")]
-    meant = [key for key in keys if word in (short := key.replace("_", "-"), short.rpartition(".")[2])]
+    meant = [key for key in keys if name in (short := key.replace("_", "-"), short.rpartition(".")[2])]
     return f"type {' or '.join(f'--set {key}=VALUE' for key in meant)}" if meant else ""
 
 
@@ -187,10 +187,10 @@ class SavedStep(click.ParamType[str]):
 
     def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> str:
         """The word itself, ``step300`` without what is not its number."""
-        word = value.removeprefix("step")
-        if value not in ("auto", "never") and not word.isdecimal():
+        choice = value.removeprefix("step")
+        if value not in ("auto", "never") and not choice.isdecimal():
             self.fail(f"{value!r} is neither auto, never, nor the number of a saved step", param, ctx)
-        return word
+        return choice
 
 
 def step_option(whose: str, otherwise: str = "the newest") -> Callable[[Command], Command]:

@@ -43,8 +43,8 @@ def place_of(context: click.Context) -> tuple[str, ...]:
 def is_own(program: click.Command, place: Sequence[str]) -> bool:
     """Whether the command line itself has a command at ``place``, where no package's would be found."""
     found: click.Command | None = program
-    for word in place:
-        found = found.commands.get(word) if isinstance(found, click.Group) else None
+    for name in place:
+        found = found.commands.get(name) if isinstance(found, click.Group) else None
     return found is not None
 
 
@@ -70,14 +70,14 @@ class Commands(click.Group):
 
     def summaries(self, ctx: click.Context, begin: str = "") -> click.Group:
         """The commands that ``begin`` begins, as lists show them: those of our own packages are not imported for it."""
-        words = [word for word in self.list_commands(ctx) if word.startswith(begin)]
-        found = {word: self._known(ctx, word) or self.get_command(ctx, word) for word in words}
-        return click.Group(commands={word: each for word, each in found.items() if each and not each.hidden})
+        names = [name for name in self.list_commands(ctx) if name.startswith(begin)]
+        found = {name: self._known(ctx, name) or self.get_command(ctx, name) for name in names}
+        return click.Group(commands={name: each for name, each in found.items() if each and not each.hidden})
 
-    def _known(self, ctx: click.Context, word: str) -> click.Command | None:
+    def _known(self, ctx: click.Context, name: str) -> click.Command | None:
         """A command with its summary alone, where the kernel knows that; else None."""
-        summary = "" if word in self.commands else known_summary(catalog_of(ctx), (*place_of(ctx), word))
-        return click.Command(word, help=summary) if summary else None
+        summary = "" if name in self.commands else known_summary(catalog_of(ctx), (*place_of(ctx), name))
+        return click.Command(name, help=summary) if summary else None
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """List the commands in the help."""
@@ -86,11 +86,11 @@ class Commands(click.Group):
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem[str]]:
         """The commands that ``incomplete`` begins, and the options."""
         found = self.summaries(ctx, incomplete).commands
-        words = [CompletionItem[str](word, help=each.get_short_help_str()) for word, each in found.items()]
+        words = [CompletionItem[str](name, help=each.get_short_help_str()) for name, each in found.items()]
         return [*words, *click.Command.shell_complete(self, ctx, incomplete)]
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """The command of that word, None for an unknown one.
+        """The command ``cmd_name``, None for an unknown one.
 
         It is None too, and told in a line unless a shell asks, for one of a package that is broken: others go on.
         """
@@ -101,13 +101,13 @@ class Commands(click.Group):
                 tell_error(str(error))
             return None
 
-    def find_command(self, ctx: click.Context, word: str) -> click.Command | None:
-        """The command of that word, None for an unknown one.
+    def find_command(self, ctx: click.Context, name: str) -> click.Command | None:
+        """The command ``name``, None for an unknown one.
 
         Raises :class:`PluginError` for one that several distributions offer, or that cannot be loaded.
         """
-        place = (*place_of(ctx), word)
-        own, program = self.commands.get(word), ctx.find_root().command
+        place = (*place_of(ctx), name)
+        own, program = self.commands.get(name), ctx.find_root().command
         if own is not None and place[0] in getattr(program, "commands", ()):
             return own
         catalog = catalog_of(ctx)
@@ -121,8 +121,8 @@ class Commands(click.Group):
             from megatron_run.registry.loaded_command import load_command
 
             return load_command(entry)
-        sources = next_words(catalog, place[:-1]).get(word)
-        return Commands(word, help=f"Commands of {' and '.join(sources)}.") if sources else None
+        sources = next_words(catalog, place[:-1]).get(name)
+        return Commands(name, help=f"Commands of {' and '.join(sources)}.") if sources else None
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
@@ -132,19 +132,19 @@ class Commands(click.Group):
         Raises :class:`InputError` where they name none, and :class:`PluginError` where its package is broken or not
         installed.
         """
-        word, *rest = args
-        if word.startswith("-"):
+        name, *rest = args
+        if name.startswith("-"):
             return super().resolve_command(ctx, args)
-        if command := self.find_command(ctx, word):
-            return word, command, rest
-        raise self._unknown(ctx, word)
+        if command := self.find_command(ctx, name):
+            return name, command, rest
+        raise self._unknown(ctx, name)
 
-    def _unknown(self, ctx: click.Context, word: str) -> InputError | PluginError:
-        place, catalog, known = (*place_of(ctx), word), catalog_of(ctx), self.list_commands(ctx)
-        meant = did_you_mean(word, known)
+    def _unknown(self, ctx: click.Context, name: str) -> InputError | PluginError:
+        place, catalog, known = (*place_of(ctx), name), catalog_of(ctx), self.list_commands(ctx)
+        meant = did_you_mean(name, known)
         missing = missing_command(catalog, place, exact=bool(meant))
         return missing or InputError(
-            f"{ctx.command_path} has no command {word!r}", fix=meant or f"its commands are {', '.join(known)}"
+            f"{ctx.command_path} has no command {name!r}", fix=meant or f"its commands are {', '.join(known)}"
         )
 
 
@@ -165,12 +165,12 @@ class DefaultGroup(Commands):
             args = [self.default, *args]
         return super().parse_args(ctx, args)
 
-    def has(self, ctx: click.Context, word: str) -> bool:
-        """Whether ``word`` is a command, be it of a package that is not installed."""
-        if word in self.commands:
+    def has(self, ctx: click.Context, name: str) -> bool:
+        """Whether ``name`` is a command, be it of a package that is not installed."""
+        if name in self.commands:
             return True
-        place, catalog = (*place_of(ctx), word), catalog_of(ctx)
-        return word in next_words(catalog, place[:-1]) or missing_command(catalog, place, exact=True) is not None
+        place, catalog = (*place_of(ctx), name), catalog_of(ctx)
+        return name in next_words(catalog, place[:-1]) or missing_command(catalog, place, exact=True) is not None
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem[str]]:
         """The commands, and what may be the first word of the one that may be left out."""

@@ -12,7 +12,7 @@ from megatron_run.planning import resolve
 from megatron_run_cli.main import main
 from megatron_run_cli.reports.dry_run import dry_run_json, dry_run_text, slots_text
 from megatron_run_engine.capture import Pass, shared_slots
-from megatron_run_engine.data.indexed_files import Writer
+from megatron_run_engine.data.indexed_files import IndexedWriter
 from megatron_run_planner.devices import read_device
 from tests.support.forked import tiny
 from tests.support.small_models import LENGTH, saved_network
@@ -72,7 +72,7 @@ def test_a_dry_run_refuses_weights_with_other_positions_than_the_sequence(tmp_pa
 
 
 def test_a_dry_run_reads_a_sample_of_each_split(tmp_path: Path) -> None:
-    with Writer(tmp_path / "set", np.uint16) as writer:
+    with IndexedWriter(tmp_path / "set", np.uint16) as writer:
         for document in ([1] * 500, [31] * 500):
             writer.add(np.array(document))
             writer.end_document()

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from megatron_run.errors import DataError
-from megatron_run_engine.data.indexed_files import CODES, Reader, Writer, dtype_for
+from megatron_run_engine.data.indexed_files import CODES, IndexedReader, IndexedWriter, dtype_for
 from tests.plugins.data.indexed.corpora import megatron
 
 HEADER = 34
@@ -26,7 +26,7 @@ def oracle() -> Any:
 
 
 def written(folder: Path) -> Path:
-    with Writer(folder / "a.b", np.uint16) as writer:
+    with IndexedWriter(folder / "a.b", np.uint16) as writer:
         writer.add([1, 2, 3])
         writer.add([])
         writer.end_document()
@@ -50,7 +50,7 @@ def test_files_equal_megatron_cores_byte_for_byte_and_each_reads_the_others(
 
     ours, theirs = tmp_path / "ours", tmp_path / "theirs"
     builder = oracle.IndexedDatasetBuilder(f"{theirs}.bin", dtype.type, modes)
-    with Writer(ours, dtype, modes=modes) as writer:
+    with IndexedWriter(ours, dtype, modes=modes) as writer:
         for document in documents(np.random.default_rng(5), dtype):
             for tokens, mode in document:
                 builder.add_item(torch.from_numpy(tokens.astype(np.float64)), mode)
@@ -61,7 +61,7 @@ def test_files_equal_megatron_cores_byte_for_byte_and_each_reads_the_others(
     for suffix in ("bin", "idx"):
         assert Path(f"{ours}.{suffix}").read_bytes() == Path(f"{theirs}.{suffix}").read_bytes()
 
-    read, expected = Reader(theirs), oracle.IndexedDataset(str(ours), multimodal=modes)
+    read, expected = IndexedReader(theirs), oracle.IndexedDataset(str(ours), multimodal=modes)
     assert len(read) == len(expected) > 0
     for sequence in range(len(read)):
         wanted = expected[sequence]
@@ -80,12 +80,12 @@ def test_what_was_written_is_read(tmp_path: Path, seed: int) -> None:
     generator = np.random.default_rng(seed)
     dtype = CODES[int(generator.integers(1, 9))]
     made = list(documents(generator, dtype))
-    with Writer(tmp_path / "d", dtype, modes=True) as writer:
+    with IndexedWriter(tmp_path / "d", dtype, modes=True) as writer:
         for document in made:
             for tokens, mode in document:
                 writer.add(tokens.tolist(), mode)
             writer.end_document()
-    read = Reader(tmp_path / "d")
+    read = IndexedReader(tmp_path / "d")
     sequences = [sequence for document in made for sequence in document]
     assert len(read) == len(sequences)
     assert read.dtype == dtype
@@ -98,7 +98,7 @@ def test_what_was_written_is_read(tmp_path: Path, seed: int) -> None:
 
 
 def test_documents_added_at_once_equal_those_added_one_by_one(tmp_path: Path) -> None:
-    with Writer(tmp_path / "one", np.int32) as one, Writer(tmp_path / "all", np.int32) as whole:
+    with IndexedWriter(tmp_path / "one", np.int32) as one, IndexedWriter(tmp_path / "all", np.int32) as whole:
         for tokens in ([1, 2, 3], [], [4]):
             one.add(tokens)
             one.end_document()
@@ -109,29 +109,29 @@ def test_documents_added_at_once_equal_those_added_one_by_one(tmp_path: Path) ->
 
 @pytest.mark.parametrize("tokens", [[65536], [-1], [0.5], [3, 2**40]])
 def test_a_token_that_the_type_cannot_hold_is_refused(tmp_path: Path, tokens: list[float]) -> None:
-    with Writer(tmp_path / "d", np.uint16) as writer:
+    with IndexedWriter(tmp_path / "d", np.uint16) as writer:
         writer.add([1])
         with pytest.raises(DataError, match="sequence 1 for "):
             writer.add(tokens)
-    assert len(Reader(tmp_path / "d")) == 1
+    assert len(IndexedReader(tmp_path / "d")) == 1
 
 
 def test_a_failure_while_writing_leaves_the_older_dataset(tmp_path: Path) -> None:
     prefix = written(tmp_path)
-    with pytest.raises(DataError), Writer(prefix, np.uint16) as writer:
+    with pytest.raises(DataError), IndexedWriter(prefix, np.uint16) as writer:
         writer.add([9, -1])
-    assert Reader(prefix)[0].tolist() == [1, 2, 3]
+    assert IndexedReader(prefix)[0].tolist() == [1, 2, 3]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.b.bin", "a.b.idx"]
 
 
 def test_a_type_that_the_format_lacks_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="uint32"):
-        Writer(tmp_path / "d", np.uint32)
+        IndexedWriter(tmp_path / "d", np.uint32)
 
 
 def test_a_folder_that_does_not_exist_is_one_line(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="cannot be written"):
-        Writer(tmp_path / "no" / "d", np.uint16)
+        IndexedWriter(tmp_path / "no" / "d", np.uint16)
 
 
 def patch(at: int, form: str, *values: int | bytes) -> Callable[[Path], None]:
@@ -165,7 +165,7 @@ def remove(suffix: str) -> Callable[[Path], None]:
 
 
 def index_of_another(prefix: Path) -> None:
-    with Writer(f"{prefix}2", np.uint16) as writer:
+    with IndexedWriter(f"{prefix}2", np.uint16) as writer:
         writer.add_documents(np.arange(9), [4, 5])
     Path(f"{prefix}2.idx").replace(f"{prefix}.idx")
 
@@ -226,7 +226,7 @@ def test_a_fault_is_one_line_with_file_and_offset_and_costs_no_memory(tmp_path: 
     damage(prefix)
     tracemalloc.start()
     with pytest.raises(DataError) as raised:
-        Reader(prefix)
+        IndexedReader(prefix)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     line = str(raised.value)
@@ -238,12 +238,12 @@ def test_a_fault_is_one_line_with_file_and_offset_and_costs_no_memory(tmp_path: 
 
 def test_faults_are_found_beyond_the_first_block(tmp_path: Path) -> None:
     n = 200_000
-    with Writer(tmp_path / "d", np.uint8) as writer:
+    with IndexedWriter(tmp_path / "d", np.uint8) as writer:
         writer.add_documents(np.zeros(n, np.uint8), np.ones(n, np.int64))
-    Reader(tmp_path / "d")
+    IndexedReader(tmp_path / "d")
     for at in (HEADER + 4 * n + 8 * 150_000, HEADER + 12 * n + 8 * 131_072):
         whole = (tmp_path / "d.idx").read_bytes()
         patch(at, "<q", 7)(tmp_path / "d")
         with pytest.raises(DataError, match=f"byte {at}:"):
-            Reader(tmp_path / "d")
+            IndexedReader(tmp_path / "d")
         (tmp_path / "d.idx").write_bytes(whole)

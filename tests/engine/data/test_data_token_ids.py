@@ -10,7 +10,7 @@ import pytest
 
 from megatron_run.errors import DataError
 from megatron_run_engine.data import token_ids
-from megatron_run_engine.data.indexed_files import Reader, Writer, tokens_path
+from megatron_run_engine.data.indexed_files import IndexedReader, IndexedWriter, tokens_path
 from megatron_run_engine.data.token_ids import check_ids, require_ids
 
 #: Ids below it are known.
@@ -24,16 +24,16 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache" / "megatron-run" / "checked-ids"
 
 
-def written(prefix: Path, dtype: type[np.generic], wrong: dict[int, int]) -> Reader:
+def written(prefix: Path, dtype: type[np.generic], wrong: dict[int, int]) -> IndexedReader:
     """A dataset of 160 ids in 20 documents, aged, with ``wrong`` ones at places."""
     ids = np.random.default_rng(0).integers(0, VOCABULARY, 160).astype(dtype)
     ids[0], ids[1] = 0, VOCABULARY - 1
     for place, value in wrong.items():
         ids[place] = value
-    with Writer(prefix, dtype) as writer:
+    with IndexedWriter(prefix, dtype) as writer:
         writer.add_documents(ids, [8] * 20)
     os.utime(tokens_path(prefix), (1e9, 1e9))
-    return Reader(prefix)
+    return IndexedReader(prefix)
 
 
 @pytest.mark.parametrize("place", [0, 15, 16, 77, 159])
@@ -50,18 +50,18 @@ def test_an_id_outside_is_named_by_file_and_byte(
 
 
 def test_a_last_piece_that_is_not_full_is_read_too(tmp_path: Path) -> None:
-    with Writer(tmp_path / "a", np.int32) as writer:
+    with IndexedWriter(tmp_path / "a", np.int32) as writer:
         writer.add_documents(np.array([5] * 160 + [VOCABULARY], np.int32), [161])
     with pytest.raises(DataError, match=f"token {VOCABULARY} at byte 640"):
-        check_ids(Reader(tmp_path / "a"), VOCABULARY)
+        check_ids(IndexedReader(tmp_path / "a"), VOCABULARY)
 
 
 def test_all_are_read_and_their_ends_returned(tmp_path: Path) -> None:
     reader = written(tmp_path / "a", np.int32, {})
     assert check_ids(reader, VOCABULARY) == check_ids(reader, None) == (0, VOCABULARY - 1)
-    with Writer(tmp_path / "none", np.int32):
+    with IndexedWriter(tmp_path / "none", np.int32):
         pass
-    assert check_ids(Reader(tmp_path / "none"), VOCABULARY) == (0, 0)
+    assert check_ids(IndexedReader(tmp_path / "none"), VOCABULARY) == (0, 0)
 
 
 def test_of_large_files_evenly_spread_pieces_are_read(tmp_path: Path) -> None:

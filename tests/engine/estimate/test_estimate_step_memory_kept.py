@@ -18,7 +18,7 @@ from megatron_run_engine.estimate.step_memory import count_chunks, step_memory
 from megatron_run_engine.runtime.comm import Groups
 from megatron_run_engine.training.build import build_chunks, make_context, make_layers, with_vocabulary
 from megatron_run_planner.memory import layer_activations
-from megatron_run_planner.workload import Split, gpt2
+from megatron_run_planner.workload import ModelSplit, gpt2
 
 SIZES = {
     "model.num_layers": 2,
@@ -121,7 +121,7 @@ def test_a_layer_on_tensor_ranks_keeps_what_the_planner_says(tensor: int, sequen
     """
     if tensor == 1 and sequence:
         pytest.skip("one rank has nothing to split")
-    split = Split(tensor=tensor, micro_batch=4, global_batch=16, sequence_parallel=sequence)
+    split = ModelSplit(tensor=tensor, micro_batch=4, global_batch=16, sequence_parallel=sequence)
     sizes = {"train__precision": "bf16", "model__dropout": 0.0, "model__hidden_size": 256}
     sizes |= {"parallel__tensor": tensor, "parallel__sequence": sequence, "parallel__data": 1}
     two, one = (counted(resolved("parallel-layer=tensor", **sizes, model__num_layers=layers))[0] for layers in (2, 1))

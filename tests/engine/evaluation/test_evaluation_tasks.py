@@ -14,7 +14,7 @@ import torch
 
 from megatron_run.errors import RunError
 from megatron_run.planning import load_config
-from megatron_run_engine.evaluation.tasks import Reader, _cloze, detokenize
+from megatron_run_engine.evaluation.tasks import TextReader, _cloze, detokenize
 from megatron_run_engine.runtime.generation import Window, score
 from megatron_run_engine.runtime.generation.scoring import IGNORED
 from megatron_run_inference import LoadedModel, load
@@ -146,7 +146,7 @@ def test_one_right_token_of_two_is_not_enough(model: LoadedModel) -> None:
     assert (half.likeliest, half.targets, half.greedy) == (1, 2, False)
 
 
-def prefixing_reader(texts: list[str]) -> tuple[Any, Reader]:
+def prefixing_reader(texts: list[str]) -> tuple[Any, TextReader]:
     """A tokenizer of Llama 2's kind, which puts a space before each text, and what reads with it."""
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
@@ -158,7 +158,7 @@ def prefixing_reader(texts: list[str]) -> tuple[Any, Reader]:
     special = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256))]
     made.train_from_iterator(texts * 50, trainers.BpeTrainer(vocab_size=330, special_tokens=special))
     data = SimpleNamespace(encode=lambda text: made.encode(text).ids, decode=made.decode)
-    return made, Reader(cast("Any", data), 64, 0, made.get_vocab_size())
+    return made, TextReader(cast("Any", data), 64, 0, made.get_vocab_size())
 
 
 def test_the_last_word_is_encoded_as_it_stands_in_the_passage() -> None:
@@ -181,7 +181,7 @@ def test_a_last_word_that_cannot_be_scored_is_named() -> None:
         ("ü a", "the last word of 'ü a' has nothing before it: one token is all of it"),
     ):
         with pytest.raises(RunError, match=f"^{message}$"):
-            _cloze(passage, Reader(cast("Any", data), 8, 0, 128))
+            _cloze(passage, TextReader(cast("Any", data), 8, 0, 128))
 
 
 def test_bits_per_byte_are_of_the_bytes_that_are_scored(tmp_path: Path) -> None:
@@ -269,7 +269,7 @@ def test_json_lines_are_scored_by_their_texts_and_refused_without(model: LoadedM
 
 def test_without_a_tokenizer_one_is_asked_for() -> None:
     with pytest.raises(RunError, match=r"no tokenizer: a task reads text; name it: --plugin data=text,tokenizer=FILE$"):
-        Reader(None, 8, 0, 257).encode("text")
+        TextReader(None, 8, 0, 257).encode("text")
 
 
 def test_a_training_evaluates_its_tasks_each_time(tmp_path: Path) -> None:

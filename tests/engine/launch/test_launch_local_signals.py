@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron_run.errors import ExitCode
-from megatron_run_engine.launch.rank import Task
+from megatron_run_engine.launch.rank import RankTask
 from megatron_run_engine.launch.signals import SAVING, STARTING
 from tests.engine.launch.launcher import Launcher, no_process_left, send_when
 from tests.support.processes import on_signals
@@ -51,11 +51,11 @@ def test_after_a_polite_signal_ranks_get_as_long_as_their_step_takes(
     [
         ("polite", None, [STARTING]),
         ("page wait", None, [SAVING]),  # in step 3
-        ("polite", Task("an evaluation"), []),  # saves nothing, and has no step to finish
+        ("polite", RankTask("an evaluation"), []),  # saves nothing, and has no step to finish
     ],
 )
 def test_ctrl_c_is_answered_with_what_becomes_of_the_step(
-    launcher: Launcher, doing: str, task: Task | None, told: list[str]
+    launcher: Launcher, doing: str, task: RankTask | None, told: list[str]
 ) -> None:
     sender = send_when(launcher.ready, signal.SIGINT)
     launcher(f"*:{doing}", task=task)

@@ -20,7 +20,7 @@ from megatron_run_engine.nn.fused import fused_gelu, fused_gelu_gradient, fuses,
 from megatron_run_engine.nn.gelu import Gelu, Terms
 from megatron_run_engine.nn.linear import linear
 from megatron_run_engine.nn.mlp import Mlp
-from megatron_run_engine.nn.parallel import Split, column_linear
+from megatron_run_engine.nn.parallel import LayerSplit, column_linear
 from megatron_run_engine.runtime.comm import ALONE
 from megatron_run_engine.runtime.gradients import main_grad, own_main_grad
 from megatron_run_testing.build_contexts import single_process_context
@@ -79,7 +79,7 @@ def in_layer(way: str, form: str, device: str = "cpu", totals: torch.dtype = tor
     x, grad = values(5, 2, 12).to(device).requires_grad_(), values(5, 2, 7, seed=3).to(device)
     end = Gelu(tanh=FORMS[form])
     if way == "column":
-        result = column_linear(x, weight, bias, context.gradients, Split(ALONE), activation=end)
+        result = column_linear(x, weight, bias, context.gradients, LayerSplit(ALONE), activation=end)
     else:
         result = linear(x, weight, bias, context.gradients, activation=end)
     if way == "split":

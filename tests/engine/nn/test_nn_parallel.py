@@ -12,7 +12,7 @@ from torch.nn import Parameter
 from megatron_run.contracts import Init, Microbatch
 from megatron_run.contracts.topology import Sizes, Topology
 from megatron_run_engine.builtin.parallel_layer.dense import DenseLayers
-from megatron_run_engine.nn.parallel import ReplicatedDropout, Split, VocabEmbedding, column_linear
+from megatron_run_engine.nn.parallel import LayerSplit, ReplicatedDropout, VocabEmbedding, column_linear
 from megatron_run_engine.nn.parallel.mappings import f
 from megatron_run_engine.nn.parameter import owned
 from megatron_run_engine.runtime.comm import Groups, ParallelGroup, Pending
@@ -67,7 +67,7 @@ def test_a_backward_computes_and_communicates_only_what_is_asked_for(
         peers, weight = Twins(), parameter(5, 3)
         weight.data.copy_(values.data)
         x = first.clone().requires_grad_(of_input)
-        y = column_linear(x, weight.requires_grad_(of_weight), None, GradientAccumulator(), Split(peers, sequence))  # type: ignore[arg-type]  # a Parameter still
+        y = column_linear(x, weight.requires_grad_(of_weight), None, GradientAccumulator(), LayerSplit(peers, sequence))  # type: ignore[arg-type]  # a Parameter still
         peers.calls.clear()
         y.backward(torch.ones_like(y))
         calls[name], inputs[name], weights[name] = peers.calls, x.grad, main_grad(weight)
@@ -97,7 +97,7 @@ def test_ids_of_other_ranks_spread_over_all_rows_of_this_one() -> None:
 def test_a_token_that_no_rank_holds_is_refused(token: int) -> None:
     topology = Topology(Sizes(tensor=3), 1)
     context = context_at(topology, Groups())
-    layer = VocabEmbedding(context, Split(ParallelGroup(1, 3)), 307, 4, Init("normal", 0.5))
+    layer = VocabEmbedding(context, LayerSplit(ParallelGroup(1, 3)), 307, 4, Init("normal", 0.5))
     with pytest.raises(RuntimeError, match=f"index {token} is out of bounds"):
         layer(torch.tensor([[1, token]]))
 
@@ -134,7 +134,7 @@ def test_one_rank_drops_the_values_that_layers_without_a_split_drop() -> None:
     dropped = []
     for layers in (
         DenseLayers(context),
-        TensorLayers(context, Split(context.groups.parallel_group(context.topology, "tensor"))),
+        TensorLayers(context, LayerSplit(context.groups.parallel_group(context.topology, "tensor"))),
     ):
         context.rng.position(Microbatch(0, 1, 0, {}), 2, 3)
         dropped.append(layers.dropout(0.5).train()(x))

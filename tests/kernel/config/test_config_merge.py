@@ -21,7 +21,7 @@ def read(*configs: object, **arguments: object) -> tuple[ConfigSource, list[str]
 
 
 def words(layer: ConfigSource, kind: str) -> list[str]:
-    return [choice.word for choice in layer.choices[kind]]
+    return [choice.reference for choice in layer.choices[kind]]
 
 
 def test_files_then_environment_then_command_line(tmp_path: Path) -> None:

@@ -71,7 +71,7 @@ def test_the_choice_is_shown_with_its_reason() -> None:
 
 def test_defaults_that_follow_are_plugins_of_ours() -> None:
     installed = {(entry.kind, entry.name) for entry in scan().entries}
-    assert {(kind, rule.word) for kind, rules in RULES.items() for rule in rules} <= installed
+    assert {(kind, rule.plugin) for kind, rules in RULES.items() for rule in rules} <= installed
     assert {(kind, word) for kind, words in DEFAULT_PLUGINS.items() for word in words} <= installed
     assert {kind for kind in RUN_KINDS if kind not in DEFAULT_PLUGINS} == {"data"}
 

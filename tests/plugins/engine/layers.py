@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_run_engine.nn.parallel import Split
+from megatron_run_engine.nn.parallel import LayerSplit
 from megatron_run_engine.runtime.context import BuildContext
 from megatron_run_parallel_layer_te import EngineLayers
 from megatron_run_parallel_layer_te.library import Engine
@@ -17,7 +17,7 @@ STAND_IN = Engine(engine_stand_in, engine_recipes, "2.20")
 
 def engine_layers(context: BuildContext, **options: Any) -> EngineLayers:
     """The factory for the ranks of ``context``, as the plugin makes it on a GPU."""
-    split = Split(context.groups.parallel_group(context.topology, "tensor"), context.sequence_shards > 1)
+    split = LayerSplit(context.groups.parallel_group(context.topology, "tensor"), context.sequence_shards > 1)
     return EngineLayers(context, split, STAND_IN, Options(**options))
 
 

@@ -23,7 +23,7 @@ _TASKS = "nlu"
 SEED, FOLDER = 1234, "runs/finetuned"
 
 
-def as_task(chosen: dict[str, Any], task: str, folder: str, words: Sequence[str]) -> None:
+def as_task(chosen: dict[str, Any], task: str, folder: str, settings: Sequence[str]) -> None:
     """Change what is trained into ``task``, whose published files are in ``folder``: head, data and recipe.
 
     Raises :class:`RunError` where the plugin of the tasks is not installed, or has no recipe for the model.
@@ -32,7 +32,8 @@ def as_task(chosen: dict[str, Any], task: str, folder: str, words: Sequence[str]
     plugin = load(choose(scan(), "data", _TASKS, origin), origin)
     keys = {"task": task, "folder": str(Path(folder).absolute())}
     keys |= {key: value for key, value in chosen["data"].items() if key == "tokenizer"}
-    given = [word.removeprefix("data.").partition("=") for word in words if word.startswith("data.") and "=" in word]
+    of_data = (setting for setting in settings if setting.startswith("data.") and "=" in setting)
+    given = [setting.removeprefix("data.").partition("=") for setting in of_data]
     values = {key: Value(value, Origin("command line", origin)) for key, value in keys.items()}
     values |= {
         key: Value(value, Origin("command line", f"--set data.{key}")) for key, _, value in given if key != "use"
@@ -44,7 +45,7 @@ def as_task(chosen: dict[str, Any], task: str, folder: str, words: Sequence[str]
     chosen["model"] = {**chosen["model"], **recipe.model}
     chosen["data"] = {"use": _TASKS, **keys}
     chosen["train"] = dict(recipe.train)
-    tell(recipe.told)
+    tell(recipe.summary)
 
 
 def _source(plugin: Plugin, values: Mapping[str, Value]) -> DataSource:
@@ -57,14 +58,14 @@ def _source(plugin: Plugin, values: Mapping[str, Value]) -> DataSource:
     return source
 
 
-def repeat(start: Callable[..., int], seeds: int, words: Sequence[str], *, quiet: bool) -> int:
+def repeat(start: Callable[..., int], seeds: int, settings: Sequence[str], *, quiet: bool) -> int:
     """Train with ``seeds`` seeds, each in a folder of its own, and print every metric with its median.
 
     ``start`` trains with further settings. The first run that fails ends it with that run's code.
     """
     from megatron_run_engine.data.user_files import json_line, text_lines
 
-    given = dict(word.split("=", 1) for word in words if word.startswith(("train.seed=", "run.folder=")))
+    given = dict(setting.split("=", 1) for setting in settings if setting.startswith(("train.seed=", "run.folder=")))
     home, first = Path(given.get("run.folder", FOLDER)), int(given.get("train.seed", SEED))
     found = []
     for seed in range(first, first + seeds):

@@ -169,12 +169,14 @@ def _finetune(  # one argument an option: so click calls it
     from megatron_run_engine.checkpoint.step_folder import find_step
     from megatron_run_engine.data.tokenizer_folder.record import TOKENIZER
 
-    words = (*options["sets"], *options["plugins"])
-    _check_finetuning(data, task, seeds, words)
+    settings = (*options["sets"], *options["plugins"])
+    _check_finetuning(data, task, seeds, settings)
     files = tuple(each for each in configs if each != "-")  # standard input is read once, by the training
     check_keys(Request(files, options["sets"], options["plugins"], options["nproc"], environment=os.environ))
-    _check_data(data, texts=not (task or configs or any(word.startswith(("data=", "data.use=")) for word in words)))
-    checkpoints, step = find_step(_ours(folder))
+    _check_data(
+        data, texts=not (task or configs or any(setting.startswith(("data=", "data.use=")) for setting in settings))
+    )
+    checkpoints, step = find_step(_saved_steps(folder))
     about, home = checkpoints.manifest(step).about, checkpoints.path.parent
     identity = about.identity
     model = nested(identity).get("model", {})
@@ -188,7 +190,7 @@ def _finetune(  # one argument an option: so click calls it
         "run": {"init_from": str(checkpoints.folder(step).absolute())},
         "data": {"use": "text", **({"paths": list(data)} if data else {})},
     }
-    named = any(word.startswith(("data.tokenizer=", "data=")) for word in words)
+    named = any(setting.startswith(("data.tokenizer=", "data=")) for setting in settings)
     if tokenizer := _tokenizer(about, home, named=named):
         chosen["data"]["tokenizer"] = tokenizer
     elif not named:
@@ -198,17 +200,17 @@ def _finetune(  # one argument an option: so click calls it
     if task is not None:
         from megatron_run_cli.commands.finetune_task import as_task
 
-        as_task(chosen, task, data[0], words)
+        as_task(chosen, task, data[0], settings)
     if not options["quiet"]:
-        given = {word.partition("=")[0] for word in words}
+        given = {setting.partition("=")[0] for setting in settings}
         keys = (f"{key}={value}" for key, value in chosen["train"].items() if f"train.{key}" not in given)
         tell(f"fine-tuning, unless you set otherwise, with train: {', '.join(keys)}")
 
     found = Found(chosen, f"what is saved in {checkpoints.folder(step)}")
 
     def start(*sets: str) -> int:
-        names = {word.partition("=")[0] for word in sets}
-        kept = (word for word in options["sets"] if word.partition("=")[0] not in names)
+        names = {setting.partition("=")[0] for setting in sets}
+        kept = (setting for setting in options["sets"] if setting.partition("=")[0] not in names)
         given = {**options, "sets": (*kept, *sets)}
         return int(train.callback(configs=(found, *configs), **given))  # type: ignore[misc]  # click types it as optional
 
@@ -216,7 +218,7 @@ def _finetune(  # one argument an option: so click calls it
         return start()
     from megatron_run_cli.commands.finetune_task import repeat
 
-    return repeat(start, seeds, words, quiet=options["quiet"])
+    return repeat(start, seeds, settings, quiet=options["quiet"])
 
 
 def _tokenizer(about: About, home: Path, *, named: bool) -> str:
@@ -248,9 +250,9 @@ def _check_data(data: tuple[str, ...], *, texts: bool) -> None:
             require_texts([document.path for document in find_documents(data)])
 
 
-def _check_finetuning(data: tuple[str, ...], task: str | None, seeds: int, words: tuple[str, ...]) -> None:
+def _check_finetuning(data: tuple[str, ...], task: str | None, seeds: int, settings: tuple[str, ...]) -> None:
     """Raise :class:`InputError` where what there is to train on does not fit."""
-    if not data and not any("paths=" in word for word in words):
+    if not data and not any("paths=" in setting for setting in settings):
         what = f"--task {task} reads a folder" if task else "there is nothing to train on"
         raise InputError(what, fix="add --data FOLDER" if task else "add --data FILE, as --data 'books/*.txt'")
     if task is not None and len(data) != 1:
@@ -259,7 +261,7 @@ def _check_finetuning(data: tuple[str, ...], task: str | None, seeds: int, words
         raise InputError("--seeds repeats a task", fix="add --task, as --task mnli")
 
 
-def _ours(folder: Path) -> Path:
+def _saved_steps(folder: Path) -> Path:
     """``folder`` if it has saved steps, else its model imported into ``runs``, once for the files that it has."""
     from megatron_run_engine.checkpoint.step_folder import LATEST_STEP, find_step
     from megatron_run_engine.formats.convert import import_model

@@ -29,13 +29,13 @@ _UNQUOTED = re.compile(r"[\w./+,=@%:-]*")
 _STEP = re.compile(r"step([0-9]+)")
 
 
-def _items(words: Iterable[str] | Mapping[str, str], typed: str, before: str = "") -> Items:
-    """The ``words``, of a mapping with their meanings, that begin with ``typed``, each after what stands ``before``."""
-    meanings = words if isinstance(words, Mapping) else dict.fromkeys(words, "")
+def _items(candidates: Iterable[str] | Mapping[str, str], typed: str, before: str = "") -> Items:
+    """The ``candidates``, of a mapping with meanings, that begin with ``typed``, each after what stands ``before``."""
+    meanings = candidates if isinstance(candidates, Mapping) else dict.fromkeys(candidates, "")
     return [
-        CompletionItem(f"{before}{word}", help=meaning or None)
-        for word, meaning in meanings.items()
-        if word.startswith(typed)
+        CompletionItem(f"{before}{candidate}", help=meaning or None)
+        for candidate, meaning in meanings.items()
+        if candidate.startswith(typed)
     ]
 
 

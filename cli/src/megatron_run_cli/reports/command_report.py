@@ -44,10 +44,10 @@ def describe_command(name: str, program: click.Context) -> CommandDescription:
     inner: dict[str, str] = {}
     if isinstance(command, click.Group):
         context = program
-        for word in place:
-            context = click.Context(command, parent=context, info_name=word)
-        found = {word: command.get_command(context, word) for word in command.list_commands(context)}
-        inner = {word: each.get_short_help_str(_ABOUT) for word, each in found.items() if each}
+        for part in place:
+            context = click.Context(command, parent=context, info_name=part)
+        found = {child: command.get_command(context, child) for child in command.list_commands(context)}
+        inner = {child: each.get_short_help_str(_ABOUT) for child, each in found.items() if each}
     return CommandDescription(
         entry.name,
         f"megatron-run {' '.join(place)}",

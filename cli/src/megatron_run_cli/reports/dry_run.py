@@ -94,15 +94,15 @@ def open_data(run: ResolvedRun) -> None:
 
 def dry_run_json(run: ResolvedRun, device: Device | None = None, svg: Path | None = None) -> dict[str, Any]:
     """Return the report as JSON data."""
-    told = run_record(run)
+    record = run_record(run)
     if run.unloaded:
         planned = memory_record(_memory(run, None, None, device, svg))
-        return {**told, "memory": planned, "notices": [*told["notices"], _needs_engine()]}
+        return {**record, "memory": planned, "notices": [*record["notices"], _needs_engine()]}
     size = _checked_size(run)
     counted = _step_memory(run, device)
     return {
-        **told,
-        "notices": [*told["notices"], *([] if device else _machine_notices(run, size))],
+        **record,
+        "notices": [*record["notices"], *([] if device else _machine_notices(run, size))],
         "parameters": size.parameters,
         "parameters_by_stage": [stage.parameters for stage in size.stages],
         "padding_by_stage": [stage.padding for stage in size.stages],

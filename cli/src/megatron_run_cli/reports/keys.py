@@ -117,7 +117,7 @@ def explain(key: str, run: ResolvedRun | None = None) -> str:
 
 def _of_run(run: ResolvedRun) -> Installed:
     """The plugins of ``run``."""
-    plugins = tuple(plugin for many in run.plugins.values() for plugin in many)
+    plugins = tuple(plugin for stack in run.plugins.values() for plugin in stack)
     return Installed(plugins, tuple(map(str, run.unloaded)), ())
 
 
@@ -178,7 +178,7 @@ def kernel_keys() -> Iterator[KeyInfo]:
 def _default_plugins(kind: str) -> str:
     """The default of ``kind.use`` in words: ``none; dynamic with train.precision=fp16``; empty when there is none."""
     words = SEPARATORS.get(kind, "").join(DEFAULT_PLUGINS.get(kind, ()))
-    return "; ".join(filter(None, (words, *(f"{rule.word} with {rule}" for rule in RULES.get(kind, ())))))
+    return "; ".join(filter(None, (words, *(f"{rule.plugin} with {rule}" for rule in RULES.get(kind, ())))))
 
 
 def model_keys(model: type[BaseModel], prefix: Key, owner: str = "") -> Iterator[KeyInfo]:
@@ -197,11 +197,11 @@ def model_keys(model: type[BaseModel], prefix: Key, owner: str = "") -> Iterator
 
 def _type_text(annotation: object) -> str:
     """A type in words: ``one of auto, cpu, cuda``, ``list of int``."""
-    words = [_word(member) for member in members(annotation) if member is not NoneType]
+    words = [_member_text(member) for member in members(annotation) if member is not NoneType]
     return " or ".join(dict.fromkeys(words))
 
 
-def _word(member: Any) -> str:
+def _member_text(member: Any) -> str:
     if get_origin(member) is Literal:
         values = ", ".join(map(str, get_args(member)))
         return f"one of {values}" if len(get_args(member)) > 1 else values

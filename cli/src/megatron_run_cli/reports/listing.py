@@ -83,14 +83,14 @@ def list_plugins(
     return Listing(tuple(listed), catalog.notices)
 
 
-def plugin_info(kind: str, word: str, catalog: Catalog | None = None) -> Description:
-    """The plugin's own account of itself; it is imported in a child process. ``word`` as in ``--plugin kind=word``.
+def plugin_info(kind: str, reference: str, catalog: Catalog | None = None) -> Description:
+    """The plugin's own account of itself; it is imported in a child process. ``--plugin`` takes ``kind=reference``.
 
     Raises :class:`PluginError` when there is no such plugin, or it is broken.
     """
     from megatron_run_cli.reports.keys import Description
 
-    entry = choose(scan() if catalog is None else catalog, kind, word, "the command line")
+    entry = choose(scan() if catalog is None else catalog, kind, reference, "the command line")
     (answer,) = probe([entry])
     if answer.description is None:
         raise PluginError(f"plugin {entry} of {entry.source} is broken", why=answer.error)

@@ -105,8 +105,8 @@ def stage_memories(
             if counted is not None:
                 held |= counted[stage]
             elif planned:
-                told = planned[stage]
-                held |= {role: getattr(told, role) for role in _OF_A_STEP}
+                estimate = planned[stage]
+                held |= {role: getattr(estimate, role) for role in _OF_A_STEP}
         if device:
             from megatron_run_planner.memory import with_reserve
 
@@ -214,17 +214,17 @@ def _slower(each: Remedy) -> str:
 
 def memory_record(memory: StageMemory) -> dict[str, Any]:
     """The same as data: bytes, and times over today's."""
-    told: dict[str, Any] = {
+    record: dict[str, Any] = {
         "by_stage": [dict(held) for held in memory.stages],
         "tensors_by_stage": memory.tensors,
         "needed_by_stage": memory.needed,
     }
     if memory.device is not None:
         found = memory.remedies
-        told |= {"device": memory.device.name, "memory": memory.device.memory, "fits": memory.fits}
-        told["remedies"] = [asdict(each) for each in found.alone] if found else []
-        told["together"] = asdict(found.together) if found and found.together else None
-    return told
+        record |= {"device": memory.device.name, "memory": memory.device.memory, "fits": memory.fits}
+        record["remedies"] = [asdict(each) for each in found.alone] if found else []
+        record["together"] = asdict(found.together) if found and found.together else None
+    return record
 
 
 def write_memory_svg(memory: StageMemory, file: Path) -> None:

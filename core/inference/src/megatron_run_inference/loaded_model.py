@@ -17,7 +17,7 @@ from megatron_run.errors import DataError, InputError
 from megatron_run_engine.data.chat_template.of_source import is_silent
 from megatron_run_engine.data.chat_template.prompt import ChatPrompts
 from megatron_run_engine.data.contents import contents_hash
-from megatron_run_engine.evaluation.tasks import Reader, TaskResult, make_work, run_task
+from megatron_run_engine.evaluation.tasks import TaskResult, TextReader, make_work, run_task
 from megatron_run_engine.host.environments import find_world
 from megatron_run_engine.host.process import join_world
 from megatron_run_engine.runtime.generation import Generation, TextTokens
@@ -223,7 +223,7 @@ class LoadedModel:
         if self.data is not None and source.has_samples:
             length = source.sample_length if self.positions == source.longest else self.positions
             opens = partial(open_split, self.run.one("data"), self.data, sequence_length=length or self.positions)
-        reader = Reader(self.data, self.positions, train.seed, self.vocab_size, opens, self._compare_data)
+        reader = TextReader(self.data, self.positions, train.seed, self.vocab_size, opens, self._compare_data)
         works = [make_work(task, reader, stride) for task in tasks]  # all mistakes come before the first takes its time
         return [run_task(*work, self.network, batch, progress) for work in works]
 

@@ -94,16 +94,16 @@ def plan(source: Source, request: Request) -> ResolvedRun:
     ``parallel.chunks``, which only training has, and :class:`DataError` for a tokenizer that is lost.
     """
     found = Found(source.config, f"what is saved in {source.path}")
-    ours = {
+    base = {
         "train": {"steps": 1, "global_batch_size": _global_batch(request)},
         "parallel": {"tensor": 1, "pipeline": 1},
         "observer": {"use": []},
     }
-    words = (*request.plugins, *request.sets, *request.values)
-    if source.lost is not None and _TOKENIZERS.isdisjoint(word.partition("=")[0] for word in words):
+    settings = (*request.plugins, *request.sets, *request.values)
+    if source.lost is not None and _TOKENIZERS.isdisjoint(setting.partition("=")[0] for setting in settings):
         raise source.lost
-    silent = "data" not in source.config and not any(word.startswith(("data=", "data.")) for word in words)
-    run = resolve(replace(request, configs=(ours, found)), [_ForwardOnly(), *([_NoText()] if silent else [])])
+    silent = "data" not in source.config and not any(setting.startswith(("data=", "data.")) for setting in settings)
+    run = resolve(replace(request, configs=(base, found)), [_ForwardOnly(), *([_NoText()] if silent else [])])
     if run.config.parallel.sequence:
         raise InputError("parallel.sequence=true splits nothing here: a step reads one token of a text")
     if run.config.parallel.chunks > 1:
@@ -113,8 +113,8 @@ def plan(source: Source, request: Request) -> ResolvedRun:
 
 def _global_batch(request: Request) -> int:
     """A global batch of one sample for each copy of the model, whatever their number is: plans must divide it."""
-    words = dict(word.split("=", 1) for word in request.sets if "=" in word)
-    values = {**words, **request.values}
+    settings = dict(setting.split("=", 1) for setting in request.sets if "=" in setting)
+    values = {**settings, **request.values}
     counts = [values.get(key, 1) for key in ("parallel.data", "parallel.expert")]
     return request.nproc or max(int(count) if str(count).isdecimal() else 1 for count in counts)
 

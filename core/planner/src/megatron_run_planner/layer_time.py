@@ -20,7 +20,7 @@ from typing import NamedTuple
 from megatron_run.contracts.costs import AttentionCosts, FeedForwardCosts, LayerCosts, ModelCosts, SegmentCosts
 from megatron_run_planner.devices import Device, LayerShape, Links
 from megatron_run_planner.passes import Pass, layer_passes, loss_pass, norm_pass
-from megatron_run_planner.workload import Split, gpt2_heads
+from megatron_run_planner.workload import ModelSplit, gpt2_heads
 
 #: Bytes of an activation.
 _WIDTH = 2
@@ -163,7 +163,7 @@ def all_reduce(links: Links, size: float, ranks: int, stride: int = 1) -> float:
     return links.machine_latency * log2(ranks) + wire / min(links.bandwidth, members * links.machine_bandwidth)
 
 
-def sum_over(device: Device, split: Split, size: float, members: int, stride: int = 1) -> float:
+def sum_over(device: Device, split: ModelSplit, size: float, members: int, stride: int = 1) -> float:
     """Seconds in which ``members`` ranks of ``split`` sum ``size`` bytes.
 
     Where ranks share cores it is what was measured with as many of them, or the nearest.
@@ -195,7 +195,7 @@ def hop(links: Links, size: float, stride: int, ranks: int = 1) -> float:
     return links.machine_latency + size / links.machine_bandwidth
 
 
-def mean_layer(model: ModelCosts, split: Split, device: Device) -> Passes:
+def mean_layer(model: ModelCosts, split: ModelSplit, device: Device) -> Passes:
     """One layer of ``model``, on average."""
     times = (layer_time(layer, split, device).times(share) for share, layer in model.kinds)
     return sum_of(times)
@@ -209,7 +209,7 @@ def sum_of(passes: Iterable[Passes]) -> Passes:
     return found
 
 
-def layer_time(layer: LayerCosts, split: Split, device: Device) -> Passes:
+def layer_time(layer: LayerCosts, split: ModelSplit, device: Device) -> Passes:
     """One layer: forward, and backward with what it recomputes."""
     work = layer_operators(layer, split.micro_batch, split.tensor, split.expert)
     products = sum(product_seconds(each, device) for each in work.products)
@@ -246,7 +246,7 @@ def layer_time(layer: LayerCosts, split: Split, device: Device) -> Passes:
     return passes if device.cores else passes.times(ahead)
 
 
-def _swept(work: Operators, layer: LayerCosts, split: Split, device: Device) -> tuple[float, float]:
+def _swept(work: Operators, layer: LayerCosts, split: ModelSplit, device: Device) -> tuple[float, float]:
     """Seconds of the sweeps of one layer, forward and backward."""
     if device.sweeps.counted:
         return _passed(layer_passes(layer, split, kernels=device.sweeps.kernels), device)
@@ -263,7 +263,7 @@ def _passed(passes: Iterable[Pass], device: Device) -> tuple[float, float]:
     return ahead, back
 
 
-def _shared(layer: LayerCosts, split: Split, device: Device) -> float:
+def _shared(layer: LayerCosts, split: ModelSplit, device: Device) -> float:
     """Seconds that ranks exchange in a forward of one layer, and as many in its backward.
 
     A sum after each part; with sequence parallelism, as much in halves.
@@ -277,26 +277,26 @@ def _shared(layer: LayerCosts, split: Split, device: Device) -> float:
     return _as_work(shared, split, device)
 
 
-def _counted(layer: LayerCosts, split: Split, device: Device) -> float:
+def _counted(layer: LayerCosts, split: ModelSplit, device: Device) -> float:
     """Seconds in which expert ranks tell each other how many tokens they send, where small sums were measured."""
     if not (layer.experts and split.expert > 1 and device.links.sums):
         return 0.0
     return _as_work(_exchanged(8.0 * layer.experts, split, device), split, device)
 
 
-def _exchanged(size: float, split: Split, device: Device) -> float:
+def _exchanged(size: float, split: ModelSplit, device: Device) -> float:
     """An all-to-all among the expert ranks; where sums were measured, in proportion to one of half its bytes."""
     if not device.links.sums:
         return exchange(device.links, size, split.expert, split.tensor)
     return device.links.exchange * sum_over(device, split, size / 2, split.expert)
 
 
-def _as_work(seconds: float, split: Split, device: Device) -> float:
+def _as_work(seconds: float, split: ModelSplit, device: Device) -> float:
     """``seconds`` measured while all ranks of ``split`` share the cores, as those that one rank alone would take."""
     return seconds / device.cores.slower(split.ranks, split.ranks) if device.cores else seconds
 
 
-def embedding_time(model: ModelCosts, split: Split, device: Device) -> Passes:
+def embedding_time(model: ModelCosts, split: ModelSplit, device: Device) -> Passes:
     """The embedding: a gather forward, a scatter backward, and the sum over the tensor ranks."""
     size = device.width * split.micro_batch * model.tokens * model.hidden
     moved = 2 * size / (device.bandwidth * device.sweeps.efficiency)
@@ -306,12 +306,12 @@ def embedding_time(model: ModelCosts, split: Split, device: Device) -> Passes:
     return Passes(forward, _joined(2 * moved, host.embedding * (1 - host.forward), device))
 
 
-def loading_time(model: ModelCosts, split: Split, device: Device) -> Passes:
+def loading_time(model: ModelCosts, split: ModelSplit, device: Device) -> Passes:
     """A microbatch: every stage that needs its fields loads it, in its forward."""
     return Passes(device.host.batch + device.host.token * split.micro_batch * model.tokens, 0.0)
 
 
-def head_time(model: ModelCosts, split: Split, device: Device) -> Passes:
+def head_time(model: ModelCosts, split: ModelSplit, device: Device) -> Passes:
     """Final norm, logits and loss. Over tensor ranks the loss takes a maximum and two sums at once, its input a sum."""
     tokens = split.micro_batch * model.sequence
     columns = model.vocabulary / split.tensor
@@ -325,7 +325,7 @@ def head_time(model: ModelCosts, split: Split, device: Device) -> Passes:
     return Passes(forward, backward, product)
 
 
-def _swept_head(model: ModelCosts, split: Split, device: Device) -> tuple[float, float]:
+def _swept_head(model: ModelCosts, split: ModelSplit, device: Device) -> tuple[float, float]:
     """Seconds of the sweeps of final norm and loss, forward and backward."""
     tokens, columns, sweeps = split.micro_batch * model.sequence, model.vocabulary / split.tensor, device.sweeps
     if sweeps.counted:

@@ -16,7 +16,7 @@ from dataclasses import astuple, dataclass, replace
 
 from megatron_run.contracts.costs import AttentionCosts, FeedForwardCosts, LayerCosts, ModelCosts, Part, SegmentCosts
 from megatron_run.pipeline.plan import Plan, activations
-from megatron_run_planner.workload import Split, rows_of_words, tables
+from megatron_run_planner.workload import ModelSplit, rows_of_words, tables
 
 #: Bytes of a 16-bit value, and of an fp32 one.
 _HALF, _FULL = 2, 4
@@ -58,7 +58,7 @@ def available(memory: float) -> float:
     return (memory - RESERVED) / (1 + SLACK)
 
 
-def layer_activations(layer: LayerCosts, split: Split) -> float:
+def layer_activations(layer: LayerCosts, split: ModelSplit) -> float:
     """Bytes that one layer keeps of one microbatch until its backward.
 
     With full recomputation only the layer's input is kept.
@@ -87,7 +87,7 @@ def layer_activations(layer: LayerCosts, split: Split) -> float:
     return kept
 
 
-def _attention_activations(part: AttentionCosts, layer: LayerCosts, split: Split) -> float:
+def _attention_activations(part: AttentionCosts, layer: LayerCosts, split: ModelSplit) -> float:
     """Bytes that attention keeps: queries, keys, values and context, and what rotated or was stored beside them."""
     t, tokens = split.tensor, split.micro_batch * layer.tokens
     if part.across:
@@ -100,12 +100,12 @@ def _attention_activations(part: AttentionCosts, layer: LayerCosts, split: Split
     return kept
 
 
-def _mean_activations(model: ModelCosts, split: Split) -> float:
+def _mean_activations(model: ModelCosts, split: ModelSplit) -> float:
     """Bytes that one layer of ``model`` keeps, on average."""
     return sum(share * layer_activations(layer, split) for share, layer in model.kinds)
 
 
-def head_activations(model: ModelCosts, split: Split) -> float:
+def head_activations(model: ModelCosts, split: ModelSplit) -> float:
     """Bytes that the last stage keeps of one microbatch behind its layers: the final norm's input and output, logits.
 
     Further predicted tokens have a layer and logits each. A loss in chunks keeps no logits.
@@ -116,17 +116,17 @@ def head_activations(model: ModelCosts, split: Split) -> float:
     return head + model.predictors * (layer_activations(model.layers[-1], split) + head)
 
 
-def _stream(model: ModelCosts, split: Split) -> float:
+def _stream(model: ModelCosts, split: ModelSplit) -> float:
     """Values of the residual stream on a rank."""
     return split.micro_batch * model.sequence * model.hidden / (split.tensor if split.sequence_parallel else 1)
 
 
-def _logits(model: ModelCosts, split: Split) -> float:
+def _logits(model: ModelCosts, split: ModelSplit) -> float:
     """Bytes of a microbatch's logits, over which the fused loss writes their gradient."""
     return _HALF * split.micro_batch * model.sequence * rows_of_words(model.vocabulary, split.tensor) / split.tensor
 
 
-def stage_memory(model: ModelCosts, split: Split, plan: Plan) -> list[RankMemory]:
+def stage_memory(model: ModelCosts, split: ModelSplit, plan: Plan) -> list[RankMemory]:
     """The memory of a rank of each stage while ``plan`` runs.
 
     Each stage holds the layers of all (microbatch, chunk) pairs that the plan has in flight there, and what the
@@ -136,12 +136,12 @@ def stage_memory(model: ModelCosts, split: Split, plan: Plan) -> list[RankMemory
     ends = plan.layout[0].stage, plan.layout[-1].stage
     halves = any(action.op == "I" for action in plan.lists[0])
     found = []
-    for stage, mine in enumerate(places):
-        part = model.part(layer for place in mine for layer in place.layers)
-        count = sum(len(place.layers) for place in mine)
+    for stage, held in enumerate(places):
+        part = model.part(layer for place in held for layer in place.layers)
+        count = sum(len(place.layers) for place in held)
         memory = rank_memory(part, split, count, [stage == end for end in ends], 0)
-        works = [_Work(0.0, 0.0)] * len(mine)
-        for place in mine:
+        works = [_Work(0.0, 0.0)] * len(held)
+        for place in held:
             layers, last = model.part(place.layers), place == plan.layout[-1]
             works[place.chunk] = _work(layers, split, len(place.layers), last=last, halves=halves)
         fields = memory.activations
@@ -158,7 +158,7 @@ class _Work:
     taken: float
 
 
-def _work(model: ModelCosts, split: Split, layers: float, *, last: bool, halves: bool = False) -> _Work:
+def _work(model: ModelCosts, split: ModelSplit, layers: float, *, last: bool, halves: bool = False) -> _Work:
     """That of a place with so many ``layers`` like those of ``model``, the ``last`` one or not."""
     kept = layers * _mean_activations(model, split)
     kept += head_activations(model, split) if last else 0.0
@@ -179,13 +179,15 @@ def _peak(plan: Plan, stage: int, works: Sequence[_Work]) -> tuple[float, float]
     return best
 
 
-def least_memory(model: ModelCosts, split: Split) -> RankMemory:
+def least_memory(model: ModelCosts, split: ModelSplit) -> RankMemory:
     """No schedule that runs ``split`` needs less on its first stage than this: 1F1B's, one chunk a stage."""
     in_flight = min(split.pipeline, split.microbatches)
     return rank_memory(model, split, len(model.layers) / split.pipeline, [True, split.pipeline == 1], in_flight)
 
 
-def rank_memory(model: ModelCosts, split: Split, layers: float, ends: Sequence[bool], in_flight: float) -> RankMemory:
+def rank_memory(
+    model: ModelCosts, split: ModelSplit, layers: float, ends: Sequence[bool], in_flight: float
+) -> RankMemory:
     """The memory of a rank with ``layers``; ``ends`` say whether it has the embedding, and the head.
 
     ``in_flight`` counts the microbatches between forward and backward; with none the rank still holds the fields of
@@ -209,7 +211,7 @@ def rank_memory(model: ModelCosts, split: Split, layers: float, ends: Sequence[b
     )
 
 
-def temporaries(model: ModelCosts, split: Split, *, last: bool, halves: bool = False) -> float:
+def temporaries(model: ModelCosts, split: ModelSplit, *, last: bool, halves: bool = False) -> float:
     """Bytes that the backward of a microbatch holds beyond what was kept, when that is most.
 
     In a layer it is the gradient between two products of one half, beside what is recomputed and, under sequence
@@ -230,7 +232,7 @@ def temporaries(model: ModelCosts, split: Split, *, last: bool, halves: bool = F
     return max(head, held + stream - freed)
 
 
-def _widest(model: ModelCosts, split: Split, *, halves: bool) -> float:
+def _widest(model: ModelCosts, split: ModelSplit, *, halves: bool) -> float:
     """Bytes of the widest gradient inside a layer; of several kinds of layers it is the largest.
 
     In ``halves`` what the activation made stays until the second one, beside its gradient.
@@ -249,14 +251,14 @@ def _widest(model: ModelCosts, split: Split, *, halves: bool) -> float:
     return _HALF * split.micro_batch * widest / split.tensor
 
 
-def recomputed(model: ModelCosts, split: Split) -> float:
+def recomputed(model: ModelCosts, split: ModelSplit) -> float:
     """Bytes that a backward holds of the one layer that it recomputes."""
     if split.recompute not in ("mlp", "full"):
         return 0.0
     return _mean_activations(model, replace(split, recompute="none")) - _mean_activations(model, split)
 
 
-def communication(model: ModelCosts, split: Split, ends: Sequence[bool] = (False, False)) -> float:
+def communication(model: ModelCosts, split: ModelSplit, ends: Sequence[bool] = (False, False)) -> float:
     """Bytes of the buffers in which ranks send and receive.
 
     Stages: a message received and one being sent, forward and backward; the first stage (``ends``) receives nothing

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from megatron_run.contracts.costs import AttentionCosts, FeedForwardCosts, LayerCosts, SegmentCosts
-from megatron_run_planner.workload import Split
+from megatron_run_planner.workload import ModelSplit
 
 _WIDTH = 2
 #: Bytes of a logit in the loss. By kernels: read forward; read and overwritten by its gradient backward. Without,
@@ -40,7 +40,7 @@ class Pass(NamedTuple):
     back: int = 1
 
 
-def layer_passes(layer: LayerCosts, split: Split, *, kernels: bool) -> Iterator[Pass]:
+def layer_passes(layer: LayerCosts, split: ModelSplit, *, kernels: bool) -> Iterator[Pass]:
     """Those of one layer on one rank."""
     t, tokens = split.tensor, split.micro_batch * layer.tokens
     whole = _WIDTH * tokens * layer.hidden

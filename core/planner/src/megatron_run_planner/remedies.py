@@ -16,7 +16,7 @@ from megatron_run_planner.devices import Device
 from megatron_run_planner.schedules import Schedules
 from megatron_run_planner.search import Candidate, Search
 from megatron_run_planner.task import Task
-from megatron_run_planner.workload import Split, split_over
+from megatron_run_planner.workload import ModelSplit, split_over
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class _Judge:
         self._task, self._device, self._schedules, self._counted = task, device, schedules, counted
         self.now = self._described(task.split)
 
-    def remedy(self, settings: tuple[str, ...], split: Split) -> Remedy | None:
+    def remedy(self, settings: tuple[str, ...], split: ModelSplit) -> Remedy | None:
         """The bytes and seconds of ``split``; None when its schedule refuses it."""
         then = self._described(split)
         if then is None or self.now is None:
@@ -70,7 +70,7 @@ class _Judge:
         speed = self.now.step.seconds / then.step.seconds * self._task.split.ranks / split.ranks
         return Remedy(settings, needed, 1 / speed, split.ranks)
 
-    def _described(self, split: Split) -> Candidate | None:
+    def _described(self, split: ModelSplit) -> Candidate | None:
         schedule = "1f1b" if split.pipeline > 1 and self._task.split.pipeline == 1 else self._task.schedule
         try:
             model, growth = self._task.model, self._task.growth
@@ -105,7 +105,7 @@ def _merged(settings: tuple[str, ...], more: tuple[str, ...]) -> tuple[str, ...]
     return tuple(f"{key}={value}" for key, value in pairs.items())
 
 
-def changes(split: Split, task: Task, device: Device) -> Iterator[tuple[tuple[str, ...], Split]]:
+def changes(split: ModelSplit, task: Task, device: Device) -> Iterator[tuple[tuple[str, ...], ModelSplit]]:
     """Each single change of ``split`` that saves memory somewhere, with its settings."""
     model = task.model
     if split.data > 1 and not split.zero1:
@@ -138,7 +138,7 @@ def _splits(model: ModelCosts, tensor: int) -> bool:
     return True
 
 
-def _copies(split: Split) -> dict[str, Any]:
+def _copies(split: ModelSplit) -> dict[str, Any]:
     """Half the copies of the model, on as many devices, where they and the experts on them divide."""
     halves = not (split.data % 2 or split.data // 2 % split.expert)
     return {"data": split.data // 2, "zero1": split.zero1 and split.data > 2} if halves else {}

@@ -17,7 +17,7 @@ from megatron_run_planner.layer_time import layer_time, mean_layer
 from megatron_run_planner.memory import RankMemory, least_memory, stage_memory
 from megatron_run_planner.schedules import LARGEST, Schedules, spread
 from megatron_run_planner.step_time import LayerTimes, StepTime, estimate, step_time
-from megatron_run_planner.workload import Recompute, Split, split_over
+from megatron_run_planner.workload import ModelSplit, Recompute, split_over
 
 #: Chunks a stage that are tried, microbatch sizes, and how much is simulated: splits, and actions of all their lists.
 CHUNKS = (1, 2, 3, 4, 5, 6, 7, 8)
@@ -35,7 +35,7 @@ class Candidate:
     computes. ``plan`` is what a run would execute.
     """
 
-    split: Split
+    split: ModelSplit
     schedule: str
     step: StepTime
     memory: tuple[RankMemory, ...]
@@ -80,7 +80,7 @@ class Growth:
     dealt: tuple[int, ...] = ()
     batches: tuple[int, ...] = ()
 
-    def undealt(self, split: Split) -> list[int]:
+    def undealt(self, split: ModelSplit) -> list[int]:
         """The sizes that do not divide into microbatches over the data-parallel ranks of ``split``."""
         return [size for size in (*self.dealt, *self.batches) if size % (split.micro_batch * split.data)]
 
@@ -149,12 +149,12 @@ class Search:
             return False
         return True
 
-    def _check_growth(self, split: Split, schedule: str, counts: Sequence[int] = ()) -> None:
+    def _check_growth(self, split: ModelSplit, schedule: str, counts: Sequence[int] = ()) -> None:
         """Raise :class:`InputError` where a smaller batch is refused."""
         for batch in self._growth.batches:
             self._plan(replace(split, global_batch=batch), schedule, counts)
 
-    def judge(self, split: Split, schedule: str) -> Candidate | None:
+    def judge(self, split: ModelSplit, schedule: str) -> Candidate | None:
         """``split`` under ``schedule``, None when the schedule refuses or the memory does not suffice."""
         try:
             plan = self._plan(split, schedule)
@@ -166,7 +166,7 @@ class Search:
             return None
         return self.candidate(split, schedule, plan)
 
-    def describe(self, split: Split, schedule: str, counts: Sequence[int] = ()) -> Candidate:
+    def describe(self, split: ModelSplit, schedule: str, counts: Sequence[int] = ()) -> Candidate:
         """``split`` under ``schedule``, whether it fits or not; ``counts`` are the layers of each place, if set.
 
         Raises :class:`InputError` when it is refused.
@@ -174,23 +174,23 @@ class Search:
         self._check_growth(split, schedule, counts)
         return self.candidate(split, schedule, self._plan(split, schedule, counts))
 
-    def _plan(self, split: Split, schedule: str, counts: Sequence[int] = ()) -> Plan:
+    def _plan(self, split: ModelSplit, schedule: str, counts: Sequence[int] = ()) -> Plan:
         shape = split.pipeline, split.chunks, split.microbatches
         return self._schedules.plan(schedule, len(self._model.layers), *shape, counts)
 
-    def candidate(self, split: Split, schedule: str, plan: Plan) -> Candidate:
+    def candidate(self, split: ModelSplit, schedule: str, plan: Plan) -> Candidate:
         """``split`` as ``plan`` runs it, which ``schedule`` made."""
         memory = tuple(stage_memory(self._model, split, plan))
         step = step_time(self._model, split, self._device, plan)
         return Candidate(split, schedule, step, memory, shares(self._model, split, self._device, step), plan)
 
-    def _options(self, split: Split) -> list[tuple[Split, str]]:
+    def _options(self, split: ModelSplit) -> list[tuple[ModelSplit, str]]:
         """``split`` with every installed schedule that serves its stages and chunks."""
         if split.pipeline == 1:
             return [(split, "sequential")]
         return [(split, name) for name in self._schedules.serving(split.chunks)]
 
-    def _splits(self) -> Iterator[Split]:
+    def _splits(self) -> Iterator[ModelSplit]:
         """Every split whose sizes divide; what does not is counted."""
         model, links = self._model, self._device.links
         for tensor in _divisors(self._ranks):
@@ -208,7 +208,7 @@ class Search:
                     continue
                 yield from self._batched(tensor, pipeline, self._ranks // tensor // pipeline)
 
-    def _batched(self, tensor: int, pipeline: int, data: int) -> Iterator[Split]:
+    def _batched(self, tensor: int, pipeline: int, data: int) -> Iterator[ModelSplit]:
         model = self._model
         chunks = [each for each in CHUNKS if each == 1 or (pipeline > 1 and self._even(pipeline * each))]
         experts = [each for each in _divisors(data) if not model.experts % each] if model.experts else [1]
@@ -216,7 +216,7 @@ class Search:
             if self._batch % (micro_batch * data):
                 self._pruned["the global batch does not divide"] += 1
                 continue
-            base = Split(
+            base = ModelSplit(
                 tensor=tensor,
                 pipeline=pipeline,
                 data=data,
@@ -243,12 +243,12 @@ class Search:
         most = -(-len(self._model.layers) // places)
         return len(self._model.layers) >= places and most * places <= 1.1 * len(self._model.layers)
 
-    def _fits(self, split: Split) -> bool:
+    def _fits(self, split: ModelSplit) -> bool:
         fits = least_memory(self._model, split).needed() <= self._device.memory
         self._pruned["more memory than there is"] += not fits
         return fits
 
-    def _estimate(self, split: Split) -> float:
+    def _estimate(self, split: ModelSplit) -> float:
         counts = (
             ()
             if not len(self._model.layers) % (split.pipeline * split.chunks)
@@ -260,7 +260,7 @@ class Search:
             self._layers[key] = {kind: layer_time(kind, split, self._device) for _, kind in self._model.kinds}
         return estimate(self._model, split, self._device, looped_layout(spec), self._layers[key])
 
-    def _nothing_fits(self, splits: Sequence[Split]) -> InputError:
+    def _nothing_fits(self, splits: Sequence[ModelSplit]) -> InputError:
         what = (
             f"no split of {self._model.parameters / 1e9:.1f}B parameters over {self._ranks} x {self._device.name} fits"
         )
@@ -279,7 +279,7 @@ class Search:
         )
 
 
-def shares(model: ModelCosts, split: Split, device: Device, step: StepTime) -> dict[str, float]:
+def shares(model: ModelCosts, split: ModelSplit, device: Device, step: StepTime) -> dict[str, float]:
     """Parts of ``step`` that are no computation, each as a fraction of it."""
     layer = mean_layer(model, split, device)
     free = device.links.model_copy(update={"bandwidth": 1e30, "latency": 0.0})

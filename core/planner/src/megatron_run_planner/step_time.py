@@ -32,7 +32,7 @@ from megatron_run_planner.layer_time import (
     sum_over,
 )
 from megatron_run_planner.passes import CLEARED, UPDATED
-from megatron_run_planner.workload import Split, rows_of_words, tables
+from megatron_run_planner.workload import ModelSplit, rows_of_words, tables
 
 #: Times of a model's kinds of layers.
 LayerTimes = Mapping[LayerCosts, Passes]
@@ -114,14 +114,14 @@ class StepTime:
         """The whole step."""
         return self.pipeline + self.reduction + self.update
 
-    def mfu(self, model: ModelCosts, split: Split, device: Device) -> float:
+    def mfu(self, model: ModelCosts, split: ModelSplit, device: Device) -> float:
         """Share of the devices' peak that the model's own FLOPs reach (Chowdhery et al. 2022, appendix B)."""
         done = model.flops_per_token * model.sequence * split.global_batch
         return done / (self.seconds * device.peak * split.ranks)
 
 
 def place_times(
-    model: ModelCosts, split: Split, device: Device, layout: Sequence[Place], known: LayerTimes | None = None
+    model: ModelCosts, split: ModelSplit, device: Device, layout: Sequence[Place], known: LayerTimes | None = None
 ) -> list[Passes]:
     """Forward and backward of a microbatch at each position of ``layout``; times of layers may be ``known``."""
     known = known or {kind: layer_time(kind, split, device) for _, kind in model.kinds}
@@ -138,7 +138,7 @@ def place_times(
     return times
 
 
-def last_time(model: ModelCosts, split: Split, device: Device) -> Passes:
+def last_time(model: ModelCosts, split: ModelSplit, device: Device) -> Passes:
     """The work after the last layer: the head, and for each predictor a layer like the last one and a head."""
     head = head_time(model, split, device)
     if not model.predictors:
@@ -147,7 +147,7 @@ def last_time(model: ModelCosts, split: Split, device: Device) -> Passes:
     return head.then(block.then(head).times(model.predictors))
 
 
-def step_time(model: ModelCosts, split: Split, device: Device, plan: Plan) -> StepTime:
+def step_time(model: ModelCosts, split: ModelSplit, device: Device, plan: Plan) -> StepTime:
     """One step of ``plan``, whose stages, chunks and microbatches are those of ``split``."""
     times = place_times(model, split, device, plan.layout)
     ends = simulated(times, model, split, device, plan)
@@ -165,7 +165,7 @@ def step_time(model: ModelCosts, split: Split, device: Device, plan: Plan) -> St
 
 
 def simulated(
-    times: Sequence[Passes], model: ModelCosts, split: Split, device: Device, plan: Plan
+    times: Sequence[Passes], model: ModelCosts, split: ModelSplit, device: Device, plan: Plan
 ) -> Sequence[Sequence[float]]:
     """When each action of each stage ends. ``times`` are those of the positions of the plan's layout."""
     costs = [
@@ -178,7 +178,7 @@ def simulated(
     return simulate(plan.layout, plan.microbatches, plan.lists, costs, message).ends
 
 
-def step_timeline(model: ModelCosts, split: Split, device: Device, plan: Plan) -> Timeline:
+def step_timeline(model: ModelCosts, split: ModelSplit, device: Device, plan: Plan) -> Timeline:
     """The pipeline of one step in seconds: an action starts when its stage and its input are there."""
     ends = simulated(place_times(model, split, device, plan.layout), model, split, device, plan)
     travel, position_of, last = message_time(model, split, device), positions(plan.layout), len(plan.layout) - 1
@@ -206,7 +206,7 @@ def step_timeline(model: ModelCosts, split: Split, device: Device, plan: Plan) -
 
 
 def estimate(
-    model: ModelCosts, split: Split, device: Device, layout: Sequence[Place], known: LayerTimes | None = None
+    model: ModelCosts, split: ModelSplit, device: Device, layout: Sequence[Place], known: LayerTimes | None = None
 ) -> float:
     """Seconds of a step with 1F1B or its interleaved form, without a simulation.
 
@@ -225,7 +225,7 @@ def estimate(
     return slower * pipeline + hops + sum(after_backward(model, split, device, layout))
 
 
-def message_time(model: ModelCosts, split: Split, device: Device) -> float:
+def message_time(model: ModelCosts, split: ModelSplit, device: Device) -> float:
     """Seconds until the activations of a microbatch have reached the next stage."""
     if split.pipeline == 1:
         return 0.0
@@ -235,7 +235,9 @@ def message_time(model: ModelCosts, split: Split, device: Device) -> float:
     return hop(device.links, size, split.tensor * split.data, split.ranks)
 
 
-def after_backward(model: ModelCosts, split: Split, device: Device, layout: Sequence[Place]) -> tuple[float, float]:
+def after_backward(
+    model: ModelCosts, split: ModelSplit, device: Device, layout: Sequence[Place]
+) -> tuple[float, float]:
     """Seconds of the update and of the reduction of gradients, on the stage that takes longest for both.
 
     The first and the last stage sum a tied embedding. With ``zero1`` each rank updates its share.
@@ -245,17 +247,17 @@ def after_backward(model: ModelCosts, split: Split, device: Device, layout: Sequ
         held[place.stage].append(place.layers)
     ends = layout[0].stage, layout[-1].stage
     kinds = {}  # stages that hold the same take the same time
-    for stage, mine in held.items():
+    for stage, ranges in held.items():
         first, last = (stage == end for end in ends)
-        count, words = sum(map(len, mine)), tables(model, split.tensor, first=first, last=last)
+        count, words = sum(map(len, ranges)), tables(model, split.tensor, first=first, last=last)
         copied = model.tied and first != last
-        part = model.part(layer for layers in mine for layer in layers)
+        part = model.part(layer for layers in ranges for layer in layers)
         kinds[count, words, copied, part.kinds] = part
     return max((_finish(part, *key[:3], split, device) for key, part in kinds.items()), key=sum)
 
 
 def _finish(
-    part: ModelCosts, layers: int, words: float, copied: bool, split: Split, device: Device
+    part: ModelCosts, layers: int, words: float, copied: bool, split: ModelSplit, device: Device
 ) -> tuple[float, float]:
     """Seconds of update and reduction on a stage that holds ``layers`` like those of ``part``, and ``words``.
 

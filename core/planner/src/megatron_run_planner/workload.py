@@ -56,7 +56,7 @@ def tables(model: ModelCosts, tensor: int, *, first: bool, last: bool) -> float:
 
 
 @dataclass(frozen=True)
-class Split:
+class ModelSplit:
     """How a model is split and batched; the names are those of the sections ``parallel`` and ``train``.
 
     ``scatter_messages``: each tensor rank sends its part of what goes to the next stage. ``overlap``: gradients are

@@ -183,7 +183,7 @@ def _expect_equal(
 ) -> None:
     """Equal bits, or without ``exact`` equal values but for the rounding of fp32."""
     bound = 0.0 if exact else _ROUNDING
-    if any(abs(mine - theirs) > bound * abs(theirs) for mine, theirs in zip(captured[0], eager[0], strict=True)):
+    if any(abs(loss - wanted) > bound * abs(wanted) for loss, wanted in zip(captured[0], eager[0], strict=True)):
         raise CheckFailed(f"step {step}: losses are {captured[0]} captured and {eager[0]} eager")
     largest = max(gradient.abs().max().item() for gradient in eager[1].values())
     for name, gradient in eager[1].items():

@@ -98,13 +98,13 @@ def _check_deterministic(first: Scaler, second: Scaler) -> None:
 
 def _check_found_inf(first: Scaler, second: Scaler) -> None:
     for step, found_inf in enumerate(overflows()):
-        many = found_inf * (2 + step)
+        several = found_inf * (2 + step)
         first.update(found_inf.clone())
-        second.update(many)
+        second.update(several)
         if not torch.equal(first.scale, second.scale):
             found = f"{first.scale.item()} after found_inf=1 and {second.scale.item()} after found_inf={2 + step}"
             raise CheckFailed(f"step {step}: scale is {found}")
-        if not torch.equal(many, found_inf * (2 + step)):
+        if not torch.equal(several, found_inf * (2 + step)):
             raise CheckFailed(f"step {step}: update changed found_inf, which the trainer reads after it")
 
 

@@ -18,7 +18,7 @@ from megatron_run_engine.estimate.calibration.microbenchmarks import (
     time_sweeps,
     time_together,
 )
-from megatron_run_engine.estimate.calibration.on_ranks import Task, on_ranks
+from megatron_run_engine.estimate.calibration.on_ranks import RankCall, on_ranks
 from megatron_run_engine.estimate.calibration.survey import (
     ANCHORS,
     ATTENTION,
@@ -103,7 +103,7 @@ def test_rounds_are_pooled_and_what_disturbed_one_is_not_seen() -> None:
 def test_what_several_ranks_do_takes_as_long_as_on_the_slowest() -> None:
     """Rank ``r`` takes ``1 + r`` seconds for everything."""
 
-    def took(task: Task, rank: int) -> Any:
+    def took(task: RankCall, rank: int) -> Any:
         if task.function is time_request:
             return {"wall": [9.0, 9.0, 1.0 + rank], "processor": [], "actions": []}
         return 1.0 + rank if task.function is time_together else [1.0 + rank] * len(MESSAGES)
@@ -120,11 +120,14 @@ def test_what_several_ranks_do_takes_as_long_as_on_the_slowest() -> None:
 def test_ranks_measure_together_and_fail_together() -> None:
     """One start serves tasks of one, two and three ranks; the others sleep until they have something to do."""
     begun: list[int] = []
-    sums = Task(2, time_sums, {"sizes": [64, 2**22], "members": 2})
-    alone, all_three = Task(1, time_sweeps, {"sizes": [2**12]}), Task(3, time_together, {"active": 3, "seconds": 0.1})
+    sums = RankCall(2, time_sums, {"sizes": [64, 2**22], "members": 2})
+    alone, all_three = (
+        RankCall(1, time_sweeps, {"sizes": [2**12]}),
+        RankCall(3, time_together, {"active": 3, "seconds": 0.1}),
+    )
     found = on_ranks([alone, sums, all_three, alone], begun.append)
     assert [len(ranks) for ranks in found] == [1, 2, 3, 1]
     assert all(0 < small < large for small, large in found[1])
     assert begun == [0, 1, 2, 3]
     with pytest.raises(InputError, match=r"rank [01] of a measurement failed"):
-        on_ranks([Task(2, time_sums, {"sizes": ["none"], "members": 2}), all_three])
+        on_ranks([RankCall(2, time_sums, {"sizes": ["none"], "members": 2}), all_three])

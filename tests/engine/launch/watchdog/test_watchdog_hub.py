@@ -206,7 +206,7 @@ def test_who_does_not_know_the_secret_is_sent_away_and_ends_nothing(site: Site, 
         b'{"rank": 1, "token": "of this run alone"}\n',
         b'{"over": 1}\n',
         b'{"rank": true, "proof": 1}\n',
-        b'{"rank": 7, "word": "", "proof": ""}\n',
+        b'{"rank": 7, "nonce": "", "proof": ""}\n',
         b'{"rank": 1e999}\n',
         b"x" * 5000,
         b"[" * 400 + b"\n{}\n",
@@ -255,7 +255,7 @@ def test_a_sidecar_does_not_obey_who_only_listens_where_the_hub_should(tmp_path:
     with socket.create_server(("127.0.0.1", 0)) as impostor:
         connection = Connection(socket.create_connection(impostor.getsockname()))
         theirs, _ = impostor.accept()
-        theirs.sendall(b'{"word": "x"}\n{"end": "now", "rank": 0, "grace": 0, "speak": true}\n')
+        theirs.sendall(b'{"nonce": "x"}\n{"end": "now", "rank": 0, "grace": 0, "speak": true}\n')
         assert not join_hub(connection, 0, SECRET, 3.0)
         connection.close()
         theirs.close()

@@ -13,7 +13,7 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from megatron_run_engine.data.indexed_files import Writer
+from megatron_run_engine.data.indexed_files import IndexedWriter
 
 #: The token that ends a document. It also occurs within them, by chance.
 END = 0
@@ -23,7 +23,7 @@ def corpus(prefix: Path, seed: int, documents: int, longest: int = 40, shortest:
     """Write documents of ``shortest`` to ``longest`` random tokens; return the prefix."""
     generator = np.random.default_rng(seed)
     lengths = generator.integers(shortest, longest + 1, documents)
-    with Writer(prefix, np.uint16) as writer:
+    with IndexedWriter(prefix, np.uint16) as writer:
         writer.add_documents(generator.integers(0, vocabulary, int(lengths.sum())), lengths)
     return str(prefix)
 

@@ -20,7 +20,7 @@ from megatron_run.errors import DataError, InputError, Problems
 from megatron_run_data_indexed import megatron_run_create_data
 from megatron_run_data_indexed.options import IndexedOptions
 from megatron_run_data_indexed.samples import Permutation
-from megatron_run_engine.data.indexed_files import MAGIC, Reader, Writer
+from megatron_run_engine.data.indexed_files import MAGIC, IndexedReader, IndexedWriter
 from megatron_run_engine.data.tokenizer import open_tokenizer
 from megatron_run_testing.data import data_checks
 from tests.contracts.conformance import failures
@@ -94,7 +94,7 @@ def test_splits_share_no_document_and_hold_all(tmp_path: Path) -> None:
         tokens += [int(dataset[index]["tokens"][0]) for index in range(len(dataset))] + [
             int(dataset[-1 + len(dataset)]["labels"][0])
         ]
-    assert tokens == Reader(prefix).tokens.tolist()
+    assert tokens == IndexedReader(prefix).tokens.tolist()
 
 
 def test_a_weighted_blend_keeps_its_shares_and_repeats_nothing_before_its_length(tmp_path: Path) -> None:
@@ -131,7 +131,7 @@ def test_documents_end_where_they_were_prepared_to_end(tmp_path: Path) -> None:
     asked = {"vocab_size": None, "tokenizer": tokenizer, "split": "1,0,0", "reset_positions": True}
     prefixes = {end: str(tmp_path / f"ends-{end}") for end in (1, 2, None)}
     for end, prefix in prefixes.items():
-        with Writer(Path(prefix), np.uint16) as writer:
+        with IndexedWriter(Path(prefix), np.uint16) as writer:
             writer.add_documents(np.tile(np.array([0, 2, 1]), 50), np.full(50, 3))
         Path(f"{prefix}.json").write_text(json.dumps({"end_of_document": end}))
 
@@ -155,7 +155,7 @@ def test_packed_rows_hold_every_label_once_and_join_no_documents(tmp_path: Path)
     prefixes = [corpus(tmp_path / name, seed, 60, longest=30) for seed, name in enumerate("ab")]
     expected: list[tuple[int, int]] = []
     for prefix in prefixes:
-        reader = Reader(prefix)
+        reader = IndexedReader(prefix)
         for sequence in range(len(reader)):  # a document each
             expected += zip(reader[sequence][:-1].tolist(), reader[sequence][1:].tolist(), strict=True)
     opened = source(*prefixes, packing="documents", split="1,0,0")
@@ -171,9 +171,9 @@ def test_packed_rows_hold_every_label_once_and_join_no_documents(tmp_path: Path)
 
 
 def test_documents_of_several_sequences_are_split_whole(tmp_path: Path) -> None:
-    from megatron_run_engine.data.indexed_files import Writer
+    from megatron_run_engine.data.indexed_files import IndexedWriter
 
-    with Writer(tmp_path / "a", np.uint16) as writer:
+    with IndexedWriter(tmp_path / "a", np.uint16) as writer:
         for document in range(10):
             for _ in range(3):
                 writer.add([document] * 10)
@@ -231,7 +231,7 @@ def test_what_is_missing_is_one_line_that_says_what_to_set(tmp_path: Path) -> No
     with pytest.raises(DataError, match=r"corups\.idx does not exist.*did you mean 'corpus\.idx'\? name the prefix"):
         source(str(tmp_path / "corups")).dataset("train", S, 1)
     with pytest.raises(DataError, match=r"corpus\.bin\.idx does not exist.*; name the prefix of both: .*/corpus"):
-        Reader(tmp_path / "corpus.bin")
+        IndexedReader(tmp_path / "corpus.bin")
     (tmp_path / "corpus.bin").unlink()
     with pytest.raises(DataError, match=r"corpus\.bin does not exist: an indexed[^;]*; name the prefix"):
         source(str(tmp_path / "corpus")).dataset("train", S, 1)
@@ -256,7 +256,7 @@ def test_tokens_of_another_tokenizer_are_refused_before_they_are_read(tmp_path: 
     made, other = words(tmp_path / "made.json", "a b c </s>"), words(tmp_path / "other.json", "b a c </s>")
     larger, smaller = words(tmp_path / "larger.json", "a b c </s> d"), words(tmp_path / "smaller.json", "a b </s>")
     prefix = tmp_path / "set"
-    with Writer(prefix, np.uint16) as writer:
+    with IndexedWriter(prefix, np.uint16) as writer:
         writer.add_documents(np.tile(np.arange(4), 50), np.full(50, 4))
 
     def told(**options: Any) -> str:

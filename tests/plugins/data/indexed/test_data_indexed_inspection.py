@@ -14,7 +14,7 @@ from megatron_run.errors import DataError, InputError
 from megatron_run_data_indexed.preparation import inspect as inspection
 from megatron_run_data_indexed.preparation.about import about_path
 from megatron_run_data_indexed.preparation.import_export import export, import_
-from megatron_run_engine.data.indexed_files import Reader, Writer
+from megatron_run_engine.data.indexed_files import IndexedReader, IndexedWriter
 from megatron_run_engine.data.tokenizer import ByteTokenizer, open_tokenizer
 from megatron_run_engine.data.tokenizer_training import train_tokenizer
 
@@ -24,7 +24,7 @@ DOCUMENTS = [[list(b"hello")], [[7] * 3, [8] * 6], [], [list(b"bye"), []], [[1] 
 @pytest.fixture
 def prefix(tmp_path: Path) -> Path:
     """Documents of none, one and two sequences."""
-    with Writer(tmp_path / "data", np.uint16) as writer:
+    with IndexedWriter(tmp_path / "data", np.uint16) as writer:
         for document in DOCUMENTS:
             for sequence in document:
                 writer.add(sequence)
@@ -37,7 +37,7 @@ def flat() -> list[list[int]]:
 
 
 def test_counts_and_lengths_are_those_of_documents(prefix: Path) -> None:
-    reader = Reader(prefix)
+    reader = IndexedReader(prefix)
     summary = inspection.summarise(reader, prefix)
     lengths = [len(tokens) for tokens in flat()]
     assert inspection.document_lengths(reader).tolist() == lengths
@@ -52,10 +52,10 @@ def test_counts_and_lengths_are_those_of_documents(prefix: Path) -> None:
 
 
 def test_samples_are_the_text_of_documents(prefix: Path) -> None:
-    shown = inspection.samples(Reader(prefix), prefix, ByteTokenizer(), 5)
+    shown = inspection.samples(IndexedReader(prefix), prefix, ByteTokenizer(), 5)
     assert [(number, cut) for number, _, cut in shown] == [(0, False), (1, False), (2, False), (3, False), (4, True)]
     assert [shown[0][1], shown[3][1]] == ["hello", "bye"]
-    assert len(inspection.samples(Reader(prefix), prefix, ByteTokenizer(), 2)) == 2
+    assert len(inspection.samples(IndexedReader(prefix), prefix, ByteTokenizer(), 2)) == 2
 
 
 def test_no_tokenizer_is_used_but_the_one_that_made_the_dataset(prefix: Path, tmp_path: Path) -> None:
@@ -95,7 +95,7 @@ def test_tokens_go_out_and_come_back(prefix: Path, tmp_path: Path, name: str) ->
     assert export(prefix, tmp_path / name, None, "ids") == 5
     assert rows_of(tmp_path / name) == [{"ids": tokens} for tokens in flat()]
     assert import_(tmp_path / name, tmp_path / "back", "ids") == (5, sum(map(len, flat())))
-    reader = Reader(tmp_path / "back")
+    reader = IndexedReader(tmp_path / "back")
     assert [reader[number].tolist() for number in range(len(reader))] == flat()
     assert reader.dtype == np.uint16
     with pytest.raises(InputError, match="exists"):

@@ -15,7 +15,7 @@ from megatron_run_data_indexed import megatron_run_create_data
 from megatron_run_data_indexed.megatron_order import build, fits, split_bounds
 from megatron_run_data_indexed.options import IndexedOptions
 from megatron_run_data_indexed.samples import GPTSamples
-from megatron_run_engine.data.indexed_files import Reader
+from megatron_run_engine.data.indexed_files import IndexedReader
 from tests.plugins.data.indexed.corpora import END, built, corpus, gpt_config, megatron
 
 
@@ -24,7 +24,7 @@ def test_indices_equal_gpt_datasets(tmp_path: Path, seed: int) -> None:
     oracle, generator = megatron(), np.random.default_rng(seed)
     prefix = corpus(tmp_path / "a", seed, int(generator.integers(8, 60)), shortest=seed % 2)
     sequence_length, shares = int(generator.integers(2, 30)), (70, 20, 10)
-    read = Reader(prefix)
+    read = IndexedReader(prefix)
     first, last = split_bounds(shares, len(read))[0]
     epoch = int(read.lengths[first:last].sum()) // sequence_length
     samples = None if seed % 6 == 0 else int(generator.integers(1, 4 * epoch + 2))
@@ -53,7 +53,7 @@ def _changed(numbers: NDArray[Any], place: tuple[int, ...], value: int) -> NDArr
 
 
 def test_indices_that_lead_outside_do_not_fit(tmp_path: Path) -> None:
-    read = Reader(corpus(tmp_path / "a", 1, 40))
+    read = IndexedReader(corpus(tmp_path / "a", 1, 40))
     asked = (read.lengths, (5, 30), 8, 300)
     index = build(*asked, 1)
     documents, samples, shuffle = index
@@ -76,7 +76,7 @@ def test_indices_that_lead_outside_do_not_fit(tmp_path: Path) -> None:
 
 def test_a_sample_that_is_not_of_its_length_is_refused(tmp_path: Path) -> None:
     """Within its bounds, and yet not what was written: of a damaged disk, or of somebody else's."""
-    read = Reader(corpus(tmp_path / "a", 1, 40))
+    read = IndexedReader(corpus(tmp_path / "a", 1, 40))
     index = build(read.lengths, (0, 40), 8, None, 1)
     for column, value in ((0, 0), (0, len(index.documents) - 1), (1, 0), (1, int(read.lengths.max()))):
         samples = GPTSamples(read, index._replace(samples=_changed(index.samples, (9, column), value)), 8)

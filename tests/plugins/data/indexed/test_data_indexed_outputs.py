@@ -19,7 +19,7 @@ from megatron_run_data_indexed.preparation.import_export import import_
 from megatron_run_data_indexed.preparation.inputs import find_inputs
 from megatron_run_data_indexed.preparation.prepare import Preparation, prepare
 from megatron_run_engine.data.documents import find_documents
-from megatron_run_engine.data.indexed_files import Reader
+from megatron_run_engine.data.indexed_files import IndexedReader
 from megatron_run_engine.data.tokenizer_training import train_tokenizer
 
 ROWS = ("one text", "and another")
@@ -66,7 +66,7 @@ def test_no_file_of_another_program_is_replaced_unasked(ending: str, texts: Path
         assert other.read_text() == "another program's"
     for write in writers:
         write(overwrite=True)
-        assert len(Reader(tmp_path / "out")) == len(ROWS)
+        assert len(IndexedReader(tmp_path / "out")) == len(ROWS)
 
 
 def test_no_tokenizer_is_written_over_its_texts(texts: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -175,7 +175,7 @@ def test_a_preparation_goes_on_over_its_own_dataset_and_over_no_other(texts: Pat
     folder.mkdir()  # as if it had been killed once all had its name
     (folder / "plan.json").write_bytes(plan)
     make(tmp_path / "out", source)
-    assert len(Reader(tmp_path / "out")) == len(ROWS)
+    assert len(IndexedReader(tmp_path / "out")) == len(ROWS)
     assert not folder.exists()
 
 

@@ -20,7 +20,7 @@ from megatron_run_data_indexed.preparation.inputs import find_inputs
 from megatron_run_data_indexed.preparation.parts import write_part
 from megatron_run_data_indexed.preparation.prepare import Preparation, Totals, estimate, prepare
 from megatron_run_data_indexed.preparation.records import Policy, Reading
-from megatron_run_engine.data.indexed_files import Reader
+from megatron_run_engine.data.indexed_files import IndexedReader
 
 TEXTS = [f"document {number} — says {'so ' * (number % 17)}{number**7}" for number in range(130)]
 BLOCK = 700  # of these documents there are some more than ten blocks
@@ -51,7 +51,7 @@ def run(asked: Preparation, told: list[str] | None = None, **options: Any) -> To
 
 def texts_of(prefix: Path) -> list[str]:
     """The documents, each of which ends with the token 256."""
-    reader = Reader(prefix)
+    reader = IndexedReader(prefix)
     assert len(reader.documents) == len(reader) + 1
     found = [reader[number].tolist() for number in range(len(reader))]
     assert all(tokens[-1] == 256 for tokens in found)
@@ -83,7 +83,7 @@ def test_json_lines_become_documents_in_their_order(tmp_path: Path, ending: str)
     totals = run(job(tmp_path, packed(tmp_path / f"a.jsonl{ending}", content)))
     assert texts_of(tmp_path / "out") == TEXTS
     assert (totals.documents, totals.empty, totals.malformed) == (len(TEXTS), 0, 0)
-    assert totals.tokens == len(Reader(tmp_path / "out").tokens)
+    assert totals.tokens == len(IndexedReader(tmp_path / "out").tokens)
     assert not (tmp_path / "out.preparing").exists()
 
 
@@ -137,9 +137,9 @@ def test_the_bytes_do_not_depend_on_the_workers(tmp_path: Path) -> None:
 def test_the_end_of_a_document_can_be_another_token_or_none(tmp_path: Path) -> None:
     path = lines(tmp_path / "a.jsonl", ["ab"])
     run(job(tmp_path, path, end="x"))
-    assert Reader(tmp_path / "out")[0].tolist() == [97, 98, 120]
+    assert IndexedReader(tmp_path / "out")[0].tolist() == [97, 98, 120]
     run(job(tmp_path, path, end="none"), overwrite=True)
-    assert Reader(tmp_path / "out")[0].tolist() == [97, 98]
+    assert IndexedReader(tmp_path / "out")[0].tolist() == [97, 98]
     with pytest.raises(InputError, match="'xy' is 2 tokens"):
         run(job(tmp_path, path, end="xy"), overwrite=True)
 
@@ -348,7 +348,7 @@ def test_an_unfinished_preparation_of_something_else_is_refused(tmp_path: Path, 
     with pytest.raises(InputError, match=f"unfinished preparation of something else: .*{change}"):
         run(other)
     run(other, overwrite=True)
-    assert len(Reader(tmp_path / "out")) == len(TEXTS) + (change == "inputs")
+    assert len(IndexedReader(tmp_path / "out")) == len(TEXTS) + (change == "inputs")
 
 
 @pytest.mark.multiproc

@@ -20,7 +20,7 @@ from megatron_run_data_indexed.preparation.inputs import Separator, blocks, find
 from megatron_run_data_indexed.preparation.inspect import tokenizer_of
 from megatron_run_data_indexed.preparation.prepare import Preparation, Totals, prepare
 from megatron_run_data_indexed.preparation.records import Reading, read_records
-from megatron_run_engine.data.indexed_files import Reader
+from megatron_run_engine.data.indexed_files import IndexedReader
 
 MARK = b"\xef\xbb\xbf"
 
@@ -34,7 +34,7 @@ def prepared(source: Path, tokenizer: str = "bytes", separator: bytes | None = N
 
 def documents(prefix: Path) -> list[bytes]:
     """Each document of bytes without its end."""
-    reader = Reader(prefix)
+    reader = IndexedReader(prefix)
     return [bytes(reader[number][:-1].tolist()) for number in range(len(reader))]
 
 
@@ -125,7 +125,7 @@ def test_text_without_a_token_is_counted_and_a_document_of_such_text_is_empty(
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     prefix, totals = prepared(path, str(tmp_path / "t.json"))
     assert (totals.documents, totals.empty, totals.lost) == (3, 1, 6)
-    assert len(Reader(prefix)) == 3
+    assert len(IndexedReader(prefix)) == 3
     monkeypatch.setattr(preparation, "SMALLEST", 16)  # a block for each line
     _, totals = prepared(path, str(tmp_path / "t.json"))
     assert (totals.documents, totals.empty, totals.lost) == (3, 1, 6)

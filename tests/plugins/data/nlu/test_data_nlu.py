@@ -181,7 +181,7 @@ def test_table_6_is_in_the_recipes() -> None:
 def test_a_saved_model_is_fine_tuned_by_its_row_of_the_table(home: Path) -> None:
     saved = {"use": "bert", "num_layers": 24, "hidden_size": 2048, "choices": 1}
     found = source(home, "race").recipe(saved, 128)
-    assert found.told == "race by the recipe of the 1.3B model: 3 epochs"
+    assert found.summary == "race by the recipe of the 1.3B model: 3 epochs"
     assert found.model == {"head": "choice", "choices": 4, "max_positions": 128}
     assert (found.train["sequence_length"], found.train["lr"]) == (4 * 128, 1e-5)
     assert found.train["samples"] == max(1, 3 * len(source(home, "race").dataset("train", 512, 0)) // 16) * 16

@@ -12,7 +12,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 from megatron_run.errors import DataError, InputError
-from megatron_run_data_nlu.rows import Reader
+from megatron_run_data_nlu.rows import RowMaker
 from megatron_run_engine.data.tokenizer import open_tokenizer
 
 WORDS = ["the", "cat", "sat", "on", "a", "mat", "and", "dog", "did", "not", "sit", "with", "it"]
@@ -87,13 +87,13 @@ def test_pairs_are_laid_out_and_cut_as_by_transformers(name: str, tmp_path: Path
     folder = FOLDERS[name](tmp_path / "folder")
     theirs = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
     for length in (LENGTH, LENGTH + 1):
-        reader = Reader(open_tokenizer(str(folder)), length)
+        maker = RowMaker(open_tokenizer(str(folder)), length)
         for seed in range(40):
             pair = texts(seed)
             expected = theirs(
                 *pair, truncation=True, max_length=length, padding="max_length", return_token_type_ids=True
             )
-            found = reader.pair(*pair)
+            found = maker.pair(*pair)
             assert found["tokens"].tolist() == expected["input_ids"], (pair, length)
             used = sum(expected["attention_mask"])
             assert found["used"] == used
@@ -111,15 +111,15 @@ def test_pairs_are_laid_out_and_cut_as_by_transformers(name: str, tmp_path: Path
 def test_rows_that_no_task_can_be_answered_from_are_refused(pair: str, why: str, tmp_path: Path) -> None:
     folder = byte_level(around("$A", pair), tmp_path / "folder", pad_token="<pad>")
     with pytest.raises((InputError, DataError), match=why):
-        Reader(open_tokenizer(str(folder)), LENGTH)
+        RowMaker(open_tokenizer(str(folder)), LENGTH)
 
 
 def test_a_folder_without_a_layout_is_refused_and_a_vocabulary_alone_is_berts(tmp_path: Path) -> None:
     folder = byte_level(lambda _: None, tmp_path / "folder", pad_token="[PAD]")
     with pytest.raises(InputError, match="no token before two texts"):
-        Reader(open_tokenizer(str(folder)), LENGTH)
+        RowMaker(open_tokenizer(str(folder)), LENGTH)
     alone = wordpiece(tmp_path / "bert") / "vocab.txt"
-    row = Reader(open_tokenizer(str(alone)), 9).pair("the cat", "a mat")
+    row = RowMaker(open_tokenizer(str(alone)), 9).pair("the cat", "a mat")
     names = alone.read_text().split("\n")
     assert " ".join(names[token] for token in row["tokens"]) == "[CLS] the cat [SEP] a mat [SEP] [PAD] [PAD]"
 
@@ -131,4 +131,4 @@ def test_a_tokenizer_without_a_token_to_fill_rows_is_refused(tmp_path: Path) -> 
     del content["model"]["vocab"]["[PAD]"]
     (made / "tokenizer.json").write_text(json.dumps(content))
     with pytest.raises(InputError, match=r"the tokenizer has no \[PAD\]"):
-        Reader(open_tokenizer(str(made)), LENGTH)
+        RowMaker(open_tokenizer(str(made)), LENGTH)

@@ -12,7 +12,7 @@ from megatron_run.config.request import Request
 from megatron_run.registry.discover import Catalog, scan
 from megatron_run_cli.commands import finetune_task
 from megatron_run_cli.main import main
-from megatron_run_engine.data.indexed_files import Writer
+from megatron_run_engine.data.indexed_files import IndexedWriter
 from tests.plugins.data.nlu import published
 from tests.support.training import learned_alike, train_many
 
@@ -60,7 +60,7 @@ def test_a_task_is_learned_from_pretrained_weights_with_seeds(
     home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    with Writer("books", np.uint16) as writer:
+    with IndexedWriter("books", np.uint16) as writer:
         generator = np.random.default_rng(0)
         for _ in range(40):
             writer.add(generator.integers(5, 20, 30))

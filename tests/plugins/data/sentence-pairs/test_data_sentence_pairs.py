@@ -13,7 +13,7 @@ import pytest
 from megatron_run.errors import DataError, InputError
 from megatron_run_data_sentence_pairs import PairOptions, SentencePairs, megatron_run_create_data
 from megatron_run_data_sentence_pairs.masking import Draws, Masking
-from megatron_run_engine.data.indexed_files import Writer
+from megatron_run_engine.data.indexed_files import IndexedWriter
 
 LENGTH = 64
 #: A vocabulary of WordPiece: words, and what goes on with one.
@@ -33,7 +33,7 @@ def vocabulary(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """100 documents of 5 to 400 tokens, each ended by [SEP] as ``data prepare`` does; no token is special elsewhere."""
     prefix, generator = tmp_path_factory.mktemp("corpus") / "docs", np.random.default_rng(0)
-    with Writer(prefix, np.uint16) as writer:
+    with IndexedWriter(prefix, np.uint16) as writer:
         for _ in range(100):
             writer.add([*generator.integers(5, 5 + len(WORDS), generator.integers(5, 400)), SEP])
             writer.end_document()
@@ -46,9 +46,9 @@ def source(corpus: Path, vocabulary: Path, **options: Any) -> SentencePairs:
 
 
 def documents_of(corpus: Path) -> list[list[int]]:
-    from megatron_run_engine.data.indexed_files import Reader
+    from megatron_run_engine.data.indexed_files import IndexedReader
 
-    reader = Reader(corpus)
+    reader = IndexedReader(corpus)
     return [reader[number].tolist() for number in range(len(reader))]
 
 
@@ -86,10 +86,10 @@ def test_every_document_is_cut_into_as_many_samples_as_it_fills(corpus: Path, vo
 
 def test_texts_part_where_a_sentence_ends(tmp_path: Path, vocabulary: Path) -> None:
     """By the period, and where a dataset has sentences as sequences, by those."""
-    with Writer(tmp_path / "periods", np.uint16) as writer:
+    with IndexedWriter(tmp_path / "periods", np.uint16) as writer:
         writer.add([10, 11, 12, 65, 13, 14, 15, 16, 17, 18])
         writer.end_document()
-    with Writer(tmp_path / "sentences", np.uint16) as writer:
+    with IndexedWriter(tmp_path / "sentences", np.uint16) as writer:
         for sentence in ([10, 11, 65, 13], [14, 15, 16, 65, 17, 18]):
             writer.add(sentence)
         writer.end_document()
@@ -159,7 +159,7 @@ def test_a_sample_follows_from_seed_epoch_and_index(corpus: Path, vocabulary: Pa
 
 
 def test_bytes_get_special_tokens_of_their_own(tmp_path: Path) -> None:
-    with Writer(tmp_path / "bytes", np.uint16) as writer:
+    with IndexedWriter(tmp_path / "bytes", np.uint16) as writer:
         writer.add(list(b"This is one. And this another. "))
         writer.end_document()
     made = SentencePairs(PairOptions(paths=(str(tmp_path / "bytes"),), split=(1, 0, 0)))

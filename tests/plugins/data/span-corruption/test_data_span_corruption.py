@@ -13,7 +13,7 @@ import pytest
 from megatron_run.errors import DataError, InputError
 from megatron_run_data_span_corruption import SpanCorruption, SpanOptions
 from megatron_run_data_span_corruption.spans import Corruption, span_vocabulary
-from megatron_run_engine.data.indexed_files import Writer
+from megatron_run_engine.data.indexed_files import IndexedWriter
 from megatron_run_engine.data.tokenizer import ByteTokenizer
 
 #: Of the byte tokenizer's 257 ids, the first that is added: padding, then the end, then the sentinels.
@@ -24,7 +24,7 @@ PADDING = 257
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Documents of 40 bytes, no two neighbours of which are alike."""
     prefix = tmp_path_factory.mktemp("spans") / "docs"
-    with Writer(prefix, np.uint16) as writer:
+    with IndexedWriter(prefix, np.uint16) as writer:
         for document in range(30):
             writer.add((np.arange(40) * 7 + document * 11) % 256)
             writer.end_document()

@@ -147,15 +147,15 @@ def test_logits_and_gradients_are_transformers_and_weights_come_back_bit_by_bit(
     explicit = described.explicit()
     assert {key: explicit[key] for key in CASES[case].needs} == CASES[case].needs
     rows = family.rows(described, logical_shapes(described, LENGTH, model=family.model))
-    rows = [row for row in rows if "expert_bias" not in row.ours[0]]  # no gradient moves it
+    rows = [row for row in rows if "expert_bias" not in row.logical[0]]  # no gradient moves it
     readers = {name: partial(Tensor.clone, gradient) for name, gradient in gradients.items()}
     of_theirs = their_gradients(deepcopy(model), fields, tmp_path / "gradients")
     head = f"{family.head}.weight"
     for row in rows:
-        wanted = of_theirs[row.theirs if row.theirs == head else family.prefix + row.theirs]
-        assert wanted.any(), f"{row.theirs} has no gradient: the test would not see an error in it"
+        wanted = of_theirs[row.foreign if row.foreign == head else family.prefix + row.foreign]
+        assert wanted.any(), f"{row.foreign} has no gradient: the test would not see an error in it"
         scale = float(wanted.abs().max())
-        torch.testing.assert_close(row.pack(readers), wanted, rtol=1e-5, atol=1e-5 * max(scale, 1.0), msg=row.theirs)
+        torch.testing.assert_close(row.pack(readers), wanted, rtol=1e-5, atol=1e-5 * max(scale, 1.0), msg=row.foreign)
 
     before, after = (load_file(folder / name / model_folder.SINGLE) for name in ("hf", "again"))
     assert before.keys() == after.keys()

@@ -10,7 +10,7 @@ import pytest
 from megatron_run.planning import load_config
 from megatron_run_cli.reports import dry_run
 from megatron_run_cli.reports.dry_run import dry_run_text
-from megatron_run_engine.data.indexed_files import Writer
+from megatron_run_engine.data.indexed_files import IndexedWriter
 from megatron_run_engine.estimate.model_size import model_size
 
 #: Layers, width, heads, parameters as printed and their unit, tensor ranks, all GPUs, steps.
@@ -25,7 +25,7 @@ TABLE = {
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The files that the presets name."""
     (tmp_path / "data").mkdir()
-    with Writer(tmp_path / "data" / "bert", np.uint16) as writer:
+    with IndexedWriter(tmp_path / "data" / "bert", np.uint16) as writer:
         for _ in range(100):
             writer.add([5] * 30)
             writer.end_document()

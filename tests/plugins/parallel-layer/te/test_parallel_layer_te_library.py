@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from megatron_run.contracts import AttentionShape, Init, LinearPart, LinearSpec
-from megatron_run_engine.nn.parallel import Split
+from megatron_run_engine.nn.parallel import LayerSplit
 from megatron_run_engine.runtime.comm import ParallelGroup
 from megatron_run_engine.runtime.context import BuildContext
 from megatron_run_parallel_layer_te import EngineLayers, shapes
@@ -32,7 +32,7 @@ pytestmark = [pytest.mark.te, pytest.mark.filterwarnings("default")]  # the libr
 
 MODULES = ("Linear", "LayerNormLinear", "LayerNorm", "RMSNorm", "DotProductAttention")
 RECIPES = ("DelayedScaling", "Float8CurrentScaling", "MXFP8BlockScaling", "Float8BlockScaling")
-ALONE = Split(ParallelGroup())
+ALONE = LayerSplit(ParallelGroup())
 INIT = Init("normal", 0.02)
 
 

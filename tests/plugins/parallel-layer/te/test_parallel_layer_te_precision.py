@@ -12,7 +12,7 @@ from megatron_run.config.request import Request
 from megatron_run.contracts import Init, LinearPart, LinearSpec
 from megatron_run.errors import InputError, PluginError, Problems
 from megatron_run.planning import resolve
-from megatron_run_engine.nn.parallel import Split
+from megatron_run_engine.nn.parallel import LayerSplit
 from megatron_run_engine.runtime.comm import ParallelGroup
 from megatron_run_parallel_layer_te import EngineLayers
 from megatron_run_parallel_layer_te.precision import Options, Precision, check_gpu, make_recipe
@@ -21,12 +21,12 @@ from tests.plugins.engine import recipes
 from tests.plugins.engine.layers import STAND_IN, engine_layers
 from tests.plugins.engine.stand_in import REGIONS
 
-ALONE, PAIR = Split(ParallelGroup()), Split(ParallelGroup(0, 2), sequence=True)
+ALONE, PAIR = LayerSplit(ParallelGroup()), LayerSplit(ParallelGroup(0, 2), sequence=True)
 INIT = Init("normal", 0.02)
 HYBRID, E4M3 = recipes.Format.HYBRID, recipes.Format.E4M3
 
 
-def precision(fp8: Any, split: Split = ALONE, **train: Any) -> Precision:
+def precision(fp8: Any, split: LayerSplit = ALONE, **train: Any) -> Precision:
     return Precision(STAND_IN, Options(fp8=fp8), split, single_process_context(train=train).train)
 
 
@@ -61,8 +61,10 @@ def test_the_options_become_a_recipe(options: dict[str, Any], recipe: object) ->
 def test_delayed_scales_agree_over_tensor_parallel_ranks_and_never_over_the_world() -> None:
     group: Any = object()
     for peers, reduced in ((ParallelGroup(0, 2, group), True), (ParallelGroup(), False)):
-        assert make_recipe(STAND_IN, Options(fp8="delayed"), Split(peers)).reduce_amax is reduced
-    layers = EngineLayers(single_process_context(), Split(ParallelGroup(0, 2, group)), STAND_IN, Options(fp8="delayed"))
+        assert make_recipe(STAND_IN, Options(fp8="delayed"), LayerSplit(peers)).reduce_amax is reduced
+    layers = EngineLayers(
+        single_process_context(), LayerSplit(ParallelGroup(0, 2, group)), STAND_IN, Options(fp8="delayed")
+    )
     with layers.forward_pass():
         assert REGIONS.groups[-1] is group
 

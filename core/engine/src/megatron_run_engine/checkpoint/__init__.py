@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from megatron_run_engine.checkpoint.files import read_whole as read_whole
     from megatron_run_engine.checkpoint.files import reading as reading
     from megatron_run_engine.checkpoint.reader import TensorFile as TensorFile
-    from megatron_run_engine.checkpoint.shard_file import Entry as Entry
+    from megatron_run_engine.checkpoint.shard_file import TensorEntry as TensorEntry
     from megatron_run_engine.checkpoint.shard_file import write_tensors as write_tensors
 
 __getattr__, __dir__ = lazy_names(
@@ -31,6 +31,6 @@ __getattr__, __dir__ = lazy_names(
         "megatron_run_engine.checkpoint.boxes": ("Box", "cover_fault"),
         "megatron_run_engine.checkpoint.files": ("FileSystem", "followed", "read_whole", "reading"),
         "megatron_run_engine.checkpoint.reader": ("TensorFile",),
-        "megatron_run_engine.checkpoint.shard_file": ("Entry", "write_tensors"),
+        "megatron_run_engine.checkpoint.shard_file": ("TensorEntry", "write_tensors"),
     },
 )

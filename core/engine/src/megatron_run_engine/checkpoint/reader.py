@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from megatron_run_engine.checkpoint.manifest import FieldRecord, Manifest
-    from megatron_run_engine.checkpoint.shard_file import Entry
+    from megatron_run_engine.checkpoint.shard_file import TensorEntry
 
 
 class TensorFile:
@@ -31,7 +31,7 @@ class TensorFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         header = read_header(path)
-        self.entries: Mapping[str, Entry] = header.entries
+        self.entries: Mapping[str, TensorEntry] = header.entries
         self._data = header.data
         try:
             size = path.stat().st_size

@@ -37,7 +37,7 @@ LONGEST_HEADER = 100_000_000
 MOST_DIMENSIONS = 64
 
 
-class Entry(NamedTuple):
+class TensorEntry(NamedTuple):
     """One tensor of a file. ``start`` is the offset of its first byte from the end of the header."""
 
     dtype: str
@@ -53,21 +53,21 @@ class Entry(NamedTuple):
 class Header(NamedTuple):
     """The tensors of a file by name. ``data`` is the offset of the first byte after the header."""
 
-    entries: Mapping[str, Entry]
+    entries: Mapping[str, TensorEntry]
     data: int
 
 
-def lay_out(tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> dict[str, Entry]:
+def lay_out(tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> dict[str, TensorEntry]:
     """Place tensors (name -> type, shape) in a file, the widest types first, so that every value is aligned."""
-    entries: dict[str, Entry] = {}
+    entries: dict[str, TensorEntry] = {}
     start = 0
     for name, (dtype, shape) in sorted(tensors.items(), key=lambda item: -ITEM_BYTES[item[1][0]]):
-        entries[name] = Entry(dtype, shape, start)
+        entries[name] = TensorEntry(dtype, shape, start)
         start = entries[name].stop
     return entries
 
 
-def encode_header(entries: Mapping[str, Entry], metadata: Mapping[str, str] | None = None) -> bytes:
+def encode_header(entries: Mapping[str, TensorEntry], metadata: Mapping[str, str] | None = None) -> bytes:
     """Return the bytes before the data, padded to a multiple of eight. ``metadata`` are texts for other tools."""
     records: dict[str, Any] = {} if metadata is None else {"__metadata__": dict(metadata)}
     for name, entry in entries.items():
@@ -94,7 +94,7 @@ def read_header(path: Path) -> Header:
     return Header(entries, 8 + length)
 
 
-def _entry(record: Mapping[str, Any]) -> Entry:
+def _entry(record: Mapping[str, Any]) -> TensorEntry:
     dtype, shape, (start, stop) = record["dtype"], tuple(record["shape"]), record["data_offsets"]
     if dtype not in ITEM_BYTES:
         raise ValueError(f"values of type {str(dtype)[:20]!r}")
@@ -102,13 +102,13 @@ def _entry(record: Mapping[str, Any]) -> Entry:
         raise ValueError("a shape or an offset that is no whole number")
     if len(shape) > MOST_DIMENSIONS:
         raise ValueError(f"a tensor of {len(shape)} dimensions")
-    entry = Entry(dtype, shape, start)
+    entry = TensorEntry(dtype, shape, start)
     if entry.stop != stop:
         raise ValueError(f"{stop - start} bytes for {prod(shape)} values of type {dtype}")
     return entry
 
 
-def _check_gapless(entries: Mapping[str, Entry], size: int) -> None:
+def _check_gapless(entries: Mapping[str, TensorEntry], size: int) -> None:
     end = 0
     for name, entry in sorted(entries.items(), key=lambda item: (item[1].start, item[1].stop)):
         if entry.start != end:
@@ -197,7 +197,7 @@ def by_name(pieces: Iterable[StatePiece]) -> dict[str, StatePiece]:
     return found
 
 
-def place(tensors: Mapping[str, Tensor], *, widen: bool = False) -> dict[str, Entry]:
+def place(tensors: Mapping[str, Tensor], *, widen: bool = False) -> dict[str, TensorEntry]:
     """Return where ``tensors`` lie in their file, by name, in the order of the file."""
     types = {name: NAMES[written_type(tensor, widen=widen)] for name, tensor in tensors.items()}
     return lay_out({name: (types[name], tuple(tensor.shape)) for name, tensor in tensors.items()})

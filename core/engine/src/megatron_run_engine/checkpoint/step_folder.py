@@ -70,14 +70,14 @@ class Checkpoints:
             )
         return newest
 
-    def select(self, word: str) -> int | None:
-        """Return the step that ``--resume word`` selects: ``auto`` the newest, ``never`` None, else the step's number.
+    def select(self, choice: str) -> int | None:
+        """Return the step that ``--resume`` selects: ``auto`` the newest, ``never`` None, else the step's number.
 
         Raises as :meth:`newest` does.
         """
-        if word == "never":
+        if choice == "never":
             return None
-        return self.newest() if word == "auto" else int(word)
+        return self.newest() if choice == "auto" else int(choice)
 
     def find(self, step: int) -> Path:
         """Return the folder of ``step``. Raises :class:`CheckpointError` with the saved steps if it is missing."""

@@ -82,7 +82,7 @@ def _found(kept: Path, count: int) -> Hashes | None:
         total, *each = read_file(kept, (count + 2) * (_DIGITS + 1)).decode("ascii").split("\n")
     except (OSError, UnicodeDecodeError):
         return None
-    sound = len(each) == count and all(len(word) == _DIGITS for word in (total, *each))
+    sound = len(each) == count and all(len(digest) == _DIGITS for digest in (total, *each))
     return Hashes(total, tuple(each)) if sound else None
 
 

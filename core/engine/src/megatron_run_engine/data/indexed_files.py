@@ -80,7 +80,7 @@ def belongs_to_dataset(path: Path) -> bool:
     return ending == "json" and index_path(prefix).exists() and tokens_path(prefix).exists()
 
 
-class Writer:
+class IndexedWriter:
     """Writes a dataset, sequence by sequence. As a context manager it closes, or after an error discards.
 
     Nothing is visible under the final names before :meth:`close`, which replaces an older dataset. ``modes``: the
@@ -203,7 +203,7 @@ class Writer:
             self.discard()
 
 
-class Reader:
+class IndexedReader:
     """A dataset on disk, memory-mapped. Everything that the index says is checked against the files when it is opened.
 
     Raises :class:`DataError`, with file and byte offset, for files that are missing, truncated, foreign or at odds with
@@ -329,13 +329,13 @@ def files_of(paths: Iterable[str]) -> tuple[Path, ...]:
     return tuple(file for prefix in prefixes for file in (tokens_path(prefix), index_path(prefix)))
 
 
-def open_tokens(path: str) -> Reader:
+def open_tokens(path: str) -> IndexedReader:
     """Open the dataset of token ids ``path``, one of ``data.paths``: a prefix, or the name of one of its two files.
 
     Raises :class:`DataError` for files that are missing, damaged, or hold other numbers.
     """
     try:
-        reader = Reader(prefix_of(path))
+        reader = IndexedReader(prefix_of(path))
     except DataError as error:
         error.origin = error.origin or "data.paths"
         raise

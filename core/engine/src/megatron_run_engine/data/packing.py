@@ -127,8 +127,8 @@ class PackedDocuments:
         return float(self._sizes.sum() / max(1, len(self) * self._length))
 
     def __str__(self) -> str:
-        told = f"{plural(self.documents, 'document')} in {plural(len(self), 'row')} of {self._length} tokens"
-        return f"{told}, {self.fill:.1%} full" + (f"; {self.cut} longer than a row were cut" if self.cut else "")
+        counts = f"{plural(self.documents, 'document')} in {plural(len(self), 'row')} of {self._length} tokens"
+        return f"{counts}, {self.fill:.1%} full" + (f"; {self.cut} longer than a row were cut" if self.cut else "")
 
     def __getitem__(self, index: int) -> Mapping[str, NDArray[np.generic]]:
         """``tokens``, ``labels``, ``positions`` int64 [s], ``loss_mask`` fp32 [s], ``documents`` int64 [most + 1]."""

@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from megatron_run.contracts import Dataset, Split
 from megatron_run.errors import DataError
 from megatron_run_engine.data.batches import sample_index
-from megatron_run_engine.data.indexed_files import Reader, files_of, open_tokens
+from megatron_run_engine.data.indexed_files import IndexedReader, files_of, open_tokens
 from megatron_run_engine.data.option_types import AT_COMMAS, SPLITS, SplitShares, validation_notice
 from megatron_run_engine.data.token_ids import require_ids
 from megatron_run_engine.data.tokenized_source import TokenizedSource
@@ -92,13 +92,13 @@ class PreparedTexts(TokenizedSource):
         self._paths, self._shares = options.paths, options.split
 
     @cached_property
-    def readers(self) -> tuple[Reader, ...]:
+    def readers(self) -> tuple[IndexedReader, ...]:
         """One a dataset. Raises :class:`DataError` for ids that the tokenizer does not have."""
         readers = tuple(open_tokens(path) for path in self._paths)
         require_ids(readers, self.tokenizer.vocab_size)
         return readers
 
-    def bounds(self, reader: Reader, split: Split) -> tuple[int, int]:
+    def bounds(self, reader: IndexedReader, split: Split) -> tuple[int, int]:
         """The first document of ``split``, and the one after its last."""
         ends = np.cumsum((0, *self._shares)) / sum(self._shares) * (len(reader.documents) - 1)
         place = SPLITS.index(split)

@@ -228,9 +228,9 @@ def _pieces(content: memoryview) -> Iterator[memoryview]:
 def _about(content: memoryview) -> dict[str, Any]:
     """An entry's description of itself. Raises :class:`_DamagedError` if its end is missing or was changed."""
     if len(content) >= _END.size:
-        length, told, magic = _END.unpack(content[-_END.size :])
+        length, checksum, magic = _END.unpack(content[-_END.size :])
         record = content[max(0, len(content) - _END.size - length) : len(content) - _END.size]
-        if magic == _MAGIC and len(record) == length and xxhash.xxh3_64_intdigest(record) == told:
+        if magic == _MAGIC and len(record) == length and xxhash.xxh3_64_intdigest(record) == checksum:
             about: dict[str, Any] = json.loads(bytes(record))
             if sum(about["bytes"].values()) + length + _END.size == len(content):
                 return about
@@ -247,8 +247,8 @@ def _open(path: Path) -> Streams:
     tokens = content[: sum(about["bytes"].values())]
     pieces = list(zip(_pieces(tokens), about["pieces"], strict=True))
     for index in sorted({round(place) for place in np.linspace(0, len(pieces) - 1, min(COMPARED, len(pieces)))}):
-        piece, told = pieces[index]
-        if xxhash.xxh3_64_hexdigest(piece) != told:
+        piece, checksum = pieces[index]
+        if xxhash.xxh3_64_hexdigest(piece) != checksum:
             raise _DamagedError(f"bytes {index * PIECE} to {index * PIECE + len(piece)} have changed")
     _tell_lost(about.get("lost", 0))
     streams, start = {}, 0
@@ -259,7 +259,7 @@ def _open(path: Path) -> Streams:
 
 
 @dataclass(frozen=True)
-class Entry:
+class CacheEntry:
     """A file of the cache: ``size`` in bytes, ``days`` since a run opened it, the ``text`` and ``tokenizer`` of it."""
 
     path: Path
@@ -269,7 +269,7 @@ class Entry:
     tokenizer: str
 
 
-def entries() -> list[Entry]:
+def entries() -> list[CacheEntry]:
     """Return what is kept, what was opened last first. Raises :class:`OSError` without a cache."""
     found = []
     for path in user_cache("tokens").glob("*.tokens"):
@@ -277,14 +277,16 @@ def entries() -> list[Entry]:
             status = os.fstat(file.fileno())
             try:
                 about = _about(_mapped(file))
-                told = about["text"], about["tokenizer"]
+                description = about["text"], about["tokenizer"]
             except _DamagedError as cause:
-                told = f"damaged: {cause}", ""
-            found.append(Entry(path, status.st_size, max(0.0, time.time() - status.st_mtime) / 86400, *told))
+                description = f"damaged: {cause}", ""
+            found.append(
+                CacheEntry(path, status.st_size, max(0.0, time.time() - status.st_mtime) / 86400, *description)
+            )
     return sorted(found, key=lambda entry: entry.days)
 
 
-def remove_old(days: float) -> list[Entry]:
+def remove_old(days: float) -> list[CacheEntry]:
     """Remove the entries that no run has opened for ``days``, and what leads nowhere or was left half-written.
 
     Return the removed entries. A run that has mapped one keeps it until it ends. Raises :class:`OSError`.

@@ -16,7 +16,7 @@ from megatron_run_engine.data.indexed_files import tokens_path
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from megatron_run_engine.data.indexed_files import Reader
+    from megatron_run_engine.data.indexed_files import IndexedReader
 
 #: The most bytes of tokens that are read before a step: some seconds. Of more, as many are read, evenly spread.
 MOST = 2**33
@@ -24,7 +24,7 @@ MOST = 2**33
 _PIECE = 2**20
 
 
-def check_ids(reader: Reader, vocab_size: int | None, most: int | None = None) -> tuple[int, int]:
+def check_ids(reader: IndexedReader, vocab_size: int | None, most: int | None = None) -> tuple[int, int]:
     """Read the tokens of ``reader``, or ``most`` bytes of them in evenly spread pieces; return the least and highest.
 
     Raises :class:`DataError`, with file and byte offset, for an id that is negative or not below ``vocab_size``.
@@ -54,7 +54,7 @@ def _places(count: int, most: int | None) -> list[int]:
     return [_PIECE * int(piece) for piece in np.linspace(0, pieces - 1, chosen).round()] if pieces else []
 
 
-def require_ids(readers: Sequence[Reader], vocab_size: int) -> None:
+def require_ids(readers: Sequence[IndexedReader], vocab_size: int) -> None:
     """Raise :class:`DataError` as :func:`check_ids` does for ``MOST`` bytes of ``readers``, with data.paths as origin.
 
     Each has its share of these bytes. What was found right is noted in the user's cache, so that later starts, and
@@ -65,7 +65,7 @@ def require_ids(readers: Sequence[Reader], vocab_size: int) -> None:
         _require(reader, vocab_size, size if sum(sizes) <= MOST else MOST * size // sum(sizes))
 
 
-def _require(reader: Reader, vocab_size: int, most: int) -> None:
+def _require(reader: IndexedReader, vocab_size: int, most: int) -> None:
     limits = np.iinfo(reader.dtype)
     if limits.min >= 0 and limits.max < vocab_size:
         return
@@ -80,7 +80,7 @@ def _require(reader: Reader, vocab_size: int, most: int) -> None:
         _check(reader, vocab_size, most)
 
 
-def _check(reader: Reader, vocab_size: int, most: int) -> None:
+def _check(reader: IndexedReader, vocab_size: int, most: int) -> None:
     try:
         check_ids(reader, vocab_size, most)
     except DataError as error:
@@ -89,14 +89,14 @@ def _check(reader: Reader, vocab_size: int, most: int) -> None:
         raise
 
 
-def _changed(reader: Reader) -> int:
+def _changed(reader: IndexedReader) -> int:
     status = tokens_path(reader.prefix).stat()
     return max(status.st_mtime_ns, status.st_ctime_ns)
 
 
-def _mark(reader: Reader, vocab_size: int, most: int) -> Path:
+def _mark(reader: IndexedReader, vocab_size: int, most: int) -> Path:
     """The file whose presence says that so many bytes of the tokens, as the file system knows them now, were right."""
     status = tokens_path(reader.prefix).stat()
     file = status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
-    told = repr((file, reader.dtype.str, vocab_size, most))
-    return user_cache("checked-ids") / xxhash.xxh3_128_hexdigest(told.encode())
+    identity = repr((file, reader.dtype.str, vocab_size, most))
+    return user_cache("checked-ids") / xxhash.xxh3_128_hexdigest(identity.encode())

@@ -165,8 +165,8 @@ def _beside(run: ResolvedRun, model: Model) -> int:
 
 def _mixture(options: BaseModel, ranks: Sequence[_Built]) -> Mixture | None:
     """Count the experts over all ``ranks``. None unless the model's ``options`` have experts."""
-    told = mixture_of(options)
-    if told is None or not told.count:
+    experts = mixture_of(options)
+    if experts is None or not experts.count:
         return None
     layers, parameters = set[int](), 0
     for rank in ranks:
@@ -174,7 +174,7 @@ def _mixture(options: BaseModel, ranks: Sequence[_Built]) -> Mixture | None:
         segments = (segment for chunk in rank.chunks for segment in chunk.segments())
         layers |= {segment.layer for segment in segments if not split.keys().isdisjoint(segment.params)}
         parameters += count_parameters(split.values())
-    return Mixture(tuple(sorted(layers)), told.count, told.top_k, parameters) if layers else None
+    return Mixture(tuple(sorted(layers)), experts.count, experts.top_k, parameters) if layers else None
 
 
 def _capture_size(run: ResolvedRun, built: _Built, stage: int) -> tuple[CaptureSize, list[str]]:

@@ -17,7 +17,7 @@ from megatron_run.contracts import EvalMetrics, Microbatch
 from megatron_run.errors import InputError
 from megatron_run_engine.data.batches import fields, sample_at
 from megatron_run_engine.evaluation.sample_losses import score_samples
-from megatron_run_engine.evaluation.tasks import Reader, make_work, perplexity_of, run_task
+from megatron_run_engine.evaluation.tasks import TextReader, make_work, perplexity_of, run_task
 from megatron_run_engine.runtime.execute import StepInputs
 from megatron_run_engine.runtime.generation import Generation, Network, Sampling, TextTokens
 
@@ -94,7 +94,7 @@ class Evaluator:
             raise InputError(f"eval.tasks scores next tokens, and {run.one('model')} does not predict them")
         length = train.sequence_length
         opened = partial(opens, sequence_length=length)
-        reader = Reader(data, length, train.seed, network.context.vocab_size, opened)
+        reader = TextReader(data, length, train.seed, network.context.vocab_size, opened)
         self._judge = data.judge("validation", train.sequence_length, train.seed)
         self._tasks = [make_work(task, reader) for task in run.config.eval.tasks]
 

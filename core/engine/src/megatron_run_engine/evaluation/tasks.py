@@ -106,7 +106,7 @@ class TaskResult:
         )
 
 
-class Reader:
+class TextReader:
     """Encodes text for a model that reads ``longest`` tokens at once, with the tokenizer of ``data``.
 
     ``opens`` opens a split of the model's own data with ``seed``, its samples as long as those of its training; it is
@@ -156,7 +156,7 @@ class Reader:
         return SplitWork(self._opens(name, seed=self._seed), self._compare())
 
 
-def perplexity(source: str, reader: Reader, stride: int | None) -> Work:
+def perplexity(source: str, reader: TextReader, stride: int | None) -> Work:
     """Perplexity of text files, each read as one text, or of ``train``, ``validation`` or ``test`` of the run's data.
 
     Every token but the first of a text is scored. Without a stride windows do not overlap. Metrics: ``perplexity``, and
@@ -196,7 +196,7 @@ def _is_split(source: str) -> bool:
     return source in get_args(Split) and not Path(source).exists()
 
 
-def wikitext(source: str, reader: Reader, stride: int | None) -> Work:
+def wikitext(source: str, reader: TextReader, stride: int | None) -> Work:
     """Word-level perplexity of WikiText-103's test set in its published form of tokens between spaces (appendix E.1).
 
     The text is first freed of what the tokenisation left in it; the sum of losses is divided by the number of original
@@ -217,7 +217,7 @@ def wikitext(source: str, reader: Reader, stride: int | None) -> Work:
     return TextWork(windows, metrics)
 
 
-def lambada(source: str, reader: Reader, _: int | None) -> Work:
+def lambada(source: str, reader: TextReader, _: int | None) -> Work:
     """Cloze accuracy: the last word of each passage, right if every token of it is (appendix E.2, teacher forcing).
 
     ``source`` has a passage a line, as text or as JSON with the field ``text``. Metric: ``accuracy``.
@@ -229,7 +229,7 @@ def lambada(source: str, reader: Reader, _: int | None) -> Work:
 #: Is told a task, how many windows or samples it has, and how many of them are scored.
 ReportProgress = Callable[[str, int, int], object]
 #: Makes the work of a task from its source.
-Maker = Callable[[str, Reader, "int | None"], Work]
+Maker = Callable[[str, TextReader, "int | None"], Work]
 #: What makes the work of each of the kernel's ``TASKS``.
 MAKERS: Mapping[str, Maker] = dict(zip(TASKS, (perplexity, wikitext, lambada), strict=True))
 
@@ -257,7 +257,7 @@ def _named(task: str) -> tuple[str, str]:
         raise InputError(str(error)) from error
 
 
-def make_work(task: str, reader: Reader, stride: int | None = None) -> tuple[str, str, Work]:
+def make_work(task: str, reader: TextReader, stride: int | None = None) -> tuple[str, str, Work]:
     """Name, source and windows of ``NAME=SOURCE``; ``stride`` tokens are scored in a window, None for the task's own.
 
     Raises :class:`InputError` for an unknown task, :class:`DataError` for what cannot be read or scored.
@@ -287,7 +287,7 @@ def perplexity_of(loss: float) -> float:
     return math.exp(min(loss, 700.0))
 
 
-def _windows(tokens: Sequence[int], reader: Reader, stride: int) -> list[Window]:
+def _windows(tokens: Sequence[int], reader: TextReader, stride: int) -> list[Window]:
     if not 1 <= stride <= reader.longest:
         raise InputError(f"stride {stride}: it must be from 1 to the model's {reader.longest} positions")
     return text_windows(tokens, reader.longest, stride)
@@ -321,7 +321,7 @@ def _json_text(line: str, path: Path, number: int) -> str:
     return str(text)
 
 
-def _cloze(passage: str, reader: Reader) -> Window:
+def _cloze(passage: str, reader: TextReader) -> Window:
     """The window that scores the tokens of the last word: those in which the passage differs from its context alone.
 
     Both are encoded from their beginning, since a tokenizer may treat the first word of a text unlike the others.

@@ -19,10 +19,10 @@ if TYPE_CHECKING:
     from megatron_run_engine.host.environments import LaunchMode
     from megatron_run_engine.launch.api import FailedRunError, launch, run_task, train
     from megatron_run_engine.launch.options import LaunchOptions
-    from megatron_run_engine.launch.rank import Task
+    from megatron_run_engine.launch.rank import RankTask
     from megatron_run_engine.launch.results import RunResult
 
-__all__ = ["FailedRunError", "LaunchMode", "LaunchOptions", "RunResult", "Task", "launch", "run_task", "train"]
+__all__ = ["FailedRunError", "LaunchMode", "LaunchOptions", "RankTask", "RunResult", "launch", "run_task", "train"]
 
 __getattr__, __dir__ = lazy_names(
     __name__,
@@ -30,7 +30,7 @@ __getattr__, __dir__ = lazy_names(
         "megatron_run_engine.host.environments": ("LaunchMode",),
         "megatron_run_engine.launch.api": ("FailedRunError", "launch", "run_task", "train"),
         "megatron_run_engine.launch.options": ("LaunchOptions",),
-        "megatron_run_engine.launch.rank": ("Task",),
+        "megatron_run_engine.launch.rank": ("RankTask",),
         "megatron_run_engine.launch.results": ("RunResult",),
     },
 )

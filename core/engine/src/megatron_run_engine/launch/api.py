@@ -43,7 +43,7 @@ from megatron_run_engine.runtime.world import World
 
 if TYPE_CHECKING:
     from megatron_run.planning import ResolvedRun
-    from megatron_run_engine.launch.rank import Job, Task
+    from megatron_run_engine.launch.rank import Job, RankTask
     from megatron_run_engine.launch.rendezvous import ResolveRun
     from megatron_run_engine.run_folder import OpenedFolder, RunFolder
 
@@ -191,7 +191,7 @@ def _as_request(run: ResolvedRun) -> Request:
     """The record by which another process resolves ``run`` again. Objects of this process cannot be handed over."""
     from megatron_run.planning import to_yaml
 
-    handed_in = [str(plugin) for many in run.plugins.values() for plugin in many if plugin.origin == "python"]
+    handed_in = [str(plugin) for stack in run.plugins.values() for plugin in stack if plugin.origin == "python"]
     if handed_in:
         raise InputError(
             f"a run of {run.sizes.world} ranks cannot use {', '.join(handed_in)}",
@@ -289,7 +289,7 @@ def _job(run: ResolvedRun, request: Request, folder: RunFolder, options: LaunchO
     return Job(request, folder.path, folder.attempt, size, threads, fork, options.debug, asked.timeout)
 
 
-def run_task(run: ResolvedRun, request: Request, task: Task, options: LaunchOptions) -> RunResult:
+def run_task(run: ResolvedRun, request: Request, task: RankTask, options: LaunchOptions) -> RunResult:
     """Do ``task`` on local ranks, as many as ``run`` has, and return how it ended; its run folder is temporary.
 
     ``request`` is what every rank resolves again. Raises :class:`RunError` for what is found before a rank starts, and

@@ -175,8 +175,8 @@ def describe(cause: RankResult, results: Sequence[RankResult]) -> str:
     line = f"{first} ({where})"
     killed = [str(result.rank) for result in results if result.killed]
     if killed and cause.secondary:
-        many, were = ("s", "were") if len(killed) > 1 else ("", "was")
-        line += f"; rank{many} {', '.join(killed)} did not end and {were} killed"
+        suffix, were = ("s", "were") if len(killed) > 1 else ("", "was")
+        line += f"; rank{suffix} {', '.join(killed)} did not end and {were} killed"
     if not cause.reported and not cause.place:  # the cause is silent: quote the first rank that missed it
         missed = [each for each in results if each.reported and each.lost == cause.rank]
         line += "".join(f"; {each.message}" for each in sorted(missed, key=lambda each: each.order)[:1])

@@ -50,12 +50,12 @@ def forked_ranks(path: Path, job: Job, environment: Mapping[str, str]) -> Iterat
 
     None is left when the block ends. What the server itself prints, as the warnings of an import, is in the first log.
     """
-    ours, theirs = socket.socketpair()
-    with ours:
-        with theirs:
-            words = [*_PROGRAM, str(path), str(theirs.fileno()), str(os.getpid())]
-            process = spawn(words, environment, job.log(0), (job.lifeline, theirs.fileno()))
-        server = _Server(process, ours, job.size)
+    parent_end, child_end = socket.socketpair()
+    with parent_end:
+        with child_end:
+            words = [*_PROGRAM, str(path), str(child_end.fileno()), str(os.getpid())]
+            process = spawn(words, environment, job.log(0), (job.lifeline, child_end.fileno()))
+        server = _Server(process, parent_end, job.size)
         try:
             yield server.ranks
         finally:
@@ -112,8 +112,8 @@ class _Server:
         with suppress(ConnectionResetError):  # it ended before it has read what it was told
             said = self._control.recv(1 << 16)
         *lines, self._rest = (self._rest + said).split(b"\n")
-        for word, rank, number in map(bytes.split, lines):
-            if word == b"started":
+        for event, rank, number in map(bytes.split, lines):
+            if event == b"started":
                 self.ranks[int(rank)].pid = int(number)
             else:
                 self.ranks[int(rank)].returncode = int(number)
@@ -289,9 +289,9 @@ def become_rank(path: Path, job: Job, rank: int, run: ResolvedRun | None = None)
     os._exit(status)
 
 
-def _tell(control: socket.socket, word: str, rank: int, number: int) -> None:
+def _tell(control: socket.socket, event: str, rank: int, number: int) -> None:
     with suppress(ConnectionError):  # the launcher is gone, perhaps before it has read all: seen next
-        control.sendall(f"{word} {rank} {number}\n".encode())
+        control.sendall(f"{event} {rank} {number}\n".encode())
 
 
 if __name__ == "__main__":

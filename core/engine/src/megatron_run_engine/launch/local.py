@@ -82,7 +82,7 @@ class _Ranks:
     def started(self, program: Sequence[str], environment: Mapping[str, str]) -> Iterator[None]:
         """Start every rank, and leave none behind. Descriptors 1 and 2 of a rank are its log."""
         # No process inherits the write end, so that the kernel closes it, and wakes the ranks, when this one dies.
-        lifeline, ours = os.pipe()
+        lifeline, write_end = os.pipe()
         try:
             init_method = f"file://{self._path.with_name('rendezvous')}"
             job = replace(self._job, init_method=init_method, lifeline=lifeline)
@@ -98,7 +98,7 @@ class _Ranks:
                 finally:
                     self.kill()
         finally:
-            os.close(ours)
+            os.close(write_end)
             os.close(lifeline)
 
     def wait(self, signals: Sequence[int]) -> None:

@@ -37,7 +37,7 @@ RANK_PROGRAM = (sys.executable, "-P", "-m", "megatron_run_engine.launch.rank")
 
 
 @dataclass(frozen=True)
-class Task:
+class RankTask:
     """The work of ranks instead of a training: functions of ``module``, named so that another process finds them.
 
     They get ``arguments``, a mapping of JSON's types. ``resolve_run(request, arguments)`` returns the run, equal on all
@@ -80,7 +80,7 @@ class Job:
     debug: bool = False
     timeout: float = inf
     shown: Mapping[str, str] = field(default_factory=dict)
-    task: Task | None = None
+    task: RankTask | None = None
     init_method: str = ""
     lifeline: int = -1
 
@@ -112,7 +112,7 @@ class Job:
         content = json.loads(path.read_text(encoding="utf-8"))
         content["request"] = Request.from_json(content["request"])
         content["folder"] = Path(content["folder"])
-        content["task"] = None if content["task"] is None else Task(**content["task"])
+        content["task"] = None if content["task"] is None else RankTask(**content["task"])
         return cls(**content)
 
 

@@ -98,8 +98,10 @@ class Rendezvous:
         """
         rank, store = self._world.rank, self._store
         notes: tuple[Mapping[str, Any], ...] = ()
-        mine = {"failure": exit_code(outcome.error)} if outcome.error else {**note(outcome.values[0]), "failure": None}
-        store.set(f"{phase}/{rank}", json.dumps(mine))
+        report = (
+            {"failure": exit_code(outcome.error)} if outcome.error else {**note(outcome.values[0]), "failure": None}
+        )
+        store.set(f"{phase}/{rank}", json.dumps(report))
         verdict: dict[str, Any]
         if rank == 0:
             keys = [f"{phase}/{each}" for each in range(self._world.size)]

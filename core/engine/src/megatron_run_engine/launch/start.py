@@ -100,9 +100,9 @@ def _guard() -> Iterator[Callable[[int], None]]:
     assert guard.stdin is not None
     pipe = guard.stdin
 
-    def tell(word: object) -> None:
+    def tell(message: object) -> None:
         with suppress(OSError):  # somebody has killed it: then the ranks' own lifelines must do
-            pipe.write(f"{word}\n".encode())
+            pipe.write(f"{message}\n".encode())
             pipe.flush()
 
     try:

@@ -104,12 +104,12 @@ class LinearCrossEntropy(nn.Module):
 class _Statistics(NamedTuple):
     """The needs of a backward besides logits; each is [N].
 
-    ``column`` of the label on this rank, if it is ``mine``; the ``largest`` logit, and the ``total`` of
+    ``column`` of the label on this rank, if it is ``local``; the ``largest`` logit, and the ``total`` of
     ``exp(x - largest)``, both over all ranks. ``real`` counts this rank's columns that are classes.
     """
 
     column: Tensor
-    mine: Tensor
+    local: Tensor
     largest: Tensor
     total: Tensor
     real: int
@@ -141,8 +141,8 @@ class _CrossEntropy(torch.autograd.Function):
                 "the backward of a cross entropy ran twice: the first one wrote the gradient over the logits; "
                 "compute the loss again, or call megatron_run_engine.nn.cross_entropy, which keeps them"
             )
-        logits, column, mine, largest, total = ctx.saved_tensors
-        found = _Statistics(column, mine, largest, total, ctx.real)
+        logits, column, local, largest, total = ctx.saved_tensors
+        found = _Statistics(column, local, largest, total, ctx.real)
         ctx.spent, out = ctx.reuses, None
         if ctx.reuses:
             out = logits.detach()
@@ -185,11 +185,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
         def pass_over(of_x: Tensor | None, of_weight: Tensor | None) -> None:
             """Write the gradient of x, and add that of the weight, chunk by chunk."""
             start = 0
-            for rows, grad, column, mine, largest, total in zip(
+            for rows, grad, column, local, largest, total in zip(
                 *(each.chunk(head.chunks) for each in (x, grads[0], *found)), strict=True
             ):
                 logits = F.linear(rows, weight)  # [c, q]
-                of_rows = _Statistics(column, mine, largest, total, ctx.real)
+                of_rows = _Statistics(column, local, largest, total, ctx.real)
                 _logits_gradient(logits, of_rows, grad, head.vocab, ctx.smoothing, out=logits)
                 if of_x is not None:
                     torch.mm(logits, weight, out=of_x[start : start + len(rows)])
@@ -213,7 +213,7 @@ def _losses(
     """Losses [N] of the logits in ``pieces``, each [c, q]; ``columns`` is q. No piece is kept."""
     first = peers.index * columns
     real = min(columns, max(vocab - first, 0))
-    column, mine = owned(labels, first, real, vocab)
+    column, local = owned(labels, first, real, vocab)
     sums, start = list[tuple[Tensor, ...]](), 0
     for piece in pieces:
         sums.append(_row_statistics(piece, column[start : start + len(piece)], real, spreads=smoothing > 0))
@@ -223,11 +223,11 @@ def _losses(
     largest = peers.max_(top.clone())  # a copy, since max_ works in place and `top` is read below
     # A rank that holds padding only has no maximum to rescale from.
     lower = top - largest if real else torch.zeros_like(top)
-    target = torch.where(mine, target - largest, 0.0)
+    target = torch.where(local, target - largest, 0.0)
     shares = [total * lower.exp(), target, *(each + lower * real for each in spread)]
     total, target, *spread = peers.sum_(torch.stack(shares))  # one collective for all sums
     likely = (1 - smoothing) * target + smoothing * spread[0] / vocab if smoothing else target
-    return total.log() - likely, _Statistics(column, mine, largest, total, real)
+    return total.log() - likely, _Statistics(column, local, largest, total, real)
 
 
 def _logits_gradient(
@@ -237,16 +237,16 @@ def _logits_gradient(
 
     ``out`` may be the logits themselves.
     """
-    column, mine, largest, total, columns = found
+    column, local, largest, total, columns = found
     result = torch.empty_like(logits) if out is None else out
     if fuses(logits):
         of_rows, weights = (largest, total, grad.contiguous()), (columns, 1 - smoothing, smoothing / vocab)
-        write_gradient(logits, result, (column, mine), of_rows, weights)
+        write_gradient(logits, result, (column, local), of_rows, weights)
         return result
     real, scale, smooth = logits[:, :columns], grad / total, smoothing / vocab * grad
     if columns:
         # The label's column is computed in fp32: subtracting one_hot from the rounded softmax would round twice.
-        likely = torch.where(mine, grad * (1 - smoothing), 0.0)
+        likely = torch.where(local, grad * (1 - smoothing), 0.0)
         at_label = _exp_(_logit_at(real, column) - largest) * scale - smooth - likely  # [N]
     result[:, columns:].zero_()
     for rows in _row_blocks(logits):

@@ -78,8 +78,8 @@ class Positions(nn.Module):
         positions = positions if decoding is None else decoding.positions
         first = self.shard * len(x) + (0 if decoding is None else decoding.first)
         if positions is not None:
-            mine = positions if decoding is not None else positions[:, first : first + len(x)]
-            return x + F.embedding(mine.t(), self.weight)  # [b, s] -> [s, b, h]
+            local = positions if decoding is not None else positions[:, first : first + len(x)]
+            return x + F.embedding(local.t(), self.weight)  # [b, s] -> [s, b, h]
         return x + self.weight[first : first + len(x), None]
 
 

@@ -86,9 +86,9 @@ def _add(total: Tensor, left: Tensor, right: Tensor) -> None:
 def _operand(matrix: Tensor) -> tuple[Tensor, int, int]:
     """``matrix``, copied where neither its rows nor its columns are contiguous; how it lies; its leading dimension."""
     rows, columns = matrix.shape
-    for word, step, inner, least in ((_PLAIN, 0, 1, columns), (_TRANSPOSED, 1, 0, rows)):
+    for layout, step, inner, least in ((_PLAIN, 0, 1, columns), (_TRANSPOSED, 1, 0, rows)):
         if matrix.stride(inner) == 1 and matrix.stride(step) >= least:
-            return matrix, word, matrix.stride(step)
+            return matrix, layout, matrix.stride(step)
     return matrix.clone(memory_format=torch.contiguous_format), _PLAIN, columns
 
 

@@ -163,9 +163,9 @@ def _bucket(
         starts[parameter] = length
         length += _align(parameter.numel(), ALIGNMENT)
     first, info = members[0]
-    mine = shares[info.replicas].cut(length, info.tie)
-    grad = torch.zeros(sum(map(len, mine)), dtype=dtype or first.dtype, device=first.device)
-    bucket = Bucket(chunk, grad, starts, dict(members), mine)
+    ranges = shares[info.replicas].cut(length, info.tie)
+    grad = torch.zeros(sum(map(len, ranges)), dtype=dtype or first.dtype, device=first.device)
+    bucket = Bucket(chunk, grad, starts, dict(members), ranges)
     for parameter in starts:
         give_main_grad(parameter, bucket.view(bucket.grad, parameter))
     return bucket

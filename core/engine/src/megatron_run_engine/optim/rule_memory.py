@@ -79,7 +79,7 @@ class RuleWatch:
     def __init__(self, rule: str, optimizer: Optimizer, numbers: GroupNumbers, warn: Callable[[str], None]) -> None:
         self._rule, self._optimizer, self._numbers, self._warn = rule, optimizer, numbers, warn
         self._before = _marks(optimizer)
-        self._told: set[str] = set()
+        self._reported: set[str] = set()
 
     def after_step(self) -> None:
         """Tell of attributes that the step has changed. Raises :class:`InputError` for state that cannot be saved."""
@@ -93,9 +93,9 @@ class RuleWatch:
         self._tell(_marks(self._optimizer))
 
     def _tell(self, now: dict[str, object]) -> None:
-        changed = {name for name in now if now[name] != self._before.get(name)} - self._told
+        changed = {name for name in now if now[name] != self._before.get(name)} - self._reported
         self._before = now
-        self._told |= changed
+        self._reported |= changed
         if changed:
             what = f"optimizer.rule={self._rule}: steps change its attribute {', '.join(sorted(changed))}"
             fix = "keep it in self.state[parameter] or self.param_groups"

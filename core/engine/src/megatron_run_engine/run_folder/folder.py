@@ -35,9 +35,9 @@ ATTEMPT = "attempt.json"
 Columns = dict[str, list[Any]]
 
 
-def is_run_id(word: object) -> bool:
-    """Whether ``word`` is the identifier of a run, which becomes a part of folders' names."""
-    return isinstance(word, str) and re.fullmatch("[0-9a-f]{32}", word) is not None
+def is_run_id(value: object) -> bool:
+    """Whether ``value`` is the identifier of a run, which becomes a part of folders' names."""
+    return isinstance(value, str) and re.fullmatch("[0-9a-f]{32}", value) is not None
 
 
 class SavedConfig(NamedTuple):

@@ -31,7 +31,7 @@ class FolderLock:
 
     def _acquire(self) -> None:
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-        held, ours = False, not os.path.lexists(self._path)
+        held, created = False, not os.path.lexists(self._path)
         handle = os.open(self._path, flags | os.O_NONBLOCK, 0o644)
         try:
             self._lock(handle)
@@ -39,7 +39,7 @@ class FolderLock:
             os.ftruncate(handle, 0)  # only now: until the lock is held, the content names its holder
             os.write(handle, _process_name())
         except BaseException:
-            if held and ours:  # as on a full disk; a new folder is empty again
+            if held and created:  # as on a full disk; a new folder is empty again
                 self._path.unlink(missing_ok=True)
             os.close(handle)
             self._remove_exclusive()

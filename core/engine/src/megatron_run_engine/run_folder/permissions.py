@@ -29,7 +29,7 @@ def sound_permissions(entry: object) -> bool:
         return False
     names = [entry.get(option, []) for option in _OPTIONS]
     return type(entry.get("step", 0)) is int and all(
-        isinstance(many, list) and all(isinstance(name, str) for name in many) for many in names
+        isinstance(listed, list) and all(isinstance(name, str) for name in listed) for listed in names
     )
 
 

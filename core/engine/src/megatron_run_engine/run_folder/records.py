@@ -97,13 +97,13 @@ def git_record() -> dict[str, Any] | None:
     if found is None or found.returncode:
         return None
     commit, tree, objects, index = found.stdout.splitlines()
-    with tempfile.TemporaryDirectory(prefix="megatron-run-git-") as ours:
+    with tempfile.TemporaryDirectory(prefix="megatron-run-git-") as repository:
         for folder in ("refs", "objects"):
-            Path(ours, folder).mkdir()
-        Path(ours, "HEAD").write_text(f"{commit}\n", encoding="ascii")
-        Path(ours, "config").write_text("[core]\n\trepositoryformatversion = 0\n", encoding="ascii")
+            Path(repository, folder).mkdir()
+        Path(repository, "HEAD").write_text(f"{commit}\n", encoding="ascii")
+        Path(repository, "config").write_text("[core]\n\trepositoryformatversion = 0\n", encoding="ascii")
         borrowed = {
-            "GIT_DIR": ours,
+            "GIT_DIR": repository,
             "GIT_WORK_TREE": tree,
             "GIT_OBJECT_DIRECTORY": os.path.abspath(objects),  # noqa: PTH100  # a link may lead to a shared store
             "GIT_INDEX_FILE": os.path.abspath(index),  # noqa: PTH100

@@ -193,9 +193,9 @@ class Messenger:
         return self._start(dist.isend, message, header, message.target)
 
     def _receive(self, message: Message, boundary: Boundary, sizes: Sequence[int] = ()) -> None:
-        told = iter(sizes)  # each tensor takes its own
+        remaining = iter(sizes)  # each tensor takes its own
         self._posted[message] = tuple(
-            [self._receive_one(message, torch.Size(each.resolve(told)), each.dtype) for each in boundary.tensors]
+            [self._receive_one(message, torch.Size(each.resolve(remaining)), each.dtype) for each in boundary.tensors]
         )
 
     def _receive_one(self, message: Message, shape: torch.Size, dtype: torch.dtype) -> _Transfer:

@@ -279,8 +279,8 @@ def build_chunks(
     Raises :class:`InputError` for a tensor whose size in bytes no 64-bit integer holds, on the meta device too.
     """
     model = cast("Model", run.one("model").with_options(context.model).create(context=context))
-    mine = [(place.chunk, index) for index, place in enumerate(run.layout) if place.stage == context.topology.stage]
-    positions = tuple(position for _, position in sorted(mine))
+    places = [(place.chunk, index) for index, place in enumerate(run.layout) if place.stage == context.topology.stage]
+    positions = tuple(position for _, position in sorted(places))
     shared: dict[str, nn.Parameter] = {}  # tied parameters: one Parameter for all chunks of this rank that hold it
     try:
         chunks = [model.build_chunk(position, run.layout, layers, shared) for position in positions]

@@ -170,8 +170,8 @@ class CheckedDataset:
             place = int(np.flatnonzero((found != 0) & (found != 1))[0])
             raise self._broken(index, f"loss_mask[{place}] is {found[place]}, and must be 0 or 1")
         if field == DOCUMENTS and not _covers(found, self._length):
-            told = f"from {found[0]} to {found[-1]}" if len(found) else "nowhere"
-            why = f"documents go {told}; they must begin with 0, never fall and end with {self._length}"
+            span = f"from {found[0]} to {found[-1]}" if len(found) else "nowhere"
+            why = f"documents go {span}; they must begin with 0, never fall and end with {self._length}"
             raise self._broken(index, why)
         if field == POSITIONS and not 0 <= int(found.min()) <= int(found.max()) < self._length:
             why = f"positions reach from {found.min()} to {found.max()}, and must from 0 to {self._length - 1}"
@@ -193,7 +193,7 @@ class CheckedDataset:
             why=why,
             origin=self._plugin.origin,
             fix="correct the plugin; to see what else it breaks: megatron-run plugins check "
-            f"{quote(f'data={self._plugin.word}')}",
+            f"{quote(f'data={self._plugin.reference}')}",
         )
 
 

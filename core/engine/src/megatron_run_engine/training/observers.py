@@ -165,8 +165,8 @@ def model_parameters(assembly: Assembly) -> int:
     """Return the number of parameters of the whole model, each counted once. Collective over the world."""
     topology = assembly.context.topology
     firsts = {axis: topology.peers(axis)[0] for axis in get_args(Replicas)}  # the first rank of each replica group
-    mine = (info for each in assembly.infos for info in each.values() if firsts[info.replicas] == topology.rank)
-    count = torch.tensor([0 if topology.tensor_rank else count_parameters(mine)], device=assembly.context.device)
+    infos = (info for each in assembly.infos for info in each.values() if firsts[info.replicas] == topology.rank)
+    count = torch.tensor([0 if topology.tensor_rank else count_parameters(infos)], device=assembly.context.device)
     return int(assembly.context.groups.sum_(count, "world").item())
 
 

@@ -51,7 +51,7 @@ def check_same_data(plugin: Plugin, records: Mapping[str, DataRecord], context: 
         why=ranks.broadcast("" if topology.rank else _difference([json.loads(text) for text in records_of_ranks])),
         origin=plugin.origin,
         fix="give every host the same files; samples must depend on neither the rank nor hash() of a text; "
-        f"its suite says more: megatron-run plugins check {quote(f'data={plugin.word}')}",
+        f"its suite says more: megatron-run plugins check {quote(f'data={plugin.reference}')}",
     )
 
 

@@ -152,14 +152,14 @@ def step_trace(
     For each stage, ``rounds`` holds the (entered, left) times of the same barriers and ``times`` the (start, end) times
     of its actions, both by the stage's own clock.
     """
-    offsets = [clock_offset(rounds[0], mine) if stage else (0.0, 0.0) for stage, mine in enumerate(rounds)]
-    first = min(mine[0][0] + offset for mine, (offset, _) in zip(times, offsets, strict=True))
+    offsets = [clock_offset(rounds[0], barriers) if stage else (0.0, 0.0) for stage, barriers in enumerate(rounds)]
+    first = min(spans[0][0] + offset for spans, (offset, _) in zip(times, offsets, strict=True))
     stages = tuple(
         tuple(
             Bar(action, start + offset - first, end + offset - first)
-            for action, (start, end) in zip(actions, mine, strict=True)
+            for action, (start, end) in zip(actions, spans, strict=True)
         )
-        for actions, mine, (offset, _) in zip(plan.lists, times, offsets, strict=True)
+        for actions, spans, (offset, _) in zip(plan.lists, times, offsets, strict=True)
     )
     return StepTrace(
         step=step,

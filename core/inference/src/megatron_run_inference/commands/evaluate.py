@@ -201,11 +201,11 @@ class ProgressLines:
 
 def _on_ranks(run: ResolvedRun, request: Request, arguments: dict[str, Any]) -> Any:
     """Evaluate on local ranks; what the first one answers."""
-    from megatron_run_engine.launch import LaunchOptions, Task, run_task
+    from megatron_run_engine.launch import LaunchOptions, RankTask, run_task
 
     with tempfile.TemporaryDirectory(prefix="megatron-run-eval-") as folder:
         result = Path(folder) / "results.json"
-        task = Task("megatron_run_inference.evaluation", {**arguments, "result": str(result)})
+        task = RankTask("megatron_run_inference.evaluation", {**arguments, "result": str(result)})
         run_task(run, request, task, LaunchOptions(quiet=True, tell=tell))
         return json.loads(result.read_text(encoding="utf-8"))
 

@@ -172,13 +172,13 @@ def _on_ranks(
     streams: bool,
 ) -> list[Completion]:
     """Write on local ranks."""
-    from megatron_run_engine.launch import LaunchOptions, Task, run_task
+    from megatron_run_engine.launch import LaunchOptions, RankTask, run_task
     from megatron_run_inference.text_stream import Completion
 
     with tempfile.TemporaryDirectory(prefix="megatron-run-generate-") as folder:
         result = Path(folder) / "texts.json"
         arguments = {**where, "prompts": prompts, "writing": asdict(writing), "stream": streams, "result": str(result)}
-        task = Task("megatron_run_inference.job", arguments)
+        task = RankTask("megatron_run_inference.job", arguments)
         run_task(run, request, task, LaunchOptions(quiet=not streams, tell=tell))
         answer = json.loads(result.read_text(encoding="utf-8"))
     if streams:
@@ -235,7 +235,7 @@ def _read_prompts(file: Path | None) -> list[str]:
 
 
 def _ids(prompt: str) -> list[int]:
-    words = prompt.replace(",", " ").split()
-    if wrong := [word for word in words if not word.isdecimal()]:
+    tokens = prompt.replace(",", " ").split()
+    if wrong := [token for token in tokens if not token.isdecimal()]:
         raise InputError(f"{wrong[0]!r} is no token id", origin="--tokens", fix="write ids as in '1 2 3'")
-    return [int(word) for word in words]
+    return [int(token) for token in tokens]

@@ -33,16 +33,16 @@ class ConfigSource:
             raise InputError(f"{dotted(key)} is given twice", origin=" and ".join(origins), fix="keep one")
         self.values[key] = Value(data, origin)
 
-    def choose(self, kind: str, words: tuple[str, ...], origin: Origin, *, add: bool = False) -> None:
+    def choose(self, kind: str, references: tuple[str, ...], origin: Origin, *, add: bool = False) -> None:
         """Choose the plugins of a kind. Raises :class:`InputError` when this source has chosen already."""
-        chosen = tuple(Choice(word, origin) for word in words)
+        chosen = tuple(Choice(reference, origin) for reference in references)
         if add:
             self.added[kind] = self.added.get(kind, ()) + chosen
             return
         if kind in self.choices:
             first = self.choices[kind][0]
             raise InputError(
-                f"{kind} is chosen twice: {first.word} and {'+'.join(words)}",
+                f"{kind} is chosen twice: {first.reference} and {'+'.join(references)}",
                 origin=f"{first.origin} and {origin}",
                 fix=f"keep one{'; stack with +' if kind == 'parallel-layer' else ''}",
             )
@@ -52,9 +52,9 @@ class ConfigSource:
 def source_from(sections: Mapping[str, Node], findings: Findings) -> ConfigSource:
     """Build the source from a parsed file or a mapping. Unknown sections and wrong shapes enter ``findings``."""
     source = ConfigSource()
-    for word, node in sections.items():
+    for section, node in sections.items():
         with findings.collect():
-            assign(source, (word,), node)
+            assign(source, (section,), node)
     return source
 
 
@@ -80,35 +80,35 @@ def assign(source: ConfigSource, key: Key, node: Node) -> None:
     source.put(key, bare(node), node.origin)
 
 
-def known_section(word: str, origin: Origin) -> str:
-    """The section that ``word`` names, ``-`` or ``_``. Raises :class:`InputError` with the nearest."""
-    section = word.replace("-", "_")
+def known_section(key: str, origin: Origin) -> str:
+    """The section that ``key`` names, ``-`` or ``_``. Raises :class:`InputError` with the nearest."""
+    section = key.replace("-", "_")
     if section == "version" or section in SECTIONS or section in KIND_SECTIONS:
         return section
     sections = (*SECTIONS, *KIND_SECTIONS.values())
     keys = [f"{name}.{section}" for name, model in SECTIONS.items() if section in model.model_fields]
     raise InputError(
-        f"unknown section {word!r}",
+        f"unknown section {key!r}",
         origin=str(origin),
         fix=f"write {' or '.join(keys)}"
         if keys
-        else did_you_mean(word, sections) or f"the sections are {', '.join(sections)}",
+        else did_you_mean(key, sections) or f"the sections are {', '.join(sections)}",
     )
 
 
 def plugin_words(kind: str, data: object, origin: Origin) -> tuple[str, ...]:
     """The plugins that ``data`` names: one name, or for some kinds several (``tensor+mine``, a list)."""
     separator = SEPARATORS.get(kind)
-    words = data if isinstance(data, list) else [data]
+    names = data if isinstance(data, list) else [data]
     if separator:
-        words = [part.strip() for word in words for part in str(word).split(separator)] if data else []
-    if kind == "observer" and not words:
+        names = [part.strip() for name in names for part in str(name).split(separator)] if data else []
+    if kind == "observer" and not names:
         return ()
-    if not words or not all(isinstance(word, str | int) and str(word) for word in words) or isinstance(data, bool):
+    if not names or not all(isinstance(name, str | int) and str(name) for name in names) or isinstance(data, bool):
         raise InputError(f"{kind}.use={data!r} is not the name of a plugin", origin=str(origin))
-    if len(words) > 1 and not separator:
-        raise InputError(f"{kind} takes one plugin, not {len(words)}", origin=str(origin))
-    return tuple(str(word) for word in words)
+    if len(names) > 1 and not separator:
+        raise InputError(f"{kind} takes one plugin, not {len(names)}", origin=str(origin))
+    return tuple(str(name) for name in names)
 
 
 def merge(sources: Iterable[ConfigSource]) -> ConfigSource:
@@ -118,10 +118,10 @@ def merge(sources: Iterable[ConfigSource]) -> ConfigSource:
         for kind, choices in source.choices.items():
             _change_plugin(merged, kind, choices)
         for kind, added in source.added.items():
-            present = {choice.word for choice in merged.choices.get(kind, ())}
-            fresh = {choice.word: choice for choice in added if choice.word not in present}
-            asked = {choice.word: choice for choice in added}
-            kept = tuple(asked.get(choice.word, choice) for choice in merged.choices.get(kind, ()))
+            present = {choice.reference for choice in merged.choices.get(kind, ())}
+            fresh = {choice.reference: choice for choice in added if choice.reference not in present}
+            asked = {choice.reference: choice for choice in added}
+            kept = tuple(asked.get(choice.reference, choice) for choice in merged.choices.get(kind, ()))
             merged.choices[kind] = kept + tuple(fresh.values())
         for key, value in source.values.items():
             for old in _covered(merged, source, key):
@@ -140,9 +140,9 @@ def _covered(merged: ConfigSource, source: ConfigSource, key: Key) -> list[Key]:
 
 def _change_plugin(merged: ConfigSource, kind: str, choices: tuple[Choice, ...]) -> None:
     """Replace the choice and mark the options written for the old one: those that the new plugin lacks are dropped."""
-    old = {choice.word for choice in merged.choices.get(kind, ())}
+    old = {choice.reference for choice in merged.choices.get(kind, ())}
     merged.choices[kind] = choices
-    if old == {choice.word for choice in choices}:
+    if old == {choice.reference for choice in choices}:
         return
     section = section_of(kind)
     for key, value in merged.values.items():

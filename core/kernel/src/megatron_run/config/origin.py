@@ -46,7 +46,7 @@ class Value:
 class Choice:
     """A requested plugin: NAME, DIST:NAME or ./file.py."""
 
-    word: str
+    reference: str
     origin: Origin
 
 

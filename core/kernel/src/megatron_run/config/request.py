@@ -51,8 +51,8 @@ class Request:
     latest: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        ours = {name: text for name, text in self.environment.items() if name.startswith(ENVIRONMENT_PREFIX)}
-        object.__setattr__(self, "environment", ours)
+        variables = {name: text for name, text in self.environment.items() if name.startswith(ENVIRONMENT_PREFIX)}
+        object.__setattr__(self, "environment", variables)
 
     def to_json(self) -> str:
         """One line of JSON that :meth:`from_json` reads back."""

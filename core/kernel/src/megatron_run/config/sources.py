@@ -35,9 +35,9 @@ DEFAULT_PLUGINS: Mapping[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class Rule:
-    """The default is ``word`` where ``key`` is set: to ``value``, or to anything when that is None."""
+    """The default is ``plugin`` where ``key`` is set: to ``value``, or to anything when that is None."""
 
-    word: str
+    plugin: str
     key: Key
     value: str | None = None
 
@@ -73,7 +73,7 @@ def follow_rules(source: ConfigSource) -> None:
     for kind, rules in RULES.items():
         rule = next((rule for rule in rules if rule.holds(source)), None)
         if rule and all(choice.origin == DEFAULT for choice in source.choices.get(kind, ())):
-            source.choices[kind] = (Choice(rule.word, Origin("default", f"the default with {rule}")),)
+            source.choices[kind] = (Choice(rule.plugin, Origin("default", f"the default with {rule}")),)
 
 
 DEFAULT_PRESET = "preset:laptop"
@@ -246,17 +246,17 @@ def _check_name(kind: str, name: str, origin: Origin) -> None:
     if "=" in name or not name.strip():
         raise InputError(f"{name!r} is not the name of a {kind}", origin=str(origin), fix=f"write {kind}=NAME")
     if "," in name and SEPARATORS.get(kind) != ",":
-        word, _, rest = name.partition(",")
+        plugin, _, rest = name.partition(",")
         raise InputError(
-            f"{rest!r} after {kind}={word} is no option",
+            f"{rest!r} after {kind}={plugin} is no option",
             why="a comma starts an option only as OPT=VALUE",
             origin=str(origin),
-            fix=f"write {kind}={word},OPT={rest}" + ("; stack with +" if SEPARATORS.get(kind) == "+" else ""),
+            fix=f"write {kind}={plugin},OPT={rest}" + ("; stack with +" if SEPARATORS.get(kind) == "+" else ""),
         )
 
 
-def plugin_name(word: str) -> str:
+def plugin_name(reference: str) -> str:
     """The bare name in NAME, DIST:NAME or ./file.py."""
-    if word.endswith(".py"):
-        return word.replace("\\", "/").rpartition("/")[2].removesuffix(".py")
-    return word.rpartition(":")[2]
+    if reference.endswith(".py"):
+        return reference.replace("\\", "/").rpartition("/")[2].removesuffix(".py")
+    return reference.rpartition(":")[2]

@@ -154,7 +154,7 @@ def _class_of(annotation: object) -> type:
 
 
 def unknown_key(
-    prefix: Key, word: str, models: Iterable[type[BaseModel]], origin: Origin, owner: str = "", hint: str = ""
+    prefix: Key, unknown: str, models: Iterable[type[BaseModel]], origin: Origin, owner: str = "", hint: str = ""
 ) -> InputError:
     """The error of a key that none of ``models`` has; ``owner`` is what would have it, the section unless given.
 
@@ -164,21 +164,21 @@ def unknown_key(
     names = list(dict.fromkeys(name for model in models for name in fields_of(model)))
     owner = owner or dotted(prefix)
     listed = f"{owner} has {', '.join(names)}" if names else f"{owner} has no options"
-    fix = f"{hint}; {listed}" if hint else _meant(prefix, word, models) or listed
-    return InputError(f"unknown key {dotted((*prefix, word))}", origin=str(origin), fix=fix)
+    fix = f"{hint}; {listed}" if hint else _meant(prefix, unknown, models) or listed
+    return InputError(f"unknown key {dotted((*prefix, unknown))}", origin=str(origin), fix=fix)
 
 
-def _meant(prefix: Key, word: str, models: Iterable[type[BaseModel]]) -> str:
-    """The key that ``word`` may stand for, one of a group by its whole name: ``did you mean 'model.rope.theta'?``."""
-    if any(tuple(word.split(".")) == key for model in models for key, _ in walk(model)):  # in a file or a mapping
-        *groups, last = word.split(".")
+def _meant(prefix: Key, unknown: str, models: Iterable[type[BaseModel]]) -> str:
+    """The key that ``unknown`` may stand for, one of a group by its full name: ``did you mean 'model.rope.theta'?``."""
+    if any(tuple(unknown.split(".")) == key for model in models for key, _ in walk(model)):  # in a file or a mapping
+        *groups, last = unknown.split(".")
         return f"nest it: {' {'.join(f'{each}:' for each in groups)} {{{last}: ...{'}' * len(groups)}"
     known = {"_".join(key): key for model in models for key, _ in walk(model)}
-    ends = [name for name in known if f"_{name}".endswith(f"_{word}")]
-    key = known.get(ends[0] if len(ends) == 1 else similar_word(word, known), ())
+    ends = [name for name in known if f"_{name}".endswith(f"_{unknown}")]
+    key = known.get(ends[0] if len(ends) == 1 else similar_word(unknown, known), ())
     if len(key) > 1:
         return f"did you mean {dotted(prefix + key)!r}?"
-    return did_you_mean(word, [name for model in models for name in fields_of(model)])
+    return did_you_mean(unknown, [name for model in models for name in fields_of(model)])
 
 
 def _read(key: Key, value: Value, annotation: object) -> Any:

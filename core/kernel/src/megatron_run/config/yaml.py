@@ -63,7 +63,7 @@ def parse(text: str, name: str) -> dict[str, Node]:
     if name.endswith(".json"):
         text = text.replace("\t", " ")  # JSON may be indented by tabs, and has none inside its strings
     try:
-        return _Reader(text, name).document()
+        return _Builder(text, name).document()
     except MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         raise _refusal(name, mark.line, mark.column, "YAML that cannot be read", _reason(error)) from None
@@ -91,7 +91,7 @@ def _refusal(name: str, line: int, column: int, what: str, why: str) -> InputErr
     return InputError(f"{name}:{line + 1}:{column + 1}: {what} is refused", why=why)
 
 
-class _Reader:
+class _Builder:
     """Builds data from the parser's events; ``_values`` counts what was built, with aliases expanded."""
 
     def __init__(self, text: str, name: str) -> None:

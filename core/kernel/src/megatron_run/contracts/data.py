@@ -66,12 +66,12 @@ Judge = Callable[["NDArray[np.float32]"], Mapping[str, float]]
 
 
 class Recipe(NamedTuple):
-    """How a model is fine-tuned on a task: ``told`` in a line, ``model`` and ``train`` as sections of a configuration.
+    """How a model is fine-tuned on a task: a ``summary`` of one line, ``model`` and ``train`` as configured sections.
 
     The keys of ``model`` are laid over those of the model that was saved, ``train`` is the whole section.
     """
 
-    told: str
+    summary: str
     model: Mapping[str, Any]
     train: Mapping[str, Any]
 

@@ -124,8 +124,8 @@ class Boundary:
 
     def resolve(self, sizes: Iterable[int] = ()) -> tuple[int, ...]:
         """The whole shape, with ``sizes`` for the dimensions declared as None."""
-        told = iter(sizes)
-        return tuple([next(told) if size is None else size for size in self.shape])
+        remaining = iter(sizes)
+        return tuple([next(remaining) if size is None else size for size in self.shape])
 
 
 @dataclass(frozen=True)

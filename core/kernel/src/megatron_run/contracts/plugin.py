@@ -37,21 +37,21 @@ COMMAND = "command"
 SEPARATORS: Mapping[str, str] = MappingProxyType({"parallel-layer": "+", "observer": ","})
 
 
-def check_kind(word: str, origin: str, kinds: Iterable[str] = tuple(KINDS)) -> str:
-    """The kind that ``word`` names; ``parallel_layer`` is read as ``parallel-layer``. Raises :class:`InputError`.
+def check_kind(name: str, origin: str, kinds: Iterable[str] = tuple(KINDS)) -> str:
+    """The kind called ``name``; ``parallel_layer`` is read as ``parallel-layer``. Raises :class:`InputError`.
 
     The error for an unknown one lists ``kinds``, which may hold ``command`` too.
     """
-    kind = word.replace("_", "-")
+    kind = name.replace("_", "-")
     if kind not in (*KINDS, *kinds):
         listed = f"the kinds are {', '.join(kinds)}"
-        raise InputError(f"unknown kind {word!r}", origin=origin, fix=advice(did_you_mean(kind, kinds), listed))
+        raise InputError(f"unknown kind {name!r}", origin=origin, fix=advice(did_you_mean(kind, kinds), listed))
     return kind
 
 
-def check_run_kind(word: str, origin: str) -> str:
-    """The kind that ``word`` names, which a run can choose. Raises :class:`InputError`."""
-    kind = check_kind(word, origin, RUN_KINDS)
+def check_run_kind(name: str, origin: str) -> str:
+    """The kind called ``name``, which a run can choose. Raises :class:`InputError`."""
+    kind = check_kind(name, origin, RUN_KINDS)
     if kind not in RUN_KINDS:
         raise InputError(
             f"a run chooses no {kind}",

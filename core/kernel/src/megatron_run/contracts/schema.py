@@ -182,7 +182,7 @@ def _segment_names(names: tuple[Any, ...]) -> str | tuple[str, ...]:
     """``none``, ``full`` or names without repetitions. Raises ValueError for either word among names."""
     if names in ((), ("none",), ("full",)):
         return "".join(names) or "none"
-    if alone := next((word for word in ("none", "full") if word in names), None):
+    if alone := next((choice for choice in ("none", "full") if choice in names), None):
         raise ValueError(f"{alone} stands alone")
     return tuple(dict.fromkeys(names))
 

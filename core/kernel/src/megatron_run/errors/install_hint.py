@@ -59,8 +59,8 @@ def how_to_install(distribution: str, kernel: Path = Path(__file__)) -> str:
     if needs_engine and find_spec("megatron_run_engine") is None:
         folders.insert(0, root / "core/engine")
     here = Path.cwd() == root  # pip takes a path for one only with a leading ./ or /
-    words = [f"./{each.relative_to(root)}" if here else quote(str(each)) for each in folders]
-    return f"pip install {' '.join(f'-e {word}' for word in words)}"
+    paths = [f"./{each.relative_to(root)}" if here else quote(str(each)) for each in folders]
+    return f"pip install {' '.join(f'-e {path}' for path in paths)}"
 
 
 def _members(root: Path) -> Iterator[Path]:

@@ -27,17 +27,17 @@ def printable(text: str) -> str:
 LONGEST_WORD = 200
 
 
-def similar_word(word: str, known: Iterable[str]) -> str:
-    """The known word that is most similar to ``word``; empty if none is."""
-    if len(word) > LONGEST_WORD:
+def similar_word(name: str, known: Iterable[str]) -> str:
+    """The known word that is most similar to ``name``; empty if none is."""
+    if len(name) > LONGEST_WORD:
         return ""
-    near = get_close_matches(word, [each for each in known if len(each) <= LONGEST_WORD], n=1, cutoff=0.6)
+    near = get_close_matches(name, [each for each in known if len(each) <= LONGEST_WORD], n=1, cutoff=0.6)
     return near[0] if near else ""
 
 
-def did_you_mean(word: str, known: Iterable[str]) -> str:
+def did_you_mean(name: str, known: Iterable[str]) -> str:
     """``"did you mean 'interleaved'?"``, or an empty string if no known word is similar."""
-    near = similar_word(word, known)
+    near = similar_word(name, known)
     return f"did you mean {near!r}?" if near else ""
 
 
@@ -78,9 +78,9 @@ def advice(*parts: str) -> str:
     return "; ".join(filter(None, parts)).replace("?; ", "? ")
 
 
-def plural(number: int, word: str) -> str:
+def plural(number: int, noun: str) -> str:
     """``"1 stage"``, ``"2 stages"``, ``"2 microbatches"``."""
-    return f"{number} {word}{'' if number == 1 else 'es' if word.endswith('ch') else 's'}"
+    return f"{number} {noun}{'' if number == 1 else 'es' if noun.endswith('ch') else 's'}"
 
 
 def nearest(number: int, others: Iterable[int]) -> str:

@@ -64,8 +64,8 @@ def writer_was_killed(name: str, folder: int) -> bool | None:
 
 
 def _temporary_files(name: str, folder: int) -> list[str]:
-    ours = re.compile(rf"\.{re.escape(_stem(name))}\.{_host()}[0-9a-f]{{8}}\.tmp")
-    return [each for each in os.listdir(folder) if ours.fullmatch(each)]
+    pattern = re.compile(rf"\.{re.escape(_stem(name))}\.{_host()}[0-9a-f]{{8}}\.tmp")
+    return [each for each in os.listdir(folder) if pattern.fullmatch(each)]
 
 
 @contextmanager

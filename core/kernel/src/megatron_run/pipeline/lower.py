@@ -82,10 +82,10 @@ def _messages(layout: Sequence[Place], microbatches: int, stages: int) -> list[_
         here, after = ((2 * each * microbatches) for each in (position, position + 1))
         into = here if position else None
         onward = after if position + 1 < len(layout) else None
-        mine = table[place.stage]
-        mine["F"][place.chunk] = into, onward
+        row = table[place.stage]
+        row["F"][place.chunk] = into, onward
         for op in "BI":
-            mine[op][place.chunk] = (
+            row[op][place.chunk] = (
                 None if onward is None else onward + microbatches,
                 None if into is None else into + microbatches,
             )

@@ -118,14 +118,14 @@ def _edges(
         activation, gradient = position * microbatches, (n + position) * microbatches
         before = activation - microbatches if position else always
         after = gradient + microbatches if position + 1 < n else always
-        mine, cost = edges[place.stage], costs[position]
+        row, cost = edges[place.stage], costs[position]
         for op in "WSR":
-            mine[op][place.chunk] = (always, unused, cost.get(op, 0.0), 0.0)
+            row[op][place.chunk] = (always, unused, cost.get(op, 0.0), 0.0)
         onward = message if position + 1 < n and layout[position + 1].stage != place.stage else 0.0
         back = message if position and layout[position - 1].stage != place.stage else 0.0
-        mine["F"][place.chunk] = (before, activation, cost.get("F", 0.0), onward)
+        row["F"][place.chunk] = (before, activation, cost.get("F", 0.0), onward)
         for op in "BI":
-            mine[op][place.chunk] = (after, gradient, cost.get(op, 0.0), back)
+            row[op][place.chunk] = (after, gradient, cost.get(op, 0.0), back)
     return edges
 
 

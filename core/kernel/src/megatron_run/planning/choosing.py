@@ -68,7 +68,7 @@ def check_names(merged: ConfigSource, catalog: Catalog, findings: Findings) -> N
     for kind, choices in merged.choices.items():
         for choice in choices:
             with findings.collect(), suppress(EngineMissingError):  # planning does without the engine's plugins
-                choose(catalog, kind, choice.word, str(choice.origin))
+                choose(catalog, kind, choice.reference, str(choice.origin))
 
 
 def _given(objects: Iterable[object], findings: Findings) -> dict[str, tuple[Plugin, ...]]:
@@ -99,34 +99,34 @@ def _load(
     folder, if there is one.
     """
     if choice.origin.source == "default" and choice.origin != DEFAULT:
-        notices.append(f"{kind}={choice.word} is {choice.origin}")
+        notices.append(f"{kind}={choice.reference} is {choice.origin}")
     entry: Entry | None = None
     try:
-        if choice.origin.source == "found" and is_file(choice.word):
+        if choice.origin.source == "found" and is_file(choice.reference):
             raise _not_typed(kind, choice, merged.choices[kind])
-        entry = choose(catalog, kind, choice.word, str(choice.origin))
+        entry = choose(catalog, kind, choice.reference, str(choice.origin))
         if entry.file and (whose := whose_file(choice.origin, entry.file)):
             notices.append(_code_notice(f"{kind}={entry.name}", entry.file, whose, choice.origin))
         return load(entry, str(choice.origin), digests)
     except PluginError as error:
         absent = plan_only and isinstance(error, EngineMissingError) and kind != "schedule"
         if absent or isinstance(error, FileNotRunError):
-            return unloaded(kind, plugin_name(choice.word), str(choice.origin), entry, error)
+            return unloaded(kind, plugin_name(choice.reference), str(choice.origin), entry, error)
         if kind == "observer" and choice.origin == DEFAULT:
-            others = ",".join(word for word in DEFAULT_PLUGINS[kind] if word != choice.word)
+            others = ",".join(name for name in DEFAULT_PLUGINS[kind] if name != choice.reference)
             instead = f"to run without it: --set {kind}={others}"
-            notices.append(f"{kind}={choice.word} is left out: {error.what}; {advice(error.fix, instead)}")
+            notices.append(f"{kind}={choice.reference} is left out: {error.what}; {advice(error.fix, instead)}")
         else:
-            error.why = error.why or _saved_with(merged, kind, choice.word)
+            error.why = error.why or _saved_with(merged, kind, choice.reference)
             findings.add(error)
     return None
 
 
 def _not_typed(kind: str, choice: Choice, stack: Iterable[Choice]) -> PluginError:
     """The refusal of a file that nobody has typed, with what to type: the ``stack`` where a kind takes several."""
-    words = quote(SEPARATORS.get(kind, "").join(each.word for each in stack))
+    words = quote(SEPARATORS.get(kind, "").join(each.reference for each in stack))
     return PluginError(
-        f"{kind}={choice.word} is a file and is not run",
+        f"{kind}={choice.reference} is a file and is not run",
         why="a configuration that was found in a folder may not name code",
         origin=str(choice.origin),
         fix=f"if you trust it: --plugin {kind}={words}, in Python sets=[{f'{kind}.use={words}'!r}]",
@@ -162,7 +162,7 @@ def whose_file(origin: Origin, file: Path) -> str:
     return ""
 
 
-def _saved_with(merged: ConfigSource, kind: str, word: str) -> str:
+def _saved_with(merged: ConfigSource, kind: str, reference: str) -> str:
     """``step 300 of runs/mine was saved with acme-zigzag==0.3.0``; empty where nothing was saved with such a plugin.
 
     A hint, read without the checkpoint code, which is the engine's; the manifest is not verified here.
@@ -175,7 +175,7 @@ def _saved_with(merged: ConfigSource, kind: str, word: str) -> str:
     try:
         manifest = parse_json(SafeFolder(path).read(f"checkpoints/step{max(steps)}/manifest.json"))
         writers = manifest["manifest"]["about"]["plugins"][kind]
-        (writer,) = (writer for writer in writers if writer["name"] == word.rpartition(":")[2])
+        (writer,) = (writer for writer in writers if writer["name"] == reference.rpartition(":")[2])
         return f"step {max(steps)} of {path} was saved with {writer['distribution']}=={writer['version']}"
     except (OSError, ValueError, LookupError, TypeError):  # nothing saved, damaged, or of another version
         return ""
@@ -194,7 +194,7 @@ def apply_suggestions(
 ) -> ConfigSource:
     """Add the values that plugins suggest for keys that the user left open, with one notice per plugin."""
     suggested = ConfigSource()
-    for plugin in (plugin for many in plugins.values() for plugin in many):
+    for plugin in (plugin for stack in plugins.values() for plugin in stack):
         fresh = {
             key: value
             for name, value in _wishes(merged, plugin).items()
@@ -284,7 +284,7 @@ def _who_has(kind: str, option: Key, catalog: Catalog) -> str:
 def _reachable(kind: str, key: Key, plugins: tuple[Plugin, ...], merged: ConfigSource) -> bool:
     """False for options of a chosen plugin that could not be loaded, which has its own error or notice."""
     names = {plugin.name for plugin in plugins}
-    missing = {choice.word for choice in merged.choices.get(kind, ())} - names
+    missing = {choice.reference for choice in merged.choices.get(kind, ())} - names
     return kind not in SEPARATORS or len(key) == 1 or key[0] not in missing
 
 
@@ -298,7 +298,7 @@ def _validated(plugin: Plugin, values: Mapping[Key, Value], findings: Findings) 
 
 def kind_section(kind: str, plugins: tuple[Plugin, ...], merged: ConfigSource) -> PluginSection | PluginsSection:
     """The section of a kind in the resolved configuration: plugins as they were named, options with every default."""
-    words = {plugin_name(choice.word): choice.word for choice in merged.choices.get(kind, ())}
+    words = {plugin_name(choice.reference): choice.reference for choice in merged.choices.get(kind, ())}
     uses = tuple(words.get(plugin.name, plugin.name) for plugin in plugins)
     if kind in SEPARATORS:
         options = {plugin.name: dumped(plugin) for plugin in plugins if dumped(plugin)}

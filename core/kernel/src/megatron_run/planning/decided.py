@@ -28,7 +28,7 @@ def apply_decided(merged: ConfigSource, plugins: Mapping[str, tuple[Plugin, ...]
     without such a key stays without.
     """
     decided = ConfigSource()
-    for plugin in (plugin for many in plugins.values() for plugin in many):
+    for plugin in (plugin for stack in plugins.values() for plugin in stack):
         for option, decide in plugin.info.decides.items():
             key = (section_of(plugin.kind), option)
             if key in merged.values:

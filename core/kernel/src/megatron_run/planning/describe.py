@@ -36,7 +36,7 @@ def describe(run: ResolvedRun) -> str:
 def run_record(run: ResolvedRun) -> dict[str, Any]:
     """The text of :func:`describe` as data, with the whole configuration."""
     return {
-        "plugins": {kind: [_plugin_record(each) for each in many] for kind, many in run.plugins.items()},
+        "plugins": {kind: [_plugin_record(each) for each in stack] for kind, stack in run.plugins.items()},
         "topology": {
             "world": run.sizes.world,
             "tensor": run.sizes.tensor,
@@ -53,8 +53,10 @@ def run_record(run: ResolvedRun) -> dict[str, Any]:
 
 
 def _plugins(run: ResolvedRun) -> list[str]:
-    rows = [(kind, plugin.name, plugin.source, plugin.origin) for kind, many in run.plugins.items() for plugin in many]
-    options = [_options(plugin) for many in run.plugins.values() for plugin in many]
+    rows = [
+        (kind, plugin.name, plugin.source, plugin.origin) for kind, stack in run.plugins.items() for plugin in stack
+    ]
+    options = [_options(plugin) for stack in run.plugins.values() for plugin in stack]
     lines = ["plugins"]
     for row, text in zip(_aligned(rows), options, strict=True):
         lines += [f"  {row}", f"      {text}"] if text else [f"  {row}"]
@@ -156,13 +158,13 @@ def _activations(run: ResolvedRun) -> Iterator[str]:
     """The tensors that are not kept on the device between a forward and its backward."""
     train = run.config.train
     ways = ((train.recompute, "recomputed in the backward"), (train.offload, "moved to host memory until the backward"))
-    told = [
+    notes = [
         f"{', '.join(names) if isinstance(names, tuple) else 'all of every layer'} {what}"
         for names, what in ways
         if names != "none"
     ]
-    if told:
-        yield f"saved activations: {'; '.join(told)}"
+    if notes:
+        yield f"saved activations: {'; '.join(notes)}"
 
 
 def _plan_record(plan: Plan) -> dict[str, Any]:

@@ -16,5 +16,7 @@ def input_files(request: Request) -> tuple[Path, ...]:
     Raises :class:`~megatron_run.errors.Problems` when a configuration cannot be read.
     """
     chosen = read_sources(request, Findings(), []).choices.values()
-    plugins = (Path(choice.word).expanduser() for choices in chosen for choice in choices if is_file(choice.word))
+    plugins = (
+        Path(choice.reference).expanduser() for choices in chosen for choice in choices if is_file(choice.reference)
+    )
     return (*configuration_files(request), *plugins)

@@ -151,7 +151,7 @@ class _Resolver:
             eval=_sure(evaluation),
             checkpoint=_sure(checkpoint),
             guard=_sure(guard),
-            **{section_of(kind): kind_section(kind, many, merged) for kind, many in plugins.items()},
+            **{section_of(kind): kind_section(kind, stack, merged) for kind, stack in plugins.items()},
         )
         self._ask_plugins(plugins, config, origins)
         return ResolvedRun(
@@ -174,9 +174,9 @@ class _Resolver:
         merged = apply_decided(apply_suggestions(merged, chosen, self._notices), chosen)
         self._notices += (*rule_notices(merged), *home_notices(merged, self._request))
         plugins = {}
-        for kind, many in chosen.items():
-            plugins[kind] = with_options(kind, many, merged, catalog, self._findings, self._notices)
-        unloaded = [plugin for many in plugins.values() for plugin in many if not plugin.loaded]
+        for kind, stack in chosen.items():
+            plugins[kind] = with_options(kind, stack, merged, catalog, self._findings, self._notices)
+        unloaded = [plugin for stack in plugins.values() for plugin in stack if not plugin.loaded]
         files = [str(plugin) for plugin in unloaded if plugin.entry is not None and plugin.entry.file]
         if files:
             self._notices.append(f"{', '.join(files)} is a file, and no file is run here: options are not checked")
@@ -244,7 +244,7 @@ class _Resolver:
         """
         if not plugins.keys() >= set(RUN_KINDS):  # the plugin that is missing might have been the one that serves
             return False
-        everyone = [plugin for many in plugins.values() for plugin in many]
+        everyone = [plugin for stack in plugins.values() for plugin in stack]
         sizes = {f"parallel.{key}": getattr(parallel, key) for key in _SERVED} if parallel is not None else {}
         precision = {"train.precision": train.precision} if train is not None else {}
         others: list[RunError] = [*misstacked(plugins["parallel-layer"])]
@@ -280,7 +280,7 @@ class _Resolver:
 
     def _ask_plugins(self, plugins: Plugins, config: Config, origins: Mapping[Key, Origin]) -> None:
         """Collect each plugin's notices about the whole configuration. Raises what any of them refuses."""
-        for plugin in (plugin for many in plugins.values() for plugin in many):
+        for plugin in (plugin for stack in plugins.values() for plugin in stack):
             with self._findings.collect():
                 self._notices += plugin.check_config(config)
         self._settle(origins)

@@ -50,7 +50,7 @@ class ResolvedRun:
     @property
     def unloaded(self) -> tuple[Plugin, ...]:
         """The plugins that could not be loaded without the engine; empty for a run that can be trained."""
-        return tuple(plugin for many in self.plugins.values() for plugin in many if not plugin.loaded)
+        return tuple(plugin for stack in self.plugins.values() for plugin in stack if not plugin.loaded)
 
     def one(self, kind: str) -> Plugin:
         """The plugin of a kind that takes exactly one."""
@@ -78,7 +78,7 @@ class ResolvedRun:
         return made
 
     def __repr__(self) -> str:
-        chosen = ", ".join(f"{kind}={'+'.join(each.name for each in many)}" for kind, many in self.plugins.items())
+        chosen = ", ".join(f"{kind}={'+'.join(each.name for each in stack)}" for kind, stack in self.plugins.items())
         return f"ResolvedRun({chosen}, world={self.sizes.world})"
 
 

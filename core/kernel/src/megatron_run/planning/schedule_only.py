@@ -85,7 +85,9 @@ def ask_schedule(request: Request, shape: Shape) -> Asked:
     chosen = choose_plugins(merged, (), catalog, findings, notices, kinds=("schedule",))
     merged = apply_suggestions(merged, chosen, notices)
     ready = [
-        each for many in chosen.values() for each in with_options("schedule", many, merged, catalog, findings, notices)
+        each
+        for stack in chosen.values()
+        for each in with_options("schedule", stack, merged, catalog, findings, notices)
     ]
     origins = {key: value.origin for key, value in merged.values.items()}
     if shape.microbatches:  # what is said of the batch size is said of them

@@ -17,15 +17,15 @@ from megatron_run.registry.known import known_plugin
 __all__ = ["check_kind", "choose", "kernel_problem"]
 
 
-def choose(catalog: Catalog, kind: str, word: str, origin: str) -> Entry:
-    """The entry that ``word`` means: ``NAME``, ``DIST:NAME`` or a file such as ``./mine.py``.
+def choose(catalog: Catalog, kind: str, reference: str, origin: str) -> Entry:
+    """The entry that ``reference`` means: ``NAME``, ``DIST:NAME`` or a file such as ``./mine.py``.
 
     ``origin`` says where the choice came from and enters every message. Raises :class:`InputError` for an unknown
     kind; :class:`PluginError` for a name that nothing, or more than one distribution, offers, for a missing file, and
     for a plugin that was made for another version of the kernel.
     """
     kind = check_kind(kind, origin)
-    entry = _from_file(kind, word, origin) if is_file(word) else _installed(catalog, kind, word, origin)
+    entry = _from_file(kind, reference, origin) if is_file(reference) else _installed(catalog, kind, reference, origin)
     problem = kernel_problem(entry)
     if problem:
         raise PluginError(
@@ -46,22 +46,22 @@ def kernel_problem(entry: Entry) -> str:
     return "" if fits else f"it needs {KERNEL}{entry.requires_kernel}, and {__version__} is installed"
 
 
-def is_file(word: str) -> bool:
-    """Whether ``word`` is the path of a single-file plugin, and no name."""
-    return word.endswith(".py") or "/" in word
+def is_file(reference: str) -> bool:
+    """Whether ``reference`` is the path of a single-file plugin, and no name."""
+    return reference.endswith(".py") or "/" in reference
 
 
-def _from_file(kind: str, word: str, origin: str) -> Entry:
-    path = Path(word).expanduser().resolve()
+def _from_file(kind: str, reference: str, origin: str) -> Entry:
+    path = Path(reference).expanduser().resolve()
     if not path.is_file():
         why = "it is a folder" if path.is_dir() else f"there is no {path}"
         fix = f"write {kind}=NAME, or the path of a Python file"
-        raise PluginError(f"the plugin file {word} cannot be read", why=why, origin=origin, fix=fix)
+        raise PluginError(f"the plugin file {reference} cannot be read", why=why, origin=origin, fix=fix)
     return Entry(kind, path.stem, str(path), location=str(path))
 
 
-def _installed(catalog: Catalog, kind: str, word: str, origin: str) -> Entry:
-    distribution, colon, name = word.rpartition(":")
+def _installed(catalog: Catalog, kind: str, reference: str, origin: str) -> Entry:
+    distribution, colon, name = reference.rpartition(":")
     offers = catalog.offering(kind, name)
     if colon:
         wanted = [entry for entry in offers if entry.distribution == canonicalize_name(distribution)]

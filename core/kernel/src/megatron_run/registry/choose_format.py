@@ -178,4 +178,4 @@ def _load(entry: Entry, origin: str) -> ChosenFormat:
 def _choice_of(plugin: Plugin, catalog: Catalog) -> str:
     """The choice that names this plugin and no other."""
     alone = len(catalog.offering(_KIND, plugin.name)) == 1
-    return plugin.word if alone else f"{plugin.distribution}:{plugin.name}"
+    return plugin.reference if alone else f"{plugin.distribution}:{plugin.name}"

@@ -57,8 +57,8 @@ def next_words(catalog: Catalog, place: Place) -> dict[str, tuple[str, ...]]:
     for entry in catalog.commands:
         words = entry.name.split(".")
         if len(words) > len(place) and words[: len(place)] == [*place]:
-            word = words[len(place)]
-            found[word] = tuple(dict.fromkeys((*found.get(word, ()), entry.source)))
+            name = words[len(place)]
+            found[name] = tuple(dict.fromkeys((*found.get(name, ()), entry.source)))
     return found
 
 

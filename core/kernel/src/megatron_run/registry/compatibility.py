@@ -44,8 +44,10 @@ def misstacked(layers: Sequence[Plugin]) -> list[InputError]:
         what, why = f"{changing[0]} changes layers of the factory below it", "there is none below it"
     else:
         return []
-    above = "".join(f"+{plugin.word}" for plugin in changing)
-    stacks = [f"--plugin parallel-layer={lowest}{above}" for lowest in [plugin.word for plugin in whole] or ["dense"]]
+    above = "".join(f"+{plugin.reference}" for plugin in changing)
+    stacks = [
+        f"--plugin parallel-layer={lowest}{above}" for lowest in [plugin.reference for plugin in whole] or ["dense"]
+    ]
     return [InputError(what, why=why, origin=named[0].origin, fix=f"write {' or '.join(stacks)}")]
 
 
@@ -68,8 +70,8 @@ def unserved(settings: Mapping[str, int | str], plugins: Sequence[Plugin], catal
 def _needs(key: str, value: int | str) -> str:
     """The ability that serves ``key`` at ``value``; empty when it needs no service."""
     if isinstance(value, str):
-        word = f"{key}={value}"
-        return word if word in _SERVED_WORDS else ""
+        setting = f"{key}={value}"
+        return setting if setting in _SERVED_WORDS else ""
     return key if value is True or value > 1 else ""
 
 

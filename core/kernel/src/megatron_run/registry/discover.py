@@ -71,10 +71,10 @@ class Entry:
         return f"{self.kind}={self.name}" if self.kind else self.name  # the kind of a file may be found later
 
 
-def plain_name(word: str) -> str:
+def plain_name(reference: str) -> str:
     """A plugin's name without the distribution of a built-in: ``megatron-run-engine:gpt`` -> ``gpt``."""
-    owner, colon, name = word.partition(":")
-    return name if colon and owner in BUILT_IN else word
+    owner, colon, name = reference.partition(":")
+    return name if colon and owner in BUILT_IN else reference
 
 
 @dataclass(frozen=True)
@@ -87,8 +87,8 @@ class Catalog:
 
     def of_kind(self, kind: str) -> tuple[Entry, ...]:
         """The entries of ``kind``, which may be ``command``: built-ins first, then by name."""
-        mine = (entry for entry in (*self.entries, *self.commands) if entry.kind == kind)
-        return tuple(sorted(mine, key=lambda entry: (not entry.builtin, entry.name, entry.distribution)))
+        entries = (entry for entry in (*self.entries, *self.commands) if entry.kind == kind)
+        return tuple(sorted(entries, key=lambda entry: (not entry.builtin, entry.name, entry.distribution)))
 
     def offering(self, kind: str, name: str) -> tuple[Entry, ...]:
         """Every entry of that kind and name: more than one is an ambiguity."""

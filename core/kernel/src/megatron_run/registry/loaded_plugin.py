@@ -95,7 +95,7 @@ class Plugin:
         return f"{self.distribution} {self.version}" if self.distribution else self.location
 
     @property
-    def word(self) -> str:
+    def reference(self) -> str:
         """The word that chooses it on the command line, after ``KIND=``: its name, or the path of a single file."""
         return self.name if self.distribution else self.location
 

@@ -24,7 +24,7 @@ from megatron_run.planning.plans import MAX_LAYERS
 from megatron_run_planner.devices import Device
 from megatron_run_planner.schedules import Schedules
 from megatron_run_planner.step_time import step_time
-from megatron_run_planner.workload import Recompute, Split, gpt2
+from megatron_run_planner.workload import ModelSplit, Recompute, gpt2
 
 #: What a column's name holds, and the quantity in it.
 _COLUMNS = {
@@ -49,7 +49,7 @@ class Measured:
     """One row of a table: a run, and the ``seconds`` that a step of it took."""
 
     model: ModelCosts
-    split: Split
+    split: ModelSplit
     seconds: float
 
     @property
@@ -127,15 +127,15 @@ def read_table(file: Path, vocabulary: int, recompute: Recompute | None, memory:
 
 def _row(file: Path, number: int, line: Sequence[str], where: dict[str, int], vocabulary: int) -> Measured:
     try:
-        told = {quantity: float(line[index]) for quantity, index in where.items()}
-        whole = {name: int(value) for name, value in told.items() if name != "milliseconds"}
+        numbers = {quantity: float(line[index]) for quantity, index in where.items()}
+        whole = {name: int(value) for name, value in numbers.items() if name != "milliseconds"}
     except (ValueError, IndexError, OverflowError):
         raise InputError(f"{file}:{number}: a column holds no number", fix="correct or remove the row") from None
     sizes = f"{file}:{number}: the sizes are no run"
-    if min(*whole.values(), told["milliseconds"]) <= 0 or whole["layers"] > MAX_LAYERS:
+    if min(*whole.values(), numbers["milliseconds"]) <= 0 or whole["layers"] > MAX_LAYERS:
         raise InputError(sizes, fix=f"all are above 0, and layers at most {MAX_LAYERS}")
     model = gpt2(whole["layers"], whole["hidden"], whole["heads"], whole["sequence"], vocabulary)
-    split = Split(
+    split = ModelSplit(
         tensor=whole["tensor"],
         pipeline=whole["pipeline"],
         data=whole["data"],
@@ -147,7 +147,7 @@ def _row(file: Path, number: int, line: Sequence[str], where: dict[str, int], vo
         raise InputError(sizes, fix="tensor x pipeline x data must be the number of GPUs")
     if split.global_batch % (split.micro_batch * split.data) or split.pipeline > len(model.layers):
         raise InputError(sizes, fix="batches and layers must divide")
-    return Measured(model, split, told["milliseconds"] / 1000)
+    return Measured(model, split, numbers["milliseconds"] / 1000)
 
 
 def needs_recompute(row: Measured, memory: float) -> bool:

@@ -39,8 +39,8 @@ def with_anchors(device: Device, anchors: Sequence[Mapping[str, Any]]) -> Device
     constant that no training depends on stays there.
     """
     for world in sorted({int(each["ranks"]) for each in anchors}):
-        told = [Anchor.read(each) for each in anchors if each["ranks"] == world]
-        device = fitted(device, _shared_constants(device, world), told)
+        measured = [Anchor.read(each) for each in anchors if each["ranks"] == world]
+        device = fitted(device, _shared_constants(device, world), measured)
     return device
 
 
@@ -52,12 +52,12 @@ class Anchor(NamedTuple):
     seconds: float
 
     @classmethod
-    def read(cls, told: Mapping[str, Any]) -> Anchor:
+    def read(cls, record: Mapping[str, Any]) -> Anchor:
         """From a survey."""
-        task = read_task(Request.from_json(told["request"]), int(told["ranks"]))
+        task = read_task(Request.from_json(record["request"]), int(record["ranks"]))
         split = task.split
         plan = Schedules().plan(task.schedule, len(task.model.layers), split.pipeline, split.chunks, split.microbatches)
-        return cls(task, plan, float(told["seconds"]))
+        return cls(task, plan, float(record["seconds"]))
 
     def error(self, device: Device) -> float:
         """Logarithm of predicted over measured."""

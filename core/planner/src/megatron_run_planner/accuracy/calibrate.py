@@ -32,7 +32,7 @@ from megatron_run_planner.devices import (
 )
 from megatron_run_planner.layer_time import embedding_time, head_time, mean_layer
 from megatron_run_planner.step_time import place_times
-from megatron_run_planner.workload import Split, gpt2_heads
+from megatron_run_planner.workload import ModelSplit, gpt2_heads
 
 #: Rows and depths at which a product may reach half of its peak: those that are tried.
 _HALVES = tuple(2 ** (power / 2) for power in range(-2, 19))
@@ -168,17 +168,17 @@ def _cores(survey: Survey) -> Cores:
     return Cores(count=survey.cores, slowdown=tuple(slowdown), crowded=tuple(slowdown))
 
 
-def model_of(run: Mapping[str, Any]) -> tuple[ModelCosts, Split]:
+def model_of(run: Mapping[str, Any]) -> tuple[ModelCosts, ModelSplit]:
     """The model and split that a run of a survey stands for."""
     hidden, heads = run["hidden"], run["heads"]
     feed = FeedForwardCosts(4 * hidden, experts=run["experts"], top_k=2 if run["experts"] else 0)
     layer = LayerCosts(hidden, run["sequence"], (AttentionCosts.plain(heads, hidden / heads), feed))
     model = ModelCosts((layer,) * run["layers"], run["vocabulary"] * run["tensor"])
     batch = run["micro_batch"] * run["microbatches"]
-    return model, Split(tensor=run["tensor"], micro_batch=run["micro_batch"], global_batch=batch, gradient_bytes=4)
+    return model, ModelSplit(tensor=run["tensor"], micro_batch=run["micro_batch"], global_batch=batch, gradient_bytes=4)
 
 
-def _layers(survey: Survey) -> list[tuple[ModelCosts, Split, float, float]]:
+def _layers(survey: Survey) -> list[tuple[ModelCosts, ModelSplit, float, float]]:
     """Model, split and seconds of one layer's forward and backward, for each two runs that differ in depth alone."""
     sizes = ("hidden", "heads", "sequence", "micro_batch", "tensor", "vocabulary", "microbatches", "experts")
     by_shape: defaultdict[tuple[Any, ...], list[Mapping[str, Any]]] = defaultdict(list)
@@ -285,21 +285,21 @@ def rounded(device: Device) -> Device:
     return Device.model_validate(_rounded(device.model_dump()))
 
 
-def _rounded(told: Any) -> Any:
-    if isinstance(told, dict):
-        return {name: _rounded(value) for name, value in told.items()}
-    if isinstance(told, tuple | list):
-        return [_rounded(value) for value in told]
-    return float(f"{told:.4g}") if isinstance(told, float) else told
+def _rounded(content: Any) -> Any:
+    if isinstance(content, dict):
+        return {name: _rounded(value) for name, value in content.items()}
+    if isinstance(content, tuple | list):
+        return [_rounded(value) for value in content]
+    return float(f"{content:.4g}") if isinstance(content, float) else content
 
 
 def device_text(device: Device, about: str = "") -> str:
     """``device`` as a YAML file with the comment ``about``: a line for each measured shape."""
-    told = device.model_dump(exclude={"layers"}, exclude_none=True)
+    fields = device.model_dump(exclude={"layers"}, exclude_none=True)
     rows = [f"  - [{', '.join(str(each) for each in layer if each is not None)}]\n" for layer in device.layers]
     head = "".join(f"# {line}\n" for line in about.splitlines())
     shapes = "# hidden, heads, sequence, tensor, micro batch, ratio of the forward, of the backward\nlayers:\n"
-    return "".join([head, yaml_text(told), *([shapes, *rows] if rows else [])])
+    return "".join([head, yaml_text(fields), *([shapes, *rows] if rows else [])])
 
 
 def _changed(device: Device, section: str, **values: float) -> Device:

@@ -163,8 +163,8 @@ def search(
 
     task, schedules = read_task(request, gpus), Schedules()
     if changes or as_is:
-        keys = {word.partition("=")[0] for word in changes}
-        kept = (word for word in request.sets if word.partition("=")[0] not in keys)
+        keys = {setting.partition("=")[0] for setting in changes}
+        kept = (setting for setting in request.sets if setting.partition("=")[0] not in keys)
         tasks = [task, *([read_task(replace(request, sets=(*kept, *changes)), gpus)] if changes else [])]
         for each in tasks:
             check_sizes(each, gpus)
@@ -270,8 +270,8 @@ def goodput(request: Request, *, gpus: int | None, machine: Device, days: float,
     ranks = gpus or task.split.ranks
     device = machine.model_copy(update={"links": slow})
     best = Search(task.model, ranks, task.split.global_batch, device, Schedules(), task.growth).run(1).best[0]
-    told = {name: asked[name] for name in ("mtbf", "stall", "restart", "spread")}
-    conditions = Conditions(ranks, -(-ranks // links.machine), **told)
+    given = {name: asked[name] for name in ("mtbf", "stall", "restart", "spread")}
+    conditions = Conditions(ranks, -(-ranks // links.machine), **given)
     interval = asked["interval"] or best_interval(conditions)
     month = simulate_run(conditions, interval, days * 86400, seed=asked["seed"])
     if as_json:

@@ -280,7 +280,7 @@ def found_record(task: Task, answer: Answer, device: Device) -> dict[str, Any]:
 
 def yield_text(task: Task, best: Candidate, device: Device, conditions: Conditions, month: Yield, days: float) -> str:
     """The rest of a month, where the rest goes, and the interval between saves beside Young's."""
-    told = yield_record(task, best, conditions, month, days)
+    record = yield_record(task, best, conditions, month, days)
     shares = {
         "kept work": month.useful,
         "waiting for the slowest machine": month.straggling,
@@ -297,8 +297,8 @@ def yield_text(task: Task, best: Candidate, device: Device, conditions: Conditio
             f"{_settings(task, best)}: a step of {best.step.seconds:.3f} s",
             f"{days:g} days on {conditions.devices} devices: {often}",
             *(f"  {share:6.1%}  {name}" for name, share in shares.items()),
-            f"saves every {month.interval / 60:.1f} min (Young and Daly: {told['young_daly'] / 60:.1f} min)",
-            f"{told['tokens']:.3g} tokens; nine months in ten keep {month.low:.1%} to {month.high:.1%} of the time",
+            f"saves every {month.interval / 60:.1f} min (Young and Daly: {record['young_daly'] / 60:.1f} min)",
+            f"{record['tokens']:.3g} tokens; nine months in ten keep {month.low:.1%} to {month.high:.1%} of the time",
         ]
     )
 

@@ -200,45 +200,45 @@ def shipped_devices() -> tuple[str, ...]:
     return tuple(sorted(file.stem for file in _SHIPPED.glob("*.yaml")))
 
 
-def device_file(word: str) -> Path:
-    """The file of the device ``word``: one that is shipped, or the YAML file of that name."""
-    return Path(word) if word.endswith((".yaml", ".yml")) else _SHIPPED / f"{word}.yaml"
+def device_file(name: str) -> Path:
+    """The file of the device ``name``: one that is shipped, or the YAML file of that name."""
+    return Path(name) if name.endswith((".yaml", ".yml")) else _SHIPPED / f"{name}.yaml"
 
 
-def read_device(word: str) -> Device:
-    """The device named ``word``, or described by the YAML file ``word``. ``like: NAME`` takes what it leaves out.
+def read_device(name: str) -> Device:
+    """The device named ``name``, or described by the YAML file ``name``. ``like: NAME`` takes what it leaves out.
 
     What is measured is not taken: ratios of one device say nothing of another.
     Raises :class:`InputError` for an unknown name, a file that cannot be read, or a wrong description.
     """
-    file = device_file(word)
+    file = device_file(name)
     if not file.is_file():
         known = shipped_devices()
         raise InputError(
-            f"there is no device {word!r}",
-            fix=did_you_mean(word, known) or f"the devices are {', '.join(known)}, or a YAML file",
+            f"there is no device {name!r}",
+            fix=did_you_mean(name, known) or f"the devices are {', '.join(known)}, or a YAML file",
         )
     try:
         nodes = parse(read_file(file).decode("utf-8-sig"), str(file))
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"{file} cannot be read", why=str(error)) from None
-    told = {key: bare(node) for key, node in nodes.items()}
-    if base := told.pop("like", None):
+    fields = {key: bare(node) for key, node in nodes.items()}
+    if base := fields.pop("like", None):
         if base not in shipped_devices():  # of files one may be like itself
             raise InputError(f"{file}: like: {base}: no shipped device", fix=f"one of {', '.join(shipped_devices())}")
-        told = _over(read_device(str(base)).model_dump(exclude={"layers"}), told)
+        fields = _over(read_device(str(base)).model_dump(exclude={"layers"}), fields)
     try:
-        return Device.model_validate(told)
+        return Device.model_validate(fields)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"])
         raise InputError(f"{file}: {where}: {first['msg'].lower()}", fix="compare with a shipped device") from None
 
 
-def _over(base: dict[str, Any], told: dict[str, Any]) -> dict[str, Any]:
-    """``told`` over ``base``, key by key in sections too."""
+def _over(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    """``changes`` over ``base``, key by key in sections too."""
     merged = {
-        key: _over(value, told[key]) if isinstance(value, dict) and isinstance(told.get(key), dict) else value
+        key: _over(value, changes[key]) if isinstance(value, dict) and isinstance(changes.get(key), dict) else value
         for key, value in base.items()
     }
-    return merged | {key: value for key, value in told.items() if not isinstance(merged.get(key), dict)}
+    return merged | {key: value for key, value in changes.items() if not isinstance(merged.get(key), dict)}

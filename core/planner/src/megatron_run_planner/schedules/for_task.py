@@ -18,13 +18,13 @@ from megatron_run_planner.schedules.workload_costs import Pipeline, Work
 from megatron_run_planner.search import Candidate, Search
 from megatron_run_planner.step_time import last_time, message_time
 from megatron_run_planner.task import Task
-from megatron_run_planner.workload import Split
+from megatron_run_planner.workload import ModelSplit
 
 #: Chunks a stage that are tried where the configuration leaves them open.
 CHUNKS = (1, 2, 3)
 
 
-def pipeline_of(model: ModelCosts, split: Split, device: Device) -> Pipeline:
+def pipeline_of(model: ModelCosts, split: ModelSplit, device: Device) -> Pipeline:
     """The pipeline of ``split``: what its ranks compute for a microbatch, and what of the device's memory they have.
 
     ``chunks`` are those of ``split``. The memory leaves out what every rank holds whatever its layers: buffers and
@@ -99,7 +99,7 @@ def _chunks(task: Task) -> Sequence[int]:
     return (task.split.chunks,) if said else [chunks for chunks in CHUNKS if chunks <= max(1, most)]
 
 
-def _installed(task: Task, splits: Sequence[Split], search: Search, schedules: Schedules) -> Iterator[Candidate]:
+def _installed(task: Task, splits: Sequence[ModelSplit], search: Search, schedules: Schedules) -> Iterator[Candidate]:
     """The installed schedules that accept the split."""
     for split in splits:
         shape = len(task.model.layers), split.pipeline, split.chunks, split.microbatches

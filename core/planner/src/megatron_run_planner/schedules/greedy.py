@@ -31,7 +31,7 @@ class Habit:
 
     def disturbed(self, random: Random, amount: float = 0.3) -> Habit:
         """One much like it."""
-        rank = {op: tuple(each + random.gauss(0, amount) for each in many) for op, many in self.rank.items()}
+        rank = {op: tuple(each + random.gauss(0, amount) for each in values) for op, values in self.rank.items()}
         return Habit(rank, min(1.5, max(0.0, self.fill + random.gauss(0, amount))), self.prompt)
 
 
@@ -108,10 +108,10 @@ class _Run:
             choice = chosen[stage]
             if version != versions[stage] or choice is None:
                 continue
-            told = self._carry_out(stage, choice)
+            receiver = self._carry_out(stage, choice)
             choose(stage)
-            if told is not None and told != stage:
-                choose(told)
+            if receiver is not None and receiver != stage:
+                choose(receiver)
         return self._lists
 
     def _choose(self, stage: int) -> _Choice | None:
@@ -119,9 +119,9 @@ class _Run:
         now, owed, done = self._now[stage], self._owes[stage], self._done
         if owed is not None and self._habit.prompt and done["F"][owed] < self._count:
             return _Choice(now, "W", owed)
-        mine = self._placed.on_stage[stage]
-        best = self._passing(stage, mine, now)
-        waiting = [k for k in mine if done["W"][k] < done["I"][k]]
+        positions = self._placed.on_stage[stage]
+        best = self._passing(stage, positions, now)
+        waiting = [k for k in positions if done["W"][k] < done["I"][k]]
         if waiting:
             k = max(waiting, key=self._habit.rank["W"].__getitem__)
             gap = self._habit.fill * self._placed.works[k].weight_gradient
@@ -129,13 +129,13 @@ class _Run:
                 return _Choice(now, "W", k)
         return best
 
-    def _passing(self, stage: int, mine: tuple[int, ...], now: float) -> _Choice | None:
+    def _passing(self, stage: int, positions: tuple[int, ...], now: float) -> _Choice | None:
         """The forward or input gradient that can start first."""
         done, rank = self._done, self._habit.rank
         free = self._placed.room[stage] * (1 + 1e-9) - self._held[stage]
         best: tuple[float, float, _Choice] | None = None
         ops: tuple[Op, ...] = ("I", "F")
-        for k in mine:
+        for k in positions:
             for op in ops:
                 index, times = done[op][k], self._ready[op][k]
                 if index >= len(times) or (op == "F" and self._needs[k] > free):

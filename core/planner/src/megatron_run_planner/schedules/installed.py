@@ -79,8 +79,8 @@ class Schedules:
     def _plugin(self, name: str) -> Plugin:
         if name not in self._loaded:
             origin = "the planner"
-            word, options = named(name)
-            plugin = load(choose(self.catalog, "schedule", word, origin), origin)
+            reference, options = named(name)
+            plugin = load(choose(self.catalog, "schedule", reference, origin), origin)
             try:
                 self._loaded[name] = plugin.with_options(plugin.options_model.model_validate(options))
             except ValidationError as error:

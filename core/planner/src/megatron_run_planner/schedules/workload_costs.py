@@ -108,7 +108,7 @@ class Placed:
     @cached_property
     def room(self) -> tuple[float, ...]:
         """Bytes of each stage's ranks for activations: what the state of its layers leaves, negative if it misses."""
-        state = [sum(self.works[k].state for k in mine) for mine in self.on_stage]
+        state = [sum(self.works[k].state for k in positions) for positions in self.on_stage]
         if self.layout[0].stage == self.layout[-1].stage:
             state[self.layout[0].stage] -= self.pipeline.shared
         return tuple(self.pipeline.memory - each for each in state)
@@ -116,13 +116,14 @@ class Placed:
     @cached_property
     def overfull(self) -> float:
         """Bytes that miss for one microbatch to pass: 0 where a legal order exists."""
-        least = [sum(self.works[k].keeps for k in mine) for mine in self.on_stage]
+        least = [sum(self.works[k].keeps for k in positions) for positions in self.on_stage]
         return sum(max(0.0, need - room) for need, room in zip(least, self.room, strict=True))
 
     @cached_property
     def loads(self) -> tuple[float, ...]:
         """Seconds that each stage computes in a step."""
-        return tuple(self.pipeline.microbatches * sum(self.works[k].seconds for k in mine) for mine in self.on_stage)
+        seconds = (sum(self.works[k].seconds for k in positions) for positions in self.on_stage)
+        return tuple(self.pipeline.microbatches * each for each in seconds)
 
     def hop(self, position: int, target: int) -> float:
         """Seconds that a result travels between two positions."""
@@ -145,7 +146,7 @@ class Placed:
 
     @cached_property
     def _kept(self) -> tuple[Mapping[int, float], ...]:
-        return tuple({self.layout[k].chunk: self.works[k].keeps for k in mine} for mine in self.on_stage)
+        return tuple({self.layout[k].chunk: self.works[k].keeps for k in positions} for positions in self.on_stage)
 
     @cached_property
     def bound(self) -> float:
@@ -157,8 +158,8 @@ class Placed:
         """
         arrives, returns, there_and_back = self._first_microbatch()
         best = there_and_back
-        for mine, load, room in zip(self.on_stage, self.loads, self.room, strict=True):
-            idle = max(arrives[mine[0]], returns[mine[-1]] - self._forwards_in(mine, room))
+        for positions, load, room in zip(self.on_stage, self.loads, self.room, strict=True):
+            idle = max(arrives[positions[0]], returns[positions[-1]] - self._forwards_in(positions, room))
             best = max(best, idle + load)
         return best
 
@@ -174,10 +175,10 @@ class Placed:
             clock += works[k].input_gradient + (self.hop(k, k - 1) if k else 0.0)
         return arrives, returns, clock
 
-    def _forwards_in(self, mine: Sequence[int], room: float) -> float:
+    def _forwards_in(self, positions: Sequence[int], room: float) -> float:
         """Seconds of forwards that a stage can do before it must free memory: a knapsack, filled by fractions."""
         seconds = 0.0
-        for k in sorted(mine, key=lambda k: -self.works[k].forward / max(self.works[k].keeps, 1e-30)):
+        for k in sorted(positions, key=lambda k: -self.works[k].forward / max(self.works[k].keeps, 1e-30)):
             work = self.works[k]
             count = min(self.pipeline.microbatches, max(0.0, room) / work.keeps if work.keeps else inf)
             seconds += count * work.forward

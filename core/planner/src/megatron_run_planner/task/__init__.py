@@ -25,7 +25,7 @@ from megatron_run.registry.known import known_plugin
 from megatron_run_planner.schedules import named
 from megatron_run_planner.search import STEADY, Candidate, Growth
 from megatron_run_planner.task.model import read_model
-from megatron_run_planner.workload import Recompute, Split, split_over
+from megatron_run_planner.workload import ModelSplit, Recompute, split_over
 
 #: Parameters of layers are 12 L h^2; with h = 128 L, as GPT-3's larger models have, that is 12 * 128^2 L^3.
 _ASPECT = 128
@@ -51,7 +51,7 @@ class Task:
     """
 
     model: ModelCosts
-    split: Split
+    split: ModelSplit
     schedule: str
     counts: tuple[int, ...]
     steps: int | None
@@ -107,7 +107,7 @@ def read_task(request: Request, ranks: int | None) -> Task:
     model = read_model(merged, train, findings, notices)
     ways = parallel.tensor * parallel.pipeline
     copies = max(1, ranks // ways) if ranks else parallel.data or 1
-    split = Split(
+    split = ModelSplit(
         tensor=parallel.tensor,
         pipeline=parallel.pipeline,
         chunks=parallel.chunks,
@@ -118,7 +118,7 @@ def read_task(request: Request, ranks: int | None) -> Task:
         recompute=_recomputed(train),
         sequence_parallel=parallel.sequence,
         scatter_messages=parallel.scatter_messages,
-        zero1=any(choice.word == "zero1" for choice in merged.choices.get("optimizer", ())),
+        zero1=any(choice.reference == "zero1" for choice in merged.choices.get("optimizer", ())),
         overlap=True,
         gradient_bytes=4,
     )
@@ -141,13 +141,13 @@ def _growth(train: TrainSection) -> Growth:
     return Growth((ramp.start, ramp.increment), tuple(sorted(batches - {train.global_batch_size})))
 
 
-def _schedule(merged: ConfigSource, split: Split) -> str:
+def _schedule(merged: ConfigSource, split: ModelSplit) -> str:
     """The schedule that the configuration chooses, with its options; for a pipeline without one, the usual one."""
-    word = merged.choices["schedule"][0].word
-    if word == "sequential" and split.pipeline > 1:
+    name = merged.choices["schedule"][0].reference
+    if name == "sequential" and split.pipeline > 1:
         return "1f1b" if split.chunks == 1 else "interleaved"
     options = {key[1]: value.data for key, value in merged.values.items() if key[0] == "schedule" and len(key) == 2}
-    return " ".join([word, *(f"{key}={value}" for key, value in options.items() if value is not None)])
+    return " ".join([name, *(f"{key}={value}" for key, value in options.items() if value is not None)])
 
 
 def _recomputed(train: TrainSection) -> Recompute:
@@ -211,7 +211,7 @@ def _sections(merged: ConfigSource) -> dict[str, Any]:
     """The configuration as nested plain data."""
     data: dict[str, Any] = {}
     for kind, choices in merged.choices.items():
-        if words := [choice.word for choice in choices]:
+        if words := [choice.reference for choice in choices]:
             data[section_of(kind)] = {"use": words if kind == "observer" else "+".join(words)}
     for key, value in merged.values.items():
         if value.inherited:
@@ -258,9 +258,9 @@ def to_install(task: Task, chosen: Candidate, catalog: Catalog) -> list[str]:
     """The commands that bring the plugins that :func:`written` names, those of this project that ``catalog`` lacks."""
     commands = dict[str, None]()
     for section, keys in _with_split(task, chosen).items():
-        kind, words = section.replace("_", "-"), keys.get("use", "") if isinstance(keys, dict) else ""
-        for word in words.split("+") if isinstance(words, str) else words:
-            known = known_plugin(kind, plain_name(word))
+        kind, references = section.replace("_", "-"), keys.get("use", "") if isinstance(keys, dict) else ""
+        for reference in references.split("+") if isinstance(references, str) else references:
+            known = known_plugin(kind, plain_name(reference))
             if known and not catalog.offering(kind, known.name):
                 commands[known.how_to_get] = None
     return list(commands)
@@ -283,14 +283,14 @@ def _with_split(task: Task, chosen: Candidate) -> dict[str, Any]:
     if chosen.uneven:
         more["layers"] = list(chosen.uneven)
     data["parallel"] = {**{key: value for key, value in kept.items() if key not in _LAYER_KEYS}, **sizes, **more}
-    word, choices = named(chosen.schedule)
-    data["schedule"] = {"use": word, **choices}
+    schedule, choices = named(chosen.schedule)
+    data["schedule"] = {"use": schedule, **choices}
     layers = data.get("parallel_layer", {})
     if _usual_optimizer(data):  # another one is the user's choice
         data["optimizer"] = {**data.get("optimizer", {}), "use": "zero1" if split.zero1 else "adamw"}
     if split.tensor > 1:  # layers of other packages split too, or say at the dry run that they do not
-        words = layers.get("use", "dense").split("+")
-        data["parallel_layer"] = {**layers, "use": "+".join("tensor" if word == "dense" else word for word in words)}
+        plugins = layers.get("use", "dense").split("+")
+        data["parallel_layer"] = {**layers, "use": "+".join("tensor" if each == "dense" else each for each in plugins)}
     return data
 
 

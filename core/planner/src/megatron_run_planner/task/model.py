@@ -60,14 +60,14 @@ def read_model(merged: ConfigSource, train: TrainSection, findings: Findings, no
     chosen = choose_plugins(merged, (), catalog, findings, notices, kinds=("model",), plan_only=True)
     findings.settle()
     (plugin,) = chosen["model"]
-    told = list[str]()
+    approximations = list[str]()
     if plugin.loaded:
         (plugin,) = with_options("model", (plugin,), merged, catalog, findings, notices)
         findings.settle()
         layers_of(plugin)  # which are so many that a list of them can be made
         options = plugin.options
     else:
-        told.append(f"a plain decoder because {plugin} is not installed here")
+        approximations.append(f"a plain decoder because {plugin} is not installed here")
         values = {key[1:]: value for key, value in merged.values.items() if key[0] == "model"}
         known = {key: value for key, value in values.items() if key[0] in PlainDecoder.model_fields}
         options = validate(PlainDecoder, ("model",), known, findings, fix_missing=f"a plan of {plugin} needs it")
@@ -75,12 +75,12 @@ def read_model(merged: ConfigSource, train: TrainSection, findings: Findings, no
     described = cast("ModelOptions", options)
     vocabulary = described.vocab_size or _vocabulary(merged)
     if vocabulary is None:
-        told.append(f"{VOCABULARY} words because neither model.vocab_size nor data.vocab_size says how many")
+        approximations.append(f"{VOCABULARY} words because neither model.vocab_size nor data.vocab_size says how many")
     found = described.costs(train.sequence_length, vocabulary or VOCABULARY)
-    return replace(found, approximations=(*told, *found.approximations))
+    return replace(found, approximations=(*approximations, *found.approximations))
 
 
 def _vocabulary(merged: ConfigSource) -> int | None:
     """``data.vocab_size``, None where the data tell it themselves."""
-    told = merged.values.get(("data", "vocab_size"))
-    return int(str(told.data)) if told and str(told.data).isdecimal() else None
+    given = merged.values.get(("data", "vocab_size"))
+    return int(str(given.data)) if given and str(given.data).isdecimal() else None

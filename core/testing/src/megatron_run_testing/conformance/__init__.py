@@ -200,7 +200,7 @@ def check(target: str, sets: Iterable[str] = ()) -> tuple[Report, ...]:
         file = path.resolve()
         return (_report(Entry("", file.stem, str(file), location=str(file)), options),)
     if stacked:
-        *below, top = (choose(scan(), kind, word, f"plugins check {target}") for word in name.split("+"))
+        *below, top = (choose(scan(), kind, reference, f"plugins check {target}") for reference in name.split("+"))
         return (_report(top, options, below),)
     if equals and kind == COMMAND:
         return (_report_command(_installed_command(name)),)
@@ -326,10 +326,10 @@ def _validated(plugin: Plugin, values: Mapping[Key, Value]) -> BaseModel:
     Raises :class:`InputError` if a required option is missing or a given one is invalid.
     """
     section = section_of(plugin.kind)
-    mine = {key[1:]: value for key, value in values.items() if key[0] == section}
+    entries = {key[1:]: value for key, value in values.items() if key[0] == section}
     if plugin.kind == "model":
-        mine.setdefault(("vocab_size",), Value(_VOCABULARY, DEFAULT))
-    given = {key[0] for key in mine}
+        entries.setdefault(("vocab_size",), Value(_VOCABULARY, DEFAULT))
+    given = {key[0] for key in entries}
     fields = fields_of(plugin.options_model)
     missing = [f"{section}.{name}" for name, field in fields.items() if field.is_required() and name not in given]
     if missing:
@@ -339,7 +339,7 @@ def _validated(plugin: Plugin, values: Mapping[Key, Value]) -> BaseModel:
             fix=f"add {' '.join(f'--set {key}=...' for key in missing)}",
         )
     findings = Findings()
-    options = validate(plugin.options_model, (section,), mine, findings)
+    options = validate(plugin.options_model, (section,), entries, findings)
     findings.settle()
     assert options is not None  # otherwise settle() has raised
     return options

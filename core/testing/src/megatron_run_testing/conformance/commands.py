@@ -89,4 +89,4 @@ def _each(entry: Entry) -> Iterator[tuple[str, Any]]:
     while waiting:
         typed, command = waiting.pop()
         yield typed, command
-        waiting += [(f"{typed} {word}", inner) for word, inner in getattr(command, "commands", {}).items()]
+        waiting += [(f"{typed} {name}", inner) for name, inner in getattr(command, "commands", {}).items()]

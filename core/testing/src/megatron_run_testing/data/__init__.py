@@ -233,8 +233,8 @@ def _copied(sample: Mapping[str, NDArray[np.generic]]) -> dict[str, NDArray[np.g
 
 def _changed(before: Mapping[str, NDArray[np.generic]], after: Mapping[str, NDArray[np.generic]]) -> list[str]:
     """The fields that are other bits now: NaN is the same as itself, and a mask of it is another check's to find."""
-    mine, theirs = _hashes(before), _hashes(after)
-    return [name for name in mine if mine[name] != theirs.get(name)]
+    earlier, later = _hashes(before), _hashes(after)
+    return [name for name in earlier if earlier[name] != later.get(name)]
 
 
 def _files_exist(source: DataSource) -> str:

@@ -137,5 +137,5 @@ class Rank:
         """This rank's part of the whole input ``x``, in the dtype under test and requiring a gradient."""
         if x is None:
             return None
-        mine = cut(x, self.member).to(self.device).clone()
-        return mine.to(self.dtype).requires_grad_() if mine.is_floating_point() else mine
+        part = cut(x, self.member).to(self.device).clone()
+        return part.to(self.dtype).requires_grad_() if part.is_floating_point() else part

@@ -123,15 +123,15 @@ class _Padding:
 
     def run(self, rank: Rank) -> tuple[Values, Values, Values]:
         logits, labels = _logits_and_labels()
-        mine = rank.given(logits, vocabulary)
-        assert mine is not None
-        columns = torch.arange(mine.shape[-1], device=rank.device) + rank.member.index * rank.member.rows
+        local = rank.given(logits, vocabulary)
+        assert local is not None
+        columns = torch.arange(local.shape[-1], device=rank.device) + rank.member.index * rank.member.rows
         with torch.no_grad():
-            mine[..., columns >= VOCAB] = 7.0
-        loss = rank.layers().cross_entropy(VOCAB)(mine, labels.to(rank.device))
+            local[..., columns >= VOCAB] = 7.0
+        loss = rank.layers().cross_entropy(VOCAB)(local, labels.to(rank.device))
         loss.sum().backward()
-        assert mine.grad is not None
-        return values_of(loss), values_of(mine.grad), values_of(columns)
+        assert local.grad is not None
+        return values_of(loss), values_of(local.grad), values_of(columns)
 
     def judge(self, found: Mapping[Member, tuple[Values, Values, Values]], tolerance: float) -> None:
         logits, labels = _logits_and_labels()
@@ -189,7 +189,7 @@ def _reproducible(drawn: Mapping[str, Values], what: str) -> None:
 
 
 def _compare_ranks(found: Mapping[Member, dict[str, Values]], what: str, *, differ: bool) -> None:
-    for (one, mine), (other, theirs) in combinations(found.items(), 2):
-        if np.array_equal(mine["first"], theirs["first"]) == differ:
+    for (one, values), (other, peer_values) in combinations(found.items(), 2):
+        if np.array_equal(values["first"], peer_values["first"]) == differ:
             same, wanted = ("the same values", "different ones") if differ else ("different values", "the same ones")
             raise CheckFailed(f"{what} drops {same} on {one} and {other}, expected {wanted}")

@@ -178,11 +178,11 @@ class LayerTrial:
             output: Tensor = layer(*inputs)
         shape = (output if like is None else like).shape
         weights = torch.linspace(-1, 1, shape.numel(), dtype=torch.float64).view(shape)
-        mine = self.case.leaves(weights, rank.member).to(output)
-        if output.shape != mine.shape:
-            raise CheckFailed(f"output is {list(output.shape)}, expected {list(mine.shape)}")
+        gradient = self.case.leaves(weights, rank.member).to(output)
+        if output.shape != gradient.shape:
+            raise CheckFailed(f"output is {list(output.shape)}, expected {list(gradient.shape)}")
         if self.case.learns:
-            output.backward(mine)
+            output.backward(gradient)
         return output.detach(), tuple(None if x is None else x.grad for x in inputs)
 
     def judge(self, found: Mapping[Member, Any], tolerance: float) -> str | None:
@@ -216,8 +216,8 @@ class LayerTrial:
         stops = np.cumsum([part.features // member.size for part in self.case.parts])
         names = [f"output of {part.name}" for part in self.case.parts] or ["output"]
         pairs = zip(np.split(output, stops[:-1], -1), np.split(expected, stops[:-1], -1), strict=True)
-        for name, (mine, wanted) in zip(names, pairs, strict=True):
-            _same(f"{name} on {member}", mine, wanted, tolerance)
+        for name, (found, wanted) in zip(names, pairs, strict=True):
+            _same(f"{name} on {member}", found, wanted, tolerance)
 
     def _judge_tensor(self, name: str, expected: Piece, pieces: Mapping[Member, Piece], tolerance: float) -> None:
         """Compare initial values and gradients by piece; the pieces must cover the tensor, each value counted once."""

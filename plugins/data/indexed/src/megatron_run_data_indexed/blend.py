@@ -49,8 +49,8 @@ def places_in(datasets: NDArray[np.int16], number: int) -> NDArray[np.int64]:
     """Return the index of each sample in its dataset, [size]: the samples of each are taken in their order."""
     places = np.empty(len(datasets), np.int64)
     for dataset in range(number):
-        mine = np.flatnonzero(datasets == dataset)
-        places[mine] = np.arange(len(mine))
+        samples = np.flatnonzero(datasets == dataset)
+        places[samples] = np.arange(len(samples))
     return places
 
 

@@ -31,7 +31,7 @@ from megatron_run_data_indexed.samples import (
     blend_of,
 )
 from megatron_run_engine.data import PACKED_FIELDS, SPLITS, PackedDocuments, require_ids, same_shape
-from megatron_run_engine.data.indexed_files import Reader, files_of, open_tokens, prefix_of
+from megatron_run_engine.data.indexed_files import IndexedReader, files_of, open_tokens, prefix_of
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -54,7 +54,7 @@ class Indexed(DataSource):
         self._packs = options.packing == "documents"
 
     @cached_property
-    def _readers(self) -> tuple[Reader, ...]:
+    def _readers(self) -> tuple[IndexedReader, ...]:
         readers = tuple(open_tokens(path) for path in self._options.paths)
         for reader in readers:
             self._check_vocabulary(reader.path.with_suffix(""))
@@ -174,7 +174,7 @@ class Indexed(DataSource):
             windows = self._permuted(parts, seed, SPLITS.index(split))
         return self._with_fields(windows)
 
-    def _bounds(self, reader: Reader, split: Split) -> tuple[int, int]:
+    def _bounds(self, reader: IndexedReader, split: Split) -> tuple[int, int]:
         """Return the sequences of ``split``. megatron-core counts sequences, so a document may end within a split."""
         if self._options.order == "megatron":
             return megatron_order.split_bounds(self._options.split, len(reader))[SPLITS.index(split)]
@@ -195,7 +195,7 @@ class Indexed(DataSource):
             raise self._too_short(split, share, short[0], sequence_length)
         return parts
 
-    def _packed(self, reader: Reader, split: Split, sequence_length: int) -> PackedDocuments:
+    def _packed(self, reader: IndexedReader, split: Split, sequence_length: int) -> PackedDocuments:
         first, last = megatron_order.split_bounds(self._options.split, len(reader.documents) - 1)[SPLITS.index(split)]
         bounds = reader.token_bounds(reader.documents[first : last + 1])
         padding = self.end_of_text or 0  # no label, and a document by itself
@@ -249,7 +249,9 @@ class Indexed(DataSource):
         sizes = [len(dataset) for dataset in held]
         return self._blended(held, sizes, min(samples, sum(sizes)))
 
-    def _gpt(self, split: Split, sequence_length: int, seed: int, reader: Reader, samples: int | None) -> GPTSamples:
+    def _gpt(
+        self, split: Split, sequence_length: int, seed: int, reader: IndexedReader, samples: int | None
+    ) -> GPTSamples:
         first, last = bounds = self._bounds(reader, split)
         made_from = (reader.lengths[first:last], bounds, sequence_length, samples, seed)
         build = partial(megatron_order.build, reader.lengths, bounds, sequence_length, samples, seed)

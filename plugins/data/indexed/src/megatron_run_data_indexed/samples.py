@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from megatron_run.contracts import Dataset
     from megatron_run_data_indexed.megatron_order import GPTIndex
-    from megatron_run_engine.data.indexed_files import Reader
+    from megatron_run_engine.data.indexed_files import IndexedReader
 
 T_co = TypeVar("T_co", covariant=True)
 #: Rounds of a permutation: four suffice with random functions (Luby and Rackoff 1988), and the hash is a cheap one.
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 class Part:
     """A part of a dataset in the order of its file: the sequences from ``first`` to ``last`` - 1 as one stream."""
 
-    def __init__(self, reader: Reader, first: int, last: int, sequence_length: int) -> None:
+    def __init__(self, reader: IndexedReader, first: int, last: int, sequence_length: int) -> None:
         begin, end = (reader.token_at(sequence) for sequence in (first, last))
         self._tokens, self._length = reader.tokens[begin:end], sequence_length
 
@@ -103,7 +103,7 @@ class Shuffled(Generic[T_co]):
 class GPTSamples:
     """Samples as megatron-core's GPTDataset reads them; where they end, they start again."""
 
-    def __init__(self, reader: Reader, index: GPTIndex, sequence_length: int) -> None:
+    def __init__(self, reader: IndexedReader, index: GPTIndex, sequence_length: int) -> None:
         self._reader, self._index, self._length = reader, index, sequence_length
 
     def __len__(self) -> int:

@@ -132,12 +132,12 @@ class Instruct(TokenizedSource):
         if split == "train":
             cut = sum(len(read.tokens[number]) > sequence_length + 1 for number in kept)
             most = max(map(len, read.tokens), default=1) - 1  # a row predicts every token but the first
-            told = _told(
+            summary = _summary(
                 dataset, cut, len(read.tokens) - len(kept), read.malformed, most if most > sequence_length else None
             )
             plain = "; without a chat template, turns are lines of Role: text" * self._templates.of(tools=False).plain
             lacking = "".join(f"; not learned, since responses lack it: {text!r}" for text in self._templates.unopened)
-            self._summaries[sequence_length] = told + plain + lacking
+            self._summaries[sequence_length] = summary + plain + lacking
         return dataset
 
     def summary(self, sequence_length: int, seed: int) -> str:
@@ -208,15 +208,15 @@ class Instruct(TokenizedSource):
         return self.tokenizer.end_of_document
 
 
-def _told(dataset: PackedDocuments, cut: int, silent: int, malformed: int, longest: int | None) -> str:
-    told = str(dataset).replace("document", "conversation", 1)
+def _summary(dataset: PackedDocuments, cut: int, silent: int, malformed: int, longest: int | None) -> str:
+    summary = str(dataset).replace("document", "conversation", 1)
     if cut:
-        told += f"; {cut} longer than a row lost their end"
+        summary += f"; {cut} longer than a row lost their end"
     if silent:
-        told += f"; {silent} whose response begins beyond a row left out"
+        summary += f"; {silent} whose response begins beyond a row left out"
     if longest is not None:
-        told += f"; train.sequence_length={longest} holds the longest whole"
-    return told + (f"; {plural(malformed, 'malformed line')} left out" if malformed else "")
+        summary += f"; train.sequence_length={longest} holds the longest whole"
+    return summary + (f"; {plural(malformed, 'malformed line')} left out" if malformed else "")
 
 
 def check_config(config: Config, options: InstructOptions) -> Iterator[str]:  # noqa: ARG001  # the contract's

@@ -19,9 +19,9 @@ from megatron_run.contracts.data import Field as BatchField
 from megatron_run.errors import DataError, InputError
 from megatron_run.hookspecs import hookimpl
 from megatron_run_data_nlu.official_metrics import accuracy, answers_of, binary_f1, squad
-from megatron_run_data_nlu.questions import Task, files_of, read_choices, read_questions
+from megatron_run_data_nlu.questions import TaskName, files_of, read_choices, read_questions
 from megatron_run_data_nlu.recipes import published
-from megatron_run_data_nlu.rows import Choices, Reader, Spans
+from megatron_run_data_nlu.rows import Choices, RowMaker, Spans
 from megatron_run_engine.data import TokenizedSource
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ class NluOptions(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    task: Task = Field("mnli", description="mnli, qqp, squad1, squad2 or race")
+    task: TaskName = Field("mnli", description="mnli, qqp, squad1, squad2 or race")
     folder: str | None = Field(None, description="folder of the task's files as they are published; needed")
     tokenizer: str = Field("vocab.txt", description="file or folder of a tokenizer that lays out pairs of texts")
     stride: int = Field(128, ge=1, description="tokens from window to window of a long context of squad")
@@ -71,12 +71,12 @@ class Nlu(TokenizedSource):
         rows = CHOICES if task == "race" else 1
         if length % rows:
             raise InputError(f"train.sequence_length={length} does not divide into {rows} rows", fix="multiply it by 4")
-        reader = Reader(self.tokenizer, length // rows)
+        maker = RowMaker(self.tokenizer, length // rows)
         paths = files_of(task, split, folder)
         if task in ("squad1", "squad2"):
             questions = [each for path in paths for each in read_questions(path)]
-            return Spans(questions, reader, self._options.stride)
-        return Choices([each for path in paths for each in read_choices(task, path)], reader)
+            return Spans(questions, maker, self._options.stride)
+        return Choices([each for path in paths for each in read_choices(task, path)], maker)
 
     def judge(self, split: Split, sequence_length: int, seed: int) -> Judge | None:
         """Accuracy, of QQP F1 too; of SQuAD exact match and F1."""
@@ -104,8 +104,8 @@ class Nlu(TokenizedSource):
         longest = model.get("max_positions") or sequence_length // (model.get("choices") or 1)
         name, found = published(task, model["num_layers"], model["hidden_size"])
         samples = len(self.dataset("train", found.rows * min(found.row, longest), 0))
-        told = f"{task} by the recipe of the {name} model: {found.epochs} epochs"
-        return Recipe(told, {**found.model, "max_positions": longest}, found.train(samples, longest))
+        summary = f"{task} by the recipe of the {name} model: {found.epochs} epochs"
+        return Recipe(summary, {**found.model, "max_positions": longest}, found.train(samples, longest))
 
     @property
     def files(self) -> tuple[Path, ...]:

@@ -13,7 +13,7 @@ import numpy as np
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from megatron_run_data_nlu.rows import Spans, Window
+    from megatron_run_data_nlu.rows import ContextWindow, Spans
 
 #: The likeliest first and last tokens that are tried, and the most tokens of an answer, as in BERT's own script.
 TRIED, LONGEST = 20, 30
@@ -43,7 +43,7 @@ def answers_of(spans: Spans, logits: NDArray[np.float32], *, may_lack: bool) -> 
     }
 
 
-def _spans(spans: Spans, window: Window, scores: NDArray[np.float32]) -> Iterator[tuple[float, str]]:
+def _spans(spans: Spans, window: ContextWindow, scores: NDArray[np.float32]) -> Iterator[tuple[float, str]]:
     """The sum of the scores of both ends, and the text, of the likeliest spans of one window."""
     _, starts, stops = spans.contexts[window.question]
     context = spans.questions[window.question].context
@@ -87,11 +87,11 @@ def word_f1(found: str, right: str, *, may_lack: bool = True) -> float:
 
     Where an answer is empty it is 1 if both are and a question ``may_lack`` an answer, else 0.
     """
-    ours, theirs = normalised(found).split(), normalised(right).split()
-    if not ours or not theirs:
-        return float(may_lack and ours == theirs)
-    common = sum((Counter(ours) & Counter(theirs)).values())
-    return 2 * common / (len(ours) + len(theirs))
+    answer, reference = normalised(found).split(), normalised(right).split()
+    if not answer or not reference:
+        return float(may_lack and answer == reference)
+    common = sum((Counter(answer) & Counter(reference)).values())
+    return 2 * common / (len(answer) + len(reference))
 
 
 def squad(found: Mapping[str, str], right: Mapping[str, Sequence[str]], *, may_lack: bool = True) -> dict[str, float]:

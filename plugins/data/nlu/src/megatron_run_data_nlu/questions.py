@@ -16,7 +16,7 @@ from megatron_run.errors import DataError
 from megatron_run.files.safe_folder import parse_json
 from megatron_run_engine.data.user_files import json_line, read_text, text_lines
 
-Task = Literal["mnli", "qqp", "squad1", "squad2", "race"]
+TaskName = Literal["mnli", "qqp", "squad1", "squad2", "race"]
 Part = Literal["train", "validation", "test"]
 
 #: The classes of MNLI in the order of their numbers.
@@ -58,7 +58,7 @@ class Question:
     answers: tuple[tuple[str, int], ...]
 
 
-def files_of(task: Task, part: Part, folder: Path) -> list[Path]:
+def files_of(task: TaskName, part: Part, folder: Path) -> list[Path]:
     """The files of ``part`` in ``folder``, none where the task publishes none. Raises DataError where they lack."""
     patterns = FILES[task].get(part, ())
     for pattern in patterns:
@@ -74,7 +74,7 @@ def files_of(task: Task, part: Part, folder: Path) -> list[Path]:
     return []
 
 
-def read_choices(task: Task, path: Path) -> Iterator[Choice]:
+def read_choices(task: TaskName, path: Path) -> Iterator[Choice]:
     """The questions of one file of MNLI, QQP or RACE; pairs without a gold label are left out."""
     if task == "race":
         yield from _race(path)

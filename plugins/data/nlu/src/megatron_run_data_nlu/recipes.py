@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from megatron_run_data_nlu.questions import Task
+    from megatron_run_data_nlu.questions import TaskName
 
 #: Layers and width of the models of table 4, by their names in table 6.
 SIZES: Mapping[str, tuple[int, int]] = MappingProxyType({"336M": (24, 1024), "1.3B": (24, 2048), "3.9B": (48, 2560)})
@@ -61,7 +61,7 @@ _TABLE: Mapping[str, tuple[int, Mapping[str, Any], int, Mapping[str, tuple[int, 
 )
 
 
-def published(task: Task, layers: int, hidden: int) -> tuple[str, Published]:
+def published(task: TaskName, layers: int, hidden: int) -> tuple[str, Published]:
     """The published numbers of the model of table 4 with these sizes, and its name; of another model that of 336M."""
     name = next((name for name, sizes in SIZES.items() if sizes == (layers, hidden)), "336M")
     epochs, model, row, models = _TABLE[task]

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 LONGEST_QUESTION = 64
 
 
-class Reader:
+class RowMaker:
     """Makes rows of ``length`` tokens with ``tokenizer``: as its post-processor does, or without one as BERT's.
 
     Raises :class:`InputError` where it lacks special tokens, or a row has nothing to be judged by or to part its texts.
@@ -106,19 +106,19 @@ def sample_of(rows: Sequence[Mapping[str, Any]], labels: Sequence[int]) -> dict[
 class Choices:
     """One sample for each question with classes or choices; tokenised when it is read."""
 
-    def __init__(self, questions: Sequence[Choice], reader: Reader) -> None:
-        self.questions, self._reader = questions, reader
+    def __init__(self, questions: Sequence[Choice], maker: RowMaker) -> None:
+        self.questions, self._maker = questions, maker
 
     def __len__(self) -> int:
         return len(self.questions)
 
     def __getitem__(self, index: int) -> Mapping[str, NDArray[Any]]:
         question = self.questions[index]
-        return sample_of([self._reader.pair(*texts) for texts in question.rows], [question.answer])
+        return sample_of([self._maker.pair(*texts) for texts in question.rows], [question.answer])
 
 
 @dataclass(frozen=True)
-class Window:
+class ContextWindow:
     """Tokens ``first`` to ``stop`` - 1 of the context of question number ``question``, in a row from ``offset`` on."""
 
     question: int
@@ -130,22 +130,22 @@ class Window:
 class Spans:
     """One sample for each window of each question; windows overlap by all but ``stride`` tokens."""
 
-    def __init__(self, questions: Sequence[Question], reader: Reader, stride: int) -> None:
-        self.questions, self._reader = questions, reader
+    def __init__(self, questions: Sequence[Question], maker: RowMaker, stride: int) -> None:
+        self.questions, self._maker = questions, maker
         self.contexts: list[tuple[Tokens, Tokens, Tokens]] = []
         self._asked: list[Tokens] = []
-        self.windows: list[Window] = []
+        self.windows: list[ContextWindow] = []
         read: dict[str, tuple[Tokens, Tokens, Tokens]] = {}  # questions share contexts
         for number, question in enumerate(questions):
-            context = read.setdefault(question.context, reader.places(question.context))
-            asked = reader.places(question.question)[0][:LONGEST_QUESTION]
+            context = read.setdefault(question.context, maker.places(question.context))
+            asked = maker.places(question.question)[0][:LONGEST_QUESTION]
             self.contexts.append(context)
             self._asked.append(asked)
             self.windows += self._cut(number, len(context[0]), len(asked), stride)
 
-    def _cut(self, number: int, size: int, asked: int, stride: int) -> list[Window]:
-        layout = self._reader.layout
-        room, offset = self._reader.length - layout.size - asked, len(layout.before) + asked + len(layout.between)
+    def _cut(self, number: int, size: int, asked: int, stride: int) -> list[ContextWindow]:
+        layout = self._maker.layout
+        room, offset = self._maker.length - layout.size - asked, len(layout.before) + asked + len(layout.between)
         if room < 1:
             raise DataError(
                 f"the question {self.questions[number].name} leaves no token for its context",
@@ -153,7 +153,7 @@ class Spans:
             )
         step = min(stride, room)
         firsts = range(0, max(1, size - room + step), step)
-        return [Window(number, first, min(first + room, size), offset) for first in firsts]
+        return [ContextWindow(number, first, min(first + room, size), offset) for first in firsts]
 
     def __len__(self) -> int:
         return len(self.windows)
@@ -161,10 +161,10 @@ class Spans:
     def __getitem__(self, index: int) -> Mapping[str, NDArray[Any]]:
         window = self.windows[index]
         tokens = self.contexts[window.question][0][window.first : window.stop]
-        row = self._reader.row(self._asked[window.question], tokens)
+        row = self._maker.row(self._asked[window.question], tokens)
         return sample_of([row], self.ends(window))
 
-    def ends(self, window: Window) -> tuple[int, int]:
+    def ends(self, window: ContextWindow) -> tuple[int, int]:
         """The places in a row of the first and last token of the first answer; 0, 0 where the window has it not."""
         question = self.questions[window.question]
         if not question.answers:

@@ -63,7 +63,7 @@ class Masking:
 
         About ``share`` of the tokens in ``texts`` are chosen, and one at least; no run crosses into another text.
         """
-        words = [word for first, stop in texts for word in self._words(tokens, first, stop)]
+        words = [span for first, stop in texts for span in self._words(tokens, first, stop)]
         hidden, chosen = tokens.copy(), np.zeros(len(tokens), np.bool_)
         left = max(1, round(self.share * sum(stop - first for first, stop in texts)))
         chances = np.cumsum(1.0 / np.arange(1, self.longest + 1))

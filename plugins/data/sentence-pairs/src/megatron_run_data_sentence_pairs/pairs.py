@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from megatron_run_data_sentence_pairs.masking import Masking
     from megatron_run_data_sentence_pairs.vocabulary import PairVocabulary
-    from megatron_run_engine.data.indexed_files import Reader
+    from megatron_run_engine.data.indexed_files import IndexedReader
 
 #: Special tokens of a sample.
 SPECIALS = 3
@@ -28,7 +28,7 @@ LEAST = 8
 class Documents:
     """Documents ``first`` to ``last`` - 1 of a dataset, cut into pieces of ``room`` tokens; a rest is one too."""
 
-    def __init__(self, reader: Reader, first: int, last: int, room: int) -> None:
+    def __init__(self, reader: IndexedReader, first: int, last: int, room: int) -> None:
         self._reader, self._room = reader, room
         bounds = np.asarray(reader.documents[first : last + 1], np.int64)
         ends = np.concatenate(([0], np.cumsum(reader.lengths[bounds[0] : bounds[-1]], dtype=np.int64)))

@@ -45,13 +45,13 @@ def pair_vocabulary(tokenizer: Tokenizer) -> PairVocabulary:
     special = {name: plain + lacking.index(name) if name in lacking else ids[name] for name in SPECIAL}
     size = plain + len(lacking)
     begins, ends = np.ones(size, np.bool_), np.zeros(size, np.bool_)
-    pieces = any(word.startswith(_CONTINUES) for word in ids)
-    marked = any(word.startswith(_MARKS) for word in ids)
-    for word, number in ids.items():
+    pieces = any(token.startswith(_CONTINUES) for token in ids)
+    marked = any(token.startswith(_MARKS) for token in ids)
+    for token, number in ids.items():
         if pieces:
-            begins[number] = not word.startswith(_CONTINUES)
+            begins[number] = not token.startswith(_CONTINUES)
         elif marked:
-            begins[number] = word.startswith(_MARKS)
-        ends[number] = word in _ENDS
+            begins[number] = token.startswith(_MARKS)
+        ends[number] = token in _ENDS
     begin, separator, mask, padding = (special[name] for name in SPECIAL)
     return PairVocabulary(begin, separator, mask, padding, tokenizer.end_of_document, plain, size, begins, ends)

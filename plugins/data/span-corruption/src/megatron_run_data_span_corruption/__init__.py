@@ -14,7 +14,7 @@ from megatron_run.errors import InputError
 from megatron_run.hookspecs import hookimpl
 from megatron_run_data_span_corruption.spans import LEAST, Corruption, Spans, SpanVocabulary, span_vocabulary
 from megatron_run_engine.data import SPLITS, PreparedTextOptions, PreparedTexts, check_prepared_texts
-from megatron_run_engine.data.indexed_files import Reader
+from megatron_run_engine.data.indexed_files import IndexedReader
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -76,7 +76,7 @@ class SpanCorruption(PreparedTexts):
         self.check_filled(spans, split, "text", why=f"its documents have fewer than {LEAST} tokens")
         return spans
 
-    def _text(self, reader: Reader, split: Split) -> NDArray[Any]:
+    def _text(self, reader: IndexedReader, split: Split) -> NDArray[Any]:
         """All tokens of the documents of ``split``, one after the other."""
         first, last = (reader.token_at(int(reader.documents[bound])) for bound in self.bounds(reader, split))
         return reader.tokens[first:last]

@@ -122,21 +122,21 @@ class Spans(DrawnSamples):
         bounds = self._corruption.runs(len(text), (*self._key, epoch, index))
         parts, marks = np.split(text, bounds[1:-1]), self._vocabulary.sentinels[:, None]
         read = self._joined(each for run, kept in enumerate(parts[0::2]) for each in (kept, marks[run]))
-        told = self._joined(each for run, taken in enumerate(parts[1::2]) for each in (marks[run], taken))
-        return self._laid_out(read, told)
+        target = self._joined(each for run, taken in enumerate(parts[1::2]) for each in (marks[run], taken))
+        return self._laid_out(read, target)
 
     def _joined(self, parts: Any) -> NDArray[np.int64]:
         return np.concatenate([*parts, [self._vocabulary.end]])
 
-    def _laid_out(self, read: NDArray[np.int64], told: NDArray[np.int64]) -> dict[str, NDArray[Any]]:
+    def _laid_out(self, read: NDArray[np.int64], target: NDArray[np.int64]) -> dict[str, NDArray[Any]]:
         encoder, decoder = (np.full(size, self._vocabulary.padding, np.int64) for size in self._sizes)
-        encoder[: len(read)], decoder[: len(told)] = read, told
+        encoder[: len(read)], decoder[: len(target)] = read, target
         given = np.roll(decoder, 1)
         given[0] = self._vocabulary.padding  # with which T5's decoder begins
         return {
             "tokens": given,
             "labels": decoder,
-            "loss_mask": (np.arange(len(decoder)) < len(told)).astype(np.float32),
+            "loss_mask": (np.arange(len(decoder)) < len(target)).astype(np.float32),
             "encoder_tokens": encoder,
             "encoder_mask": (np.arange(len(encoder)) < len(read)).astype(np.int64),
         }

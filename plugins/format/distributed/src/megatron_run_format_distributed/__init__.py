@@ -67,7 +67,7 @@ class Distributed(Format):
         Executes what ``.metadata`` says. Raises :class:`CheckpointError`.
         """
         about = _sidecar(source / SIDECAR)
-        reader = _Reader(source)
+        reader = _TensorReader(source)
         found: dict[str, dict[str, ReadTensor]] = {}
         for name, record in reader.metadata.state_dict_metadata.items():
             kind, _, rest = name.partition(".")
@@ -97,7 +97,7 @@ def megatron_run_create_format() -> Format:
     return Distributed()
 
 
-class _Reader:
+class _TensorReader:
     """Reads one tensor at a time; the metadata is read once."""
 
     def __init__(self, source: Path) -> None:

@@ -135,16 +135,16 @@ def read(source: Path) -> Weights:
     rows = dict(_rows(config["num_hidden_layers"], head, _sizes(config)))
     ignored = _REPEATED if head == "pretraining" else {*_REPEATED, "bert.pooler.dense.weight", "bert.pooler.dense.bias"}
     found = {name: tensors.entries[full].shape for name, full in named.items() if name not in ignored}
-    if fault := shapes_fault(found, {theirs: shape for theirs, (_, shape) in rows.items()}):
+    if fault := shapes_fault(found, {foreign: shape for foreign, (_, shape) in rows.items()}):
         raise CheckpointError(f"the tensors in {source} do not match its {CONFIG}", why=fault)
     if fault := _untied(tensors):
         raise CheckpointError(f"{source} cannot be imported", why=fault)
-    model = {ours: config[theirs] for ours, theirs in _KEYS.items()}
+    model = {option: config[key] for option, key in _KEYS.items()}
     model |= {"use": "bert", "norm.order": "post", "head": head, "activation": _ACTIVATIONS[config["hidden_act"]]}
     tokenizer = source / "tokenizer.json"
     return Weights(
         nested(model),
-        {ours: partial(_read, tensors.reader(named[theirs])) for theirs, (ours, _) in rows.items()},
+        {logical: partial(_read, tensors.reader(named[foreign])) for foreign, (logical, _) in rows.items()},
         sequence_length=config["max_position_embeddings"],
         notes=tuple(_notes(config, head)),
         tokenizer=tokenizer if tokenizer.is_file() else None,
@@ -171,13 +171,13 @@ def counterpart(weights: Weights) -> Counterpart:
         reasons.append("how many positions and words it has is unknown")
     if reasons:
         raise InputError("the model has no counterpart at Hugging Face", why=f"no bert: {', '.join(reasons)}")
-    config: dict[str, Any] = {theirs: model[ours] for ours, theirs in _KEYS.items() if ours in model}
+    config: dict[str, Any] = {key: model[option] for option, key in _KEYS.items() if option in model}
     config["intermediate_size"] = model.get("ffn_size") or 4 * config["hidden_size"]
     config = {**_DEFAULTS, **config, "max_position_embeddings": positions}
     rows = dict(_rows(config["num_hidden_layers"], str(model["head"]), _sizes(config)))
-    if fault := names_fault(weights.tensors, [ours for ours, _ in rows.values()]):
+    if fault := names_fault(weights.tensors, [logical for logical, _ in rows.values()]):
         raise InputError("the model has no counterpart at Hugging Face", why=fault)
-    named = {theirs: Row(theirs, (ours,)) for theirs, (ours, _) in rows.items()}
+    named = {foreign: Row(foreign, (logical,)) for foreign, (logical, _) in rows.items()}
     return Counterpart(config, model, named, dict(rows.values()))
 
 
@@ -190,7 +190,7 @@ def write(weights: Weights, folder: Path) -> None:
         **config,
         "model_type": "bert",
         "architectures": [_HEADS[str(model["head"])]],
-        "hidden_act": {ours: theirs for theirs, ours in _ACTIVATIONS.items()}[str(model["activation"])],
+        "hidden_act": {logical: foreign for foreign, logical in _ACTIVATIONS.items()}[str(model["activation"])],
         "attention_probs_dropout_prob": config["hidden_dropout_prob"],
         "dtype": "float32",
         "torch_dtype": "float32",  # the key's name in older versions
@@ -216,18 +216,18 @@ def _sizes(config: Mapping[str, Any]) -> dict[str, int]:
 
 def _rows(layers: int, head: str, sizes: Mapping[str, int]) -> Iterator[tuple[str, tuple[str, Shape]]]:
     """Each of their tensors with ours, and its shape."""
-    for theirs, (ours, shape) in _EMBEDDINGS.items():
-        yield f"{theirs}.weight", (f"{ours}.weight", tuple(sizes[size] for size in shape))
+    for foreign, (logical, shape) in _EMBEDDINGS.items():
+        yield f"{foreign}.weight", (f"{logical}.weight", tuple(sizes[size] for size in shape))
     modules = {**_ENDS, **(_ORDER if head == "pretraining" else {})}
     for layer in range(layers):
         modules |= {
-            f"bert.encoder.layer.{layer}.{theirs}": (f"layers.{layer}.{ours}", shape)
-            for theirs, (ours, shape) in _LAYER.items()
+            f"bert.encoder.layer.{layer}.{foreign}": (f"layers.{layer}.{logical}", shape)
+            for foreign, (logical, shape) in _LAYER.items()
         }
-    for theirs, (ours, shape) in modules.items():
+    for foreign, (logical, shape) in modules.items():
         full = tuple(sizes[size] for size in shape)
-        yield f"{theirs}.weight", (f"{ours}.weight", full)
-        yield f"{theirs}.bias", (f"{ours}.bias", full[:1])
+        yield f"{foreign}.weight", (f"{logical}.weight", full)
+        yield f"{foreign}.bias", (f"{logical}.bias", full[:1])
     yield _WORD_BIAS, ("head.bias.weight", (sizes["v"],))
 
 

@@ -57,7 +57,7 @@ def _always(_: GptOptions) -> bool:
 
 
 class Fused(NamedTuple):
-    """Modules of ``ours`` that are one of theirs, stacked by rows; then transposed.
+    """Our ``modules`` that are one of theirs, stacked by rows; then transposed.
 
     Ours are [o, i], as in torch's Linear; ``transposed`` ones are [i, o], as in GPT-2's Conv1D. With ``by_head`` the
     rows of the first head of each come first, then those of the second: [n, parts, d]. ``order`` gives the rows of
@@ -65,7 +65,7 @@ class Fused(NamedTuple):
     true.
     """
 
-    ours: tuple[str, ...]
+    modules: tuple[str, ...]
     transposed: bool = False
     by_head: bool = False
     order: Callable[[Any], Sequence[int]] | None = None
@@ -73,28 +73,28 @@ class Fused(NamedTuple):
 
 
 class Either(NamedTuple):
-    """The one among ``ours`` that a layer has: a module that they have in layers with experts and without."""
+    """The one of our ``modules`` that a layer has: a module that they have in layers with experts and without."""
 
-    ours: tuple[str, ...]
+    modules: tuple[str, ...]
 
 
 class Row(NamedTuple):
-    """One tensor of ``theirs``, made from those of ``ours`` as :class:`Fused` says; ``heads`` is n or 1."""
+    """Their tensor ``foreign``, made from our ``logical`` ones as :class:`Fused` says; ``heads`` is n or 1."""
 
-    theirs: str
-    ours: tuple[str, ...]
+    foreign: str
+    logical: tuple[str, ...]
     transposed: bool = False
     heads: int = 1
     order: tuple[int, ...] = ()
 
     def shape(self, shapes: Mapping[str, Shape]) -> Shape:
         """The shape of their tensor, from the shapes of ours."""
-        rows, columns = sum(shapes[name][0] for name in self.ours), shapes[self.ours[0]][1:]
+        rows, columns = sum(shapes[name][0] for name in self.logical), shapes[self.logical[0]][1:]
         return (*columns, rows) if self.transposed else (rows, *columns)
 
     def pack(self, tensors: Mapping[str, ReadTensor]) -> Tensor:
         """Their tensor, from ours."""
-        read = [tensors[name]().unflatten(0, (self.heads, -1)) for name in self.ours]  # each [n, d, ...]
+        read = [tensors[name]().unflatten(0, (self.heads, -1)) for name in self.logical]  # each [n, d, ...]
         stacked = torch.cat(read, dim=1) if len(read) > 1 else read[0]
         stacked = (stacked[:, list(self.order)] if self.order else stacked).flatten(0, 1)
         return stacked.t() if self.transposed else stacked
@@ -102,14 +102,14 @@ class Row(NamedTuple):
     def unpack(self, read: ReadTensor, shapes: Mapping[str, Shape]) -> Iterator[tuple[str, ReadTensor]]:
         """Readers of our tensors out of theirs, which ``read`` gives: views of them where no rows are rearranged."""
         start = 0
-        for name in self.ours:
+        for name in self.logical:
             stop = start + shapes[name][0] // self.heads
             yield name, partial(self._rows, read, start, stop)
             start = stop
 
     def _rows(self, read: ReadTensor, start: int, stop: int) -> Tensor:
-        theirs = read()
-        rows: Tensor = (theirs.t() if self.transposed else theirs).unflatten(0, (self.heads, -1))
+        whole = read()
+        rows: Tensor = (whole.t() if self.transposed else whole).unflatten(0, (self.heads, -1))
         if self.order:
             return at_most_fp32(rows[:, [self.order.index(row) for row in range(start, stop)]].flatten(0, 1))
         return at_most_fp32(rows[:, start:stop].flatten(0, 1))
@@ -165,7 +165,7 @@ class Family(NamedTuple):
 
     def options(self, config: Config) -> dict[str, Any]:
         """Our ``model`` section, its groups as mappings. ``config`` has the family's defaults."""
-        said = {ours: config[theirs] for ours, theirs in self.keys.items()}
+        said = {option: config[key] for option, key in self.keys.items()}
         found = {**self.fixed, **{key: value for key, value in said.items() if value is not None}}
         for section in self.sections:
             found |= section.read(config)
@@ -178,7 +178,7 @@ class Family(NamedTuple):
         explicit = options.explicit()
         only = {key: values[0] for key, values in self.only.items() if values[0] is not None}
         found = {"architectures": [self.architecture], **only}
-        found |= {theirs: explicit[ours] for ours, theirs in self.keys.items()}
+        found |= {key: explicit[option] for option, key in self.keys.items()}
         for section in self.sections:
             found |= section.write(explicit)
         return {**found, **dict.fromkeys(self.dropouts, options.dropout)}
@@ -191,11 +191,11 @@ class Family(NamedTuple):
         config = {**self.defaults, **self.config(options)}
         # Not validated: it is compared, be it possible or not.
         its = _unchecked(options_class(self.model), self.options(config)).explicit()
-        mine = options.explicit()
+        wanted = options.explicit()
         unseen = {".".join(key) for key, field in walk(type(options)) if computes_the_same(field)}
         differ = [
-            f"model.{key}={_word(value)} (the family has {_word(its[key])})"
-            for key, value in mine.items()
+            f"model.{key}={_value_text(value)} (the family has {_value_text(its[key])})"
+            for key, value in wanted.items()
             if key not in unseen and not (_present if key in _PRESENT else _same)(value, its[key])
         ]
         return differ + self.unsupported(config)
@@ -207,26 +207,26 @@ class Family(NamedTuple):
     def rows(self, options: GptOptions, shapes: Mapping[str, Shape]) -> list[Row]:
         """Their tensors for our model, whose tensors have these ``shapes``."""
         found = []
-        for theirs, made in self._choices():
+        for foreign, made in self._choices():
             if not made.when(options):
                 continue
             order = () if made.order is None else tuple(made.order(options))
             heads = options.num_heads if made.by_head else 1
-            for layer in range(options.num_layers if "{layer}" in theirs else 1):
-                for expert in range(options.experts.count if "{expert}" in theirs else 1):
+            for layer in range(options.num_layers if "{layer}" in foreign else 1):
+                for expert in range(options.experts.count if "{expert}" in foreign else 1):
                     for part in _PARTS:
-                        names = tuple(f"{name.format(layer=layer, expert=expert)}{part}" for name in made.ours)
+                        names = tuple(f"{name.format(layer=layer, expert=expert)}{part}" for name in made.modules)
                         if names[0] in shapes:
-                            full = f"{theirs.format(layer=layer, expert=expert)}{part}"
+                            full = f"{foreign.format(layer=layer, expert=expert)}{part}"
                             found.append(Row(full, names, made.transposed, heads, order))
         return found
 
     def _choices(self) -> Iterator[tuple[str, Fused]]:
-        for theirs, ours in self.tensors.items():
-            if isinstance(ours, Either):
-                yield from ((theirs, Fused((name,))) for name in ours.ours)
+        for foreign, made in self.tensors.items():
+            if isinstance(made, Either):
+                yield from ((foreign, Fused((name,))) for name in made.modules)
             else:
-                yield theirs, Fused((ours,)) if isinstance(ours, str) else ours
+                yield foreign, Fused((made,)) if isinstance(made, str) else made
 
 
 def _unchecked(model: type[Options], given: Mapping[str, Any]) -> Options:
@@ -265,5 +265,5 @@ def _present(one: object, other: object) -> bool:
     return bool(one) == bool(other)
 
 
-def _word(value: object) -> str:
+def _value_text(value: object) -> str:
     return "unset" if value is None else str(value).lower() if isinstance(value, bool) else str(value)

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from megatron_run.contracts import ReadTensor
-    from megatron_run_engine.checkpoint import Entry
+    from megatron_run_engine.checkpoint import TensorEntry
     from megatron_run_engine.formats import GptOptions, Shape
     from megatron_run_format_huggingface.family import Config, Family, Row
 
@@ -48,7 +48,7 @@ class Tensors:
         #: The files of a cache are links.
         self._files = {name: TensorFile(followed(folder / name)) for name in _file_names(folder)}
         #: Where each tensor lies, by its name.
-        self.entries: dict[str, Entry] = {}
+        self.entries: dict[str, TensorEntry] = {}
         self._file_of: dict[str, TensorFile] = {}
         for name, file in self._files.items():
             if twice := self.entries.keys() & file.entries.keys():
@@ -188,12 +188,12 @@ def read(source: Path) -> Weights:
     names = [name for name in tensors.entries if name not in left_out and not _BUFFERS.fullmatch(name)]
     full_names = {name.removeprefix(family.prefix): name for name in names}
     found = {name: tensors.entries[full].shape for name, full in full_names.items()}
-    fault = shapes_fault(found, {row.theirs: row.shape(shapes) for row in rows}) or _quantised(tensors, full_names)
+    fault = shapes_fault(found, {row.foreign: row.shape(shapes) for row in rows}) or _quantised(tensors, full_names)
     if fault:
         raise CheckpointError(f"the tensors in {source} do not match its {CONFIG}", why=fault)
     readers: dict[str, ReadTensor] = {}
     for row in rows:
-        readers |= row.unpack(tensors.reader(full_names[row.theirs]), shapes)
+        readers |= row.unpack(tensors.reader(full_names[row.foreign]), shapes)
     return Weights(
         options,
         readers,
@@ -234,7 +234,7 @@ def counterpart(weights: Weights) -> Counterpart:
         raise InputError("the model has no counterpart at Hugging Face", why=fault)
     head = f"{family.head}.weight"
     rows = {
-        row.theirs if row.theirs == head else family.prefix + row.theirs: row for row in family.rows(options, shapes)
+        row.foreign if row.foreign == head else family.prefix + row.foreign: row for row in family.rows(options, shapes)
     }
     return Counterpart(family, options, rows, shapes, came_as)
 
@@ -309,9 +309,9 @@ def _quantised(tensors: Tensors, full_names: dict[str, str]) -> str:
 
 def _has_other_head(tensors: Tensors, family: Family) -> bool:
     """Whether the files hold an output layer that is not the word embedding, which transformers then keeps apart."""
-    word = next(theirs for theirs, ours in family.tensors.items() if ours == _WORD_MODULE)
+    embedding = next(foreign for foreign, module in family.tensors.items() if module == _WORD_MODULE)
     head = f"{family.head}.weight"
-    full = next((name for name in tensors.entries if name.removeprefix(family.prefix) == f"{word}.weight"), None)
+    full = next((name for name in tensors.entries if name.removeprefix(family.prefix) == f"{embedding}.weight"), None)
     if full is None or head not in tensors.entries:
         return False
     return not torch.equal(tensors.reader(head)(), tensors.reader(full)())

@@ -78,23 +78,23 @@ def unscalable(found: Config, kinds: Sequence[str] = ("default", *_SCALING)) -> 
 
 def scaled(found: Config, config: Config) -> dict[str, Any]:
     """Our options of the :func:`rotation` in ``found``; ``config`` has the lengths that it leaves out."""
-    ours = {
+    options = {
         "position": "rope",
         "rope.theta": found["rope_theta"],
     }
     kind = found["rope_type"]
     if kind == "default":
-        return ours
+        return options
     numbers = {_LENGTH: config.get("max_position_embeddings"), **found}
     if config.get(_LENGTH):  # where Phi-3 has it
         numbers[_LENGTH] = config[_LENGTH]
-    values = {ours: numbers.get(theirs) for theirs, ours in _SCALING.get(kind, {}).items()}
+    values = {option: numbers.get(key) for key, option in _SCALING.get(kind, {}).items()}
     if kind in ("yarn", "longrope") and not values["rope.factor"]:
         values["rope.factor"] = max(1.0, config["max_position_embeddings"] / values["rope.original_length"])
     if kind == "yarn":
         values["rope.attention_factor"] = values["rope.attention_factor"] or _yarn_size(numbers, values["rope.factor"])
     said = {key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}
-    return {**ours, "rope.scaling": kind, **{key: value for key, value in said.items() if value is not None}}
+    return {**options, "rope.scaling": kind, **{key: value for key, value in said.items() if value is not None}}
 
 
 def _yarn_size(numbers: Config, factor: Any) -> float:
@@ -109,7 +109,7 @@ def written(options: Config) -> dict[str, Any]:
     """Their ``rope_parameters`` of our explicit options."""
     kind = options["rope.scaling"]
     found = {"rope_type": kind or "default", "rope_theta": options["rope.theta"]}
-    values = {theirs: options[ours] for theirs, ours in _SCALING.get(kind or "", {}).items()}
+    values = {key: options[option] for key, option in _SCALING.get(kind or "", {}).items()}
     return found | {key: list(value) if isinstance(value, tuple) else value for key, value in values.items()}
 
 
@@ -149,9 +149,9 @@ def windows(usual: Callable[[Config, int], bool], switch: Mapping[bool, Mapping[
 
 def activation(key: str, names: Mapping[str, str]) -> Section:
     """Our activation by their name, which their ``key`` holds; of several names for one, an export takes the first."""
-    theirs = {ours: name for name, ours in reversed(tuple(names.items()))}
+    foreign = {logical: name for name, logical in reversed(tuple(names.items()))}
     return Section(
         lambda config: {"activation": names[config[key]]},
-        lambda options: {key: theirs.get(options["activation"], next(iter(names)))},
+        lambda options: {key: foreign.get(options["activation"], next(iter(names)))},
         lambda config: must_be(config, {key: tuple(names)}),
     )

@@ -74,10 +74,10 @@ def _step_folder(source: Path) -> Path:
         if is_sharded(source) or is_distributed(source):
             return source
         raise CheckpointError(f"{source} holds no checkpoint of Megatron", fix="name the folder with iter_*, or one")
-    word = read_whole(source / LATEST).decode(errors="replace")[:100].strip()
-    if word != "release" and not _STEP.fullmatch(word):
-        raise CheckpointError(f"{source / LATEST} is damaged", why=f"{word!r} is no number of a step")
-    folder = source / (word if word == "release" else f"iter_{int(word):07d}")
+    step = read_whole(source / LATEST).decode(errors="replace")[:100].strip()
+    if step != "release" and not _STEP.fullmatch(step):
+        raise CheckpointError(f"{source / LATEST} is damaged", why=f"{step!r} is no number of a step")
+    folder = source / (step if step == "release" else f"iter_{int(step):07d}")
     if not (is_sharded(folder) or is_distributed(folder)):
         raise CheckpointError(f"{folder} holds no checkpoint", why=f"{source / LATEST} says that it is the newest")
     return folder

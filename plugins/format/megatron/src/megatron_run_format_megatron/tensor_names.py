@@ -43,7 +43,7 @@ class Network:
 
 Cut = Callable[[Network, Pieces], "Tensor"]
 #: Our tensors that one of Megatron's becomes: the name of each, and how it is cut out.
-Ours = tuple[tuple[str, Cut], ...]
+Counterparts = tuple[tuple[str, Cut], ...]
 
 
 def whole(_: Network, pieces: Pieces) -> Tensor:
@@ -84,39 +84,40 @@ def half(index: int, _: Network, pieces: Pieces) -> Tensor:
     return torch.cat([read().float().chunk(2)[index] for read in pieces])
 
 
-def _feed_forward(theirs: str, into: str, out: str, *, gated: bool) -> dict[str, Ours]:
+def _feed_forward(prefix: str, into: str, out: str, *, gated: bool) -> dict[str, Counterparts]:
     """The two layers of a feed-forward network: ours are called ``into`` and ``out``."""
-    found: dict[str, Ours] = {
-        f"{theirs}.linear_fc2.weight": ((f"{out}.weight", columns),),
-        f"{theirs}.linear_fc2.bias": ((f"{out}.bias", whole),),
+    found: dict[str, Counterparts] = {
+        f"{prefix}.linear_fc2.weight": ((f"{out}.weight", columns),),
+        f"{prefix}.linear_fc2.bias": ((f"{out}.bias", whole),),
     }
     for kind in ("weight", "bias"):
         gate, up = f"{into}.gate.{kind}", f"{into}.up.{kind}"
         halves = ((gate, partial(half, 0)), (up, partial(half, 1)))
-        found[f"{theirs}.linear_fc1.{kind}"] = halves if gated else ((up, rows),)
-        found |= {f"{theirs}.linear_fc1.{kind}_w": ((gate, rows),), f"{theirs}.linear_fc1.{kind}_v": ((up, rows),)}
+        found[f"{prefix}.linear_fc1.{kind}"] = halves if gated else ((up, rows),)
+        found |= {f"{prefix}.linear_fc1.{kind}_w": ((gate, rows),), f"{prefix}.linear_fc1.{kind}_v": ((up, rows),)}
     return found
 
 
-def _layer_table(*, gated: bool, experts: range) -> dict[str, Ours]:
+def _layer_table(*, gated: bool, experts: range) -> dict[str, Counterparts]:
     """The tensors of one layer. Norms have names of their own, or those of the layer that they are fused with."""
     attention, mlp = "self_attention.linear_qkv", "moe" if experts else "mlp.input"
-    found: dict[str, Ours] = {
+    found: dict[str, Counterparts] = {
         "self_attention.linear_proj.weight": (("attention.output.weight", columns),),
         "self_attention.linear_proj.bias": (("attention.output.bias", whole),),
     }
     norms = {"input_layernorm.": "attention.qkv", f"{attention}.layer_norm_": "attention.qkv"}
     norms |= {"pre_mlp_layernorm.": mlp, "mlp.linear_fc1.layer_norm_": mlp}
-    for theirs, ours in norms.items():
-        found |= {f"{theirs}weight": ((f"{ours}.norm.weight", norm),), f"{theirs}bias": ((f"{ours}.norm.bias", whole),)}
+    for foreign, logical in norms.items():
+        found[f"{foreign}weight"] = ((f"{logical}.norm.weight", norm),)
+        found[f"{foreign}bias"] = ((f"{logical}.norm.bias", whole),)
     for kind in ("weight", "bias"):
         parts = enumerate(("query", "key", "value"))
         found[f"{attention}.{kind}"] = tuple(
             (f"attention.qkv.{name}.{kind}", partial(projection, index)) for index, name in parts
         )
     for part in ("query", "key"):
-        theirs, ours = f"self_attention.{part[0]}_layernorm", f"attention.qk_norm.{part}"
-        found |= {f"{theirs}.weight": ((f"{ours}.weight", norm),), f"{theirs}.bias": ((f"{ours}.bias", whole),)}
+        foreign, logical = f"self_attention.{part[0]}_layernorm", f"attention.qk_norm.{part}"
+        found |= {f"{foreign}.weight": ((f"{logical}.weight", norm),), f"{foreign}.bias": ((f"{logical}.bias", whole),)}
     if not experts:
         return found | _feed_forward("mlp", "mlp.input", "mlp.output", gated=gated)
     found["mlp.router.weight"] = (("moe.router.weight", whole),)
@@ -129,7 +130,7 @@ def _layer_table(*, gated: bool, experts: range) -> dict[str, Ours]:
     return found
 
 
-_OUTSIDE: Mapping[str, Ours] = MappingProxyType(
+_OUTSIDE: Mapping[str, Counterparts] = MappingProxyType(
     {
         "embedding.word_embeddings.weight": (("embedding.word.weight", vocabulary),),
         "embedding.position_embeddings.weight": (("embedding.position.weight", whole),),
@@ -168,23 +169,23 @@ def common_name(name: str) -> str:
     return name
 
 
-def our_tensors(network: Network, theirs: Mapping[str, Pieces], source: str) -> dict[str, ReadTensor]:
+def our_tensors(network: Network, tensors: Mapping[str, Pieces], source: str) -> dict[str, ReadTensor]:
     """Readers of our tensors, in fp32, from those of Megatron under its names of whole models.
 
     A tied model has the output layer that the last stage repeats. Raises :class:`CheckpointError` naming ``source`` for
     tensors without a counterpart.
     """
-    experts = min(network.experts, len(theirs))  # of each there are some tensors, whatever the arguments say
+    experts = min(network.experts, len(tensors))  # of each there are some tensors, whatever the arguments say
     dense, mixed = (_layer_table(gated=network.gated, experts=range(count)) for count in (0, experts))
     found: dict[str, ReadTensor] = {}
     foreign = []
-    for name, pieces in theirs.items():
+    for name, pieces in tensors.items():
         layer = _LAYER.fullmatch(name)
         prefix = f"layers.{layer[1]}." if layer else ""
-        table = mixed if layer and f"decoder.layers.{layer[1]}.mlp.router.weight" in theirs else dense
-        ours = table.get(layer[2], ()) if layer else _OUTSIDE.get(name, ())
-        foreign += [] if ours else [name]
-        found |= {f"{prefix}{each}": partial(cut, network, pieces) for each, cut in ours}
+        table = mixed if layer and f"decoder.layers.{layer[1]}.mlp.router.weight" in tensors else dense
+        counterparts = table.get(layer[2], ()) if layer else _OUTSIDE.get(name, ())
+        foreign += [] if counterparts else [name]
+        found |= {f"{prefix}{each}": partial(cut, network, pieces) for each, cut in counterparts}
     if foreign:
         rest = f" and {len(foreign) - 3} more" if len(foreign) > 3 else ""
         raise CheckpointError(

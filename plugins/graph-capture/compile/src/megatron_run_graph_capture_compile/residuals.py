@@ -57,8 +57,8 @@ def _checked(of_x: fx.Node, addition: fx.Node) -> tuple[fx.Node, fx.Node, fx.Nod
     others = [each for each in addition.args if each is not of_x]
     if len(others) != 1 or addition.kwargs or not isinstance(others[0], fx.Node):
         return None
-    mine, other = _value(of_x), _value(others[0])
-    same = mine.shape == other.shape and mine.dtype == other.dtype and other.is_contiguous()
+    value, other = _value(of_x), _value(others[0])
+    same = value.shape == other.shape and value.dtype == other.dtype and other.is_contiguous()
     return (of_x, addition, others[0]) if same else None
 
 

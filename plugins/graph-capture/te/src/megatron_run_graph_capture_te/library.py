@@ -41,8 +41,8 @@ class Engine:
         A kernel that draws from another generator ends the capture.
         """
         before = self.distributed.get_all_rng_states()
-        ours = {f"megatron-run-{number}": generator for number, generator in enumerate(generators)}
-        self.distributed.set_all_rng_states({**before, **ours})
+        named = {f"megatron-run-{number}": generator for number, generator in enumerate(generators)}
+        self.distributed.set_all_rng_states({**before, **named})
         try:
             yield
         finally:

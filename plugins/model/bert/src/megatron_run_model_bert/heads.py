@@ -106,13 +106,13 @@ class MaskedTokens(Head):
         context: BuildContext,
         spec: TransformerSpec,
         layers: ParallelLayers,
-        word: Parameter | None,
+        embedding: Parameter | None,
     ) -> None:
         super().__init__(context, spec, layers)
         self.dense = ReplicatedLinear(context, spec.hidden, spec.hidden, spec.init, bias=True)
         self.activation = activation(spec.activation)
         self.norm = layers.norm(spec.norm, spec.hidden, spec.norm_eps)
-        self.output = layers.output_layer(spec.vocab, spec.hidden, init=spec.init, weight=word)
+        self.output = layers.output_layer(spec.vocab, spec.hidden, init=spec.init, weight=embedding)
         self.bias = WordBias(context, spec.vocab, self.output)
         self.cross_entropy = layers.cross_entropy(spec.vocab)
 
@@ -179,9 +179,9 @@ class Pretraining(MaskedTokens):
     losses = ("lm", ORDER_LOSS)
 
     def __init__(
-        self, context: BuildContext, spec: TransformerSpec, layers: ParallelLayers, word: Parameter | None
+        self, context: BuildContext, spec: TransformerSpec, layers: ParallelLayers, embedding: Parameter | None
     ) -> None:
-        super().__init__(context, spec, layers, word)
+        super().__init__(context, spec, layers, embedding)
         self.pooler = Pooler(self)
         self.order = ReplicatedLinear(context, spec.hidden, 2, spec.init, bias=True, on_parts=False)
 

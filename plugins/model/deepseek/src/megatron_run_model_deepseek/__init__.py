@@ -122,10 +122,12 @@ class DeepSeekOptions(GptOptions):
         """As of ``gpt``, with latent attention and predictors."""
         spec = self.model_copy(update={"vocab_size": vocab_size}).spec(sequence_length)
         found = spec.costs(tied=self.tie_embeddings, attention=self.latents.costs(spec.hidden, spec.heads))
-        told = ["one projection with latent attention's weights because latents are not timed one by one"]
+        approximated = ["one projection with latent attention's weights because latents are not timed one by one"]
         if self.mtp_layers:
-            told.append("a layer and a head for each further token because predictors are not timed by themselves")
-        return replace(found, predictors=self.mtp_layers, approximations=(*found.approximations, *told))
+            approximated.append(
+                "a layer and a head for each further token because predictors are not timed by themselves"
+            )
+        return replace(found, predictors=self.mtp_layers, approximations=(*found.approximations, *approximated))
 
     def spec(self, sequence_length: int) -> TransformerSpec:
         """Return the network that these options describe. Raises ValueError while ``vocab_size`` is unset."""
@@ -176,11 +178,11 @@ class DeepSeek(Gpt):
         if output is None or not self._predicted:
             return super().make_chunk(position, layout, layers, shared, embedding=embedding, output=output)
         context, spec = self._context, self._spec
-        word = layers.vocab_embedding(spec.vocab, spec.hidden, init=spec.init)
-        tie_to_word(word, position, layout, shared)
+        word_embedding = layers.vocab_embedding(spec.vocab, spec.hidden, init=spec.init)
+        tie_to_word(word_embedding, position, layout, shared)
         rotary, attention = Rotary(context, spec), partial(self.make_attention, layers)
         predictors = [
-            Predictor(context, layers, spec, depth, attention, rotary, word, output)
+            Predictor(context, layers, spec, depth, attention, rotary, word_embedding, output)
             for depth in range(1, self._predicted + 1)
         ]
         return PredictingChunk(
@@ -192,7 +194,7 @@ class DeepSeek(Gpt):
             output=output,
             routers=self._routers,
             attention=attention,
-            word=word,
+            word_embedding=word_embedding,
             predictors=predictors,
             coefficient=self._coefficient,
         )

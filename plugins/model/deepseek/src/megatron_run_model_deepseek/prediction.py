@@ -45,7 +45,7 @@ def loss_name(depth: int) -> str:
 
 
 class Predictor(nn.Module):
-    """Depth ``depth``, from 1: the token ``depth`` places behind the next one. ``word`` embeds, ``output`` classifies.
+    """Depth ``depth``, from 1: the token ``depth`` places behind the next. ``embedding`` embeds, ``output`` classifies.
 
     The block has experts where the model's last one has. Its layer's number lies behind the head's.
     """
@@ -58,7 +58,7 @@ class Predictor(nn.Module):
         depth: int,
         attention: Callable[[int, Rotary | None], Attention],
         rotary: Rotary,
-        word: nn.Module,
+        embedding: nn.Module,
         output: nn.Module,
     ) -> None:
         super().__init__()
@@ -70,11 +70,12 @@ class Predictor(nn.Module):
         self.block = make_block(context, layers, predictor_spec(spec, self.layer), attention(self.layer, rotary))
         self.final_norm = layers.norm(spec.norm, spec.hidden, spec.norm_eps)
         self.cross_entropy = layers.cross_entropy(spec.vocab, spec.label_smoothing)
-        self.scale, self._word, self._output = spec.embedding_scale, (word,), (output,)  # in tuples: not its children
+        self.scale = spec.embedding_scale
+        self._embedding, self._output = (embedding,), (output,)  # in tuples: not its children
 
     def enter(self, x: Tensor, labels: Tensor) -> Tensor:
         """The stream [s, b, h] and labels [b, s] -> the block's input [s, b, h]."""
-        words = self._word[0](_ahead(labels, self.depth - 1)) * self.scale
+        words = self._embedding[0](_ahead(labels, self.depth - 1)) * self.scale
         joined: Tensor = self.join(torch.cat((self.stream_norm(x), self.token_norm(words)), dim=-1))
         return joined
 
@@ -99,7 +100,7 @@ class Predictor(nn.Module):
     def segments(self, logits: Callable[[Tensor], Tensor]) -> tuple[Segment, ...]:
         """Entrance, the block's segments, and the loss; ``logits`` as for :meth:`loss`."""
         documents = ("documents",) if "documents" in self.reads else ()
-        entering = (self.stream_norm, self.token_norm, self.join, *self._word)
+        entering = (self.stream_norm, self.token_norm, self.join, *self._embedding)
         inputs = ("x", "labels", "loss_mask", *documents)
         return (
             Segment("mtp_input", self.layer, 6, self.enter, ("x", "labels"), ("x",), parameters_of(*entering)),
@@ -129,13 +130,13 @@ class PredictingChunk(DecoderChunk):
     def __init__(
         self,
         *arguments: Any,
-        word: nn.Module,
+        word_embedding: nn.Module,
         predictors: Sequence[Predictor],
         coefficient: float,
         **named: Any,
     ) -> None:
         super().__init__(*arguments, **named)
-        self.word, self.coefficient = word, coefficient
+        self.word, self.coefficient = word_embedding, coefficient
         self.predictors = nn.ModuleDict({str(each.depth): each for each in predictors})
         self._predicting = [
             (tuple(map(self.finish, each.segments(self.logits))), each.block.reports) for each in predictors

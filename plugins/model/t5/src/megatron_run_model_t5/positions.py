@@ -66,8 +66,8 @@ class PositionBias(nn.Module):
             )
             self.register_buffer(name, found.to(device), persistent=False)
         self._peers = context.groups.parallel_group(context.topology, "tensor")
-        mine = options.num_heads // self._peers.size
-        self._heads = slice(self._peers.index * mine, (self._peers.index + 1) * mine)
+        heads = options.num_heads // self._peers.size
+        self._heads = slice(self._peers.index * heads, (self._peers.index + 1) * heads)
 
     def own(self, biases: Tensor) -> Tensor:
         """Of both tables [2, k, n] this rank's heads, [2, k, n/t]; the backward sums over the ranks."""

@@ -13,7 +13,7 @@ from megatron_run.hookspecs import hookimpl
 
 if TYPE_CHECKING:
     from megatron_run.contracts.schema import Config
-    from megatron_run_observer_profiler.window import Window
+    from megatron_run_observer_profiler.window import Recording
 
 
 class Options(BaseModel):
@@ -59,7 +59,7 @@ class Profiler(Observer):
     def __init__(self, options: Options) -> None:
         self._options, self._steps = options, range(0)
         self._run: RunSummary | None = None
-        self._window: Window | None = None
+        self._window: Recording | None = None
 
     def on_train_start(self, run: RunSummary) -> None:
         """Start, if the first step of this attempt is profiled. Raises ValueError if none of its steps is."""
@@ -87,9 +87,9 @@ class Profiler(Observer):
 
     def _start_before(self, step: int) -> None:
         if self._steps and step == self._steps[0] and self._window is None:
-            from megatron_run_observer_profiler.window import Window
+            from megatron_run_observer_profiler.window import Recording
 
-            self._window = Window(**self._options.model_dump(exclude={"steps"}))
+            self._window = Recording(**self._options.model_dump(exclude={"steps"}))
 
     def _stop(self) -> None:
         if self._window is not None and self._run is not None:

@@ -18,7 +18,7 @@ ROWS = 40
 ENTRIES = 1_000_000
 
 
-class Window:
+class Recording:
     """Records from now until ``close``. ``memory`` and ``nvtx`` need a GPU."""
 
     def __init__(self, *, memory: bool, stacks: bool, nvtx: bool) -> None:

@@ -79,8 +79,8 @@ class FlatGroup:
         """The contents of this rank's partition in order, without the padding at its end."""
         lengths = {parameter: parameter.numel() for parameter in self.infos}
         starts = dict(zip(lengths, accumulate(lengths.values(), initial=0), strict=False))
-        mine = range(self.rank * self.partition, (self.rank + 1) * self.partition)
-        for parameter, found in param_ranges(starts, lengths, mine):
+        partition = range(self.rank * self.partition, (self.rank + 1) * self.partition)
+        for parameter, found in param_ranges(starts, lengths, partition):
             yield Shard(parameter, self.infos[parameter], found.param, found.local)
 
 

@@ -17,7 +17,7 @@ import torch
 
 from megatron_run.contracts import ParallelLayers, PluginInfo
 from megatron_run.hookspecs import hookimpl
-from megatron_run_engine.nn.parallel import Split, SplitLayers
+from megatron_run_engine.nn.parallel import LayerSplit, SplitLayers
 from megatron_run_parallel_layer_te.layers import ColumnLinear, CoreAttention, Norm, RowLinear, Tools
 from megatron_run_parallel_layer_te.library import Engine, find_engine
 from megatron_run_parallel_layer_te.precision import Options, Precision, check_config, check_gpu
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 class EngineLayers(SplitLayers):
     """A factory of layers made from Transformer Engine's modules."""
 
-    def __init__(self, context: BuildContext, split: Split, engine: Engine, options: Options) -> None:
+    def __init__(self, context: BuildContext, split: LayerSplit, engine: Engine, options: Options) -> None:
         super().__init__(context, split)
         self._tools = Tools(context, split, engine, options, Precision(engine, options, split, context.train))
 
@@ -80,7 +80,7 @@ def megatron_run_plugin_info() -> PluginInfo:
 def megatron_run_create_parallel_layer(context: BuildContext, options: Options) -> ParallelLayers:
     """Make the factory for the tensor-parallel ranks of ``context``."""
     engine = find_engine(context.device)
-    split = Split(context.groups.parallel_group(context.topology, "tensor"), context.sequence_shards > 1)
+    split = LayerSplit(context.groups.parallel_group(context.topology, "tensor"), context.sequence_shards > 1)
     if context.device.type == "cuda":
         check_gpu(engine, options)  # again for this rank's GPU: in check_device another one may have been current
     return EngineLayers(context, split, engine, options)

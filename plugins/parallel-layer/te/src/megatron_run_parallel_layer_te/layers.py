@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from torch.nn import Parameter
 
     from megatron_run.contracts import AttentionShape, LinearSpec, NormKind
-    from megatron_run_engine.nn.parallel import Split
+    from megatron_run_engine.nn.parallel import LayerSplit
     from megatron_run_engine.runtime import BuildContext
     from megatron_run_parallel_layer_te.library import Engine
     from megatron_run_parallel_layer_te.precision import Options, Precision
@@ -41,7 +41,7 @@ class Tools:
     """Transformer Engine, the ranks over which its modules are split, and their options and precision."""
 
     context: BuildContext
-    split: Split
+    split: LayerSplit
     engine: Engine
     options: Options
     precision: Precision

@@ -19,7 +19,7 @@ from megatron_run.errors.wording import nearest_multiples
 
 if TYPE_CHECKING:
     from megatron_run.contracts.schema import Config, TrainSection
-    from megatron_run_engine.nn.parallel import Split
+    from megatron_run_engine.nn.parallel import LayerSplit
     from megatron_run_engine.runtime import GradientAccumulator
     from megatron_run_parallel_layer_te.library import Engine
 
@@ -104,7 +104,7 @@ class QuantizedWeight:
 class Precision:
     """The precision of matrix products: FP8, or with ``fp8: none`` that of the parameters."""
 
-    def __init__(self, engine: Engine, options: Options, split: Split, train: TrainSection) -> None:
+    def __init__(self, engine: Engine, options: Options, split: LayerSplit, train: TrainSection) -> None:
         self._engine, self._options, self._split = engine, options, split
         self._kind = _KINDS.get(options.fp8)
         if self._kind:
@@ -194,7 +194,7 @@ def check_gpu(engine: Engine, options: Options) -> None:
         )
 
 
-def make_recipe(engine: Engine, options: Options, split: Split) -> Any:
+def make_recipe(engine: Engine, options: Options, split: LayerSplit) -> Any:
     """The recipe of ``transformer_engine.common.recipe`` for ``options``, whose fp8 is not none.
 
     Delayed scales are reduced over the tensor-parallel ranks. Without a group the library would reduce over the whole

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from megatron_run.contracts import Init, ParallelLayers, ParameterSpec, PluginInfo
 from megatron_run.hookspecs import hookimpl
 from megatron_run_engine.nn import CoreAttention, LinearLayer, empty_parameter, make_norm
-from megatron_run_engine.nn.parallel import Split, SplitLayers, column_linear, g, linear, scatter_sequence
+from megatron_run_engine.nn.parallel import LayerSplit, SplitLayers, column_linear, g, linear, scatter_sequence
 
 if TYPE_CHECKING:
     from megatron_run.contracts import AttentionShape, LinearSpec, NormKind
@@ -36,7 +36,9 @@ class ColumnLinear(LinearLayer):
 
     activates = True
 
-    def __init__(self, context: BuildContext, split: Split, spec: LinearSpec, norm: nn.Module | None = None) -> None:
+    def __init__(
+        self, context: BuildContext, split: LayerSplit, spec: LinearSpec, norm: nn.Module | None = None
+    ) -> None:
         super().__init__()
         self.gradients, self.split, self.norm = context.gradients, split, norm
         rows = split.features(spec.parts)
@@ -56,7 +58,7 @@ class ColumnLinear(LinearLayer):
 class RowLinear(LinearLayer):
     """Takes this rank's slice of the inputs; partial products are summed over the ranks, then the bias is added."""
 
-    def __init__(self, context: BuildContext, split: Split, spec: LinearSpec) -> None:
+    def __init__(self, context: BuildContext, split: LayerSplit, spec: LinearSpec) -> None:
         super().__init__()
         self.gradients, self.split = context.gradients, split
         self.weight = empty_parameter(context, spec.features, split.part(spec.inputs, "input features"))
@@ -121,4 +123,4 @@ def megatron_run_plugin_info() -> PluginInfo:
 def megatron_run_create_parallel_layer(context: BuildContext, options: Options) -> ParallelLayers:
     """Make the factory for the tensor-parallel ranks of ``context``."""
     peers = context.groups.parallel_group(context.topology, "tensor")
-    return TensorLayers(context, Split(peers, context.sequence_shards > 1, options.overlap))
+    return TensorLayers(context, LayerSplit(peers, context.sequence_shards > 1, options.overlap))

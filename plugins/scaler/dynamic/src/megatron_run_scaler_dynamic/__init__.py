@@ -99,11 +99,11 @@ class DynamicScaler(Scaler):
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
         """Resume with the scale and the trackers of ``state``. Raises :class:`DataError` if it does not fit."""
-        mine = self._state()
-        if state.keys() != mine.keys():
+        tensors = self._state()
+        if state.keys() != tensors.keys():
             raise DataError(
                 f"the state of scaler=dynamic holds {', '.join(state) or 'nothing'}",
-                why=f"{', '.join(mine)} are needed",
+                why=f"{', '.join(tensors)} are needed",
                 fix="choose the scaler that wrote it",
             )
         if not SMALLEST <= state["scale"] <= LARGEST:
@@ -111,7 +111,7 @@ class DynamicScaler(Scaler):
                 f"the state of scaler=dynamic has the scale {scale_text(state['scale'])}",
                 why=f"it must be between {SMALLEST:g} and {LARGEST:g}",
             )
-        for name, tensor in mine.items():
+        for name, tensor in tensors.items():
             tensor.fill_(state[name])
 
     def _state(self) -> dict[str, torch.Tensor]:

@@ -103,9 +103,9 @@ class GptOptions(BaseModel):
         features = size or hidden // heads
         why = "rope rotates pairs of features"
         if self.position == "rope" and features % 2:
-            told = f"{size}" if size else f"{hidden} / {heads} = {features}"
+            derivation = f"{size}" if size else f"{hidden} / {heads} = {features}"
             fix = f"head_size={size + 1}" if size else f"hidden_size to {nearest_multiples(hidden, 2 * heads)}"
-            yield fault_at(self, "position", f"{why} and the head size is odd: {told}; set {fix}")
+            yield fault_at(self, "position", f"{why} and the head size is odd: {derivation}; set {fix}")
         elif self.position == "rope" and (self.rotated_features % 2 or not self.rotated_features):
             share = f"{fraction:g} of {features} is {self.rotated_features}"
             fix = f"set rope.fraction to {2 / features:g} or a multiple of that"

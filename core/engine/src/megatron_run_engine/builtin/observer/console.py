@@ -163,8 +163,8 @@ class ConsoleObserver(Observer):
     def on_skip(self, metrics: StepMetrics) -> None:
         """Print the 1st, 2nd, 4th, 8th, ... skipped step, so that many of them do not flood the terminal."""
         if metrics.skipped_total & (metrics.skipped_total - 1) == 0:
-            many = f"{metrics.skipped_total} so far, loss scale {scale_text(metrics.loss_scale)}"
-            say(self._console, f"step {metrics.step} skipped: a gradient is not finite ({many})")
+            details = f"{metrics.skipped_total} so far, loss scale {scale_text(metrics.loss_scale)}"
+            say(self._console, f"step {metrics.step} skipped: a gradient is not finite ({details})")
 
     def on_eval_end(self, metrics: EvalMetrics) -> None:
         """Print the loss, and keep that of the validation split for the end."""

@@ -23,7 +23,13 @@ from megatron_run_engine.nn import (
     make_norm,
 )
 from megatron_run_engine.nn.linear import linear
-from megatron_run_engine.nn.parallel import ExpertColumnLinear, ExpertRowLinear, Split, rows_of_a_rank, vocabulary_spec
+from megatron_run_engine.nn.parallel import (
+    ExpertColumnLinear,
+    ExpertRowLinear,
+    LayerSplit,
+    rows_of_a_rank,
+    vocabulary_spec,
+)
 from megatron_run_engine.runtime.comm import ALONE
 
 if TYPE_CHECKING:
@@ -122,11 +128,11 @@ class DenseLayers(ParallelLayers):
 
     def expert_column_linear(self, experts: range, spec: LinearSpec) -> nn.Module:
         """Make a linear layer with all output features of each expert."""
-        return ExpertColumnLinear(self._context, Split(ALONE), experts, spec)
+        return ExpertColumnLinear(self._context, LayerSplit(ALONE), experts, spec)
 
     def expert_row_linear(self, experts: range, spec: LinearSpec) -> nn.Module:
         """Make a linear layer with all input features of each expert."""
-        return ExpertRowLinear(self._context, Split(ALONE), experts, spec)
+        return ExpertRowLinear(self._context, LayerSplit(ALONE), experts, spec)
 
     def norm(self, kind: NormKind, size: int, eps: float = 1e-5) -> nn.Module:
         """Make a norm over the last dimension."""

@@ -134,7 +134,7 @@ def roles_of(tree: nodes.Template) -> set[str]:
     for node in tree.find_all((nodes.Compare, nodes.Test, nodes.Call, nodes.Filter, nodes.Getitem)):
         for each in _compared(node, names):
             named = [value for name, value in sets if isinstance(each, nodes.Name) and name == each.name]
-            found.update(word for one in (each, *named) for word in _words_in(one))
+            found.update(text for one in (each, *named) for text in _words_in(one))
     return found
 
 
@@ -177,9 +177,9 @@ def _compared(node: nodes.Node, names: set[str]) -> list[nodes.Expr]:
 def _words_in(node: nodes.Node) -> list[str]:
     """The texts that ``node`` is, lists, or has for keys."""
     if isinstance(node, nodes.Dict):
-        return [word for pair in node.items for word in _words_in(pair.key)]
+        return [text for pair in node.items for text in _words_in(pair.key)]
     if isinstance(node, nodes.List | nodes.Tuple):
-        return [word for each in node.items for word in _words_in(each)]
+        return [text for each in node.items for text in _words_in(each)]
     return [node.value] if isinstance(node, nodes.Const) and isinstance(node.value, str) else []
 
 

@@ -41,10 +41,10 @@ def files_decide(folder: Path) -> bool:
     """
     if (folder / TOKENIZER).is_file():
         return any((folder / name).exists() for name in DECIDING)
-    return (folder / MODEL_CONFIG).is_file() or "tokenizer_class" in _told(folder / TOKENIZER_CONFIG)
+    return (folder / MODEL_CONFIG).is_file() or "tokenizer_class" in _text(folder / TOKENIZER_CONFIG)
 
 
-def _told(path: Path) -> str:
+def _text(path: Path) -> str:
     """The text of a file, which may be broken; empty without it."""
     try:
         return read_file(path).decode(errors="replace")

@@ -86,10 +86,10 @@ def time_together(active: int, seconds: float) -> float:
     def work() -> None:
         block(x.view(2, 128, 256)).sum().backward()
 
-    least, mine = float("inf"), dist.get_rank() < active
+    least, takes_part = float("inf"), dist.get_rank() < active
     for _ in range(2):
         dist.barrier()
-        if not mine:
+        if not takes_part:
             continue
         started = time.perf_counter()
         count = 0
@@ -97,7 +97,7 @@ def time_together(active: int, seconds: float) -> float:
             work()
             count += 1
         least = min(least, (time.perf_counter() - started) / max(1, count))
-    return least if mine else 0.0
+    return least if takes_part else 0.0
 
 
 def time_sums(sizes: Sequence[int], members: int) -> list[float]:

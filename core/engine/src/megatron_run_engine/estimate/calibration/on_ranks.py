@@ -27,7 +27,7 @@ from megatron_run_engine.host.rank_environment import available_cores, rank_envi
 _PERIOD = 0.05
 
 
-class Task(NamedTuple):
+class RankCall(NamedTuple):
     """A call ``function(**arguments)`` on each of the first ``ranks``; arguments and result pass through JSON."""
 
     ranks: int
@@ -35,7 +35,7 @@ class Task(NamedTuple):
     arguments: Mapping[str, Any] = {}
 
 
-def on_ranks(tasks: Sequence[Task], begun: Callable[[int], None] = lambda _: None) -> list[list[Any]]:
+def on_ranks(tasks: Sequence[RankCall], begun: Callable[[int], None] = lambda _: None) -> list[list[Any]]:
     """The results of each of ``tasks`` on each of its ranks, of one thread each, that share a process group.
 
     ``begun`` gets the index of each task that begins. Raises :class:`InputError` when a rank fails.

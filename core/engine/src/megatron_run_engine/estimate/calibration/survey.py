@@ -21,7 +21,7 @@ from megatron_run_engine.estimate.calibration.microbenchmarks import (
     time_sweeps,
     time_together,
 )
-from megatron_run_engine.estimate.calibration.on_ranks import Task, on_ranks
+from megatron_run_engine.estimate.calibration.on_ranks import RankCall, on_ranks
 from megatron_run_engine.estimate.calibration.timed_run import time_request
 from megatron_run_engine.host.rank_environment import available_cores
 
@@ -157,27 +157,27 @@ class Round:
     anchors: list[list[float]] = field(default_factory=list)
 
 
-def tasks() -> list[Task]:
+def tasks() -> list[RankCall]:
     """Everything that a round measures, from one rank to the most; :func:`read_round` reads the results."""
     found = _operators()
     for world in WORLDS[1:]:
-        found += [Task(world, time_sums, {"sizes": MESSAGES, "members": each}) for each in _members(world)]
-        found.append(Task(world, time_messages, {"sizes": MESSAGES}))
-        found += [Task(world, time_together, {"active": each, "seconds": TOGETHER}) for each in _active(world)]
+        found += [RankCall(world, time_sums, {"sizes": MESSAGES, "members": each}) for each in _members(world)]
+        found.append(RankCall(world, time_messages, {"sizes": MESSAGES}))
+        found += [RankCall(world, time_together, {"active": each, "seconds": TOGETHER}) for each in _active(world)]
         requests = [each.request().to_json() for each in ANCHORS if each.ranks == world]
-        found += [Task(world, time_request, {"request": request, "steps": STEPS}) for request in requests]
+        found += [RankCall(world, time_request, {"request": request, "steps": STEPS}) for request in requests]
     return found
 
 
-def _operators() -> list[Task]:
+def _operators() -> list[RankCall]:
     """Operators, and runs of one rank."""
     timed = [run.request().to_json() for run in runs()]
     return [
-        Task(1, time_products, {"shapes": PRODUCTS, "dtype": "float32"}),
-        Task(1, time_products, {"shapes": PRODUCTS[::4], "dtype": "bfloat16"}),
-        Task(1, time_sweeps, {"sizes": SWEEPS}),
-        Task(1, time_attention, {"shapes": ATTENTION}),
-        *(Task(1, time_request, {"request": request, "steps": STEPS, "by_processor": True}) for request in timed),
+        RankCall(1, time_products, {"shapes": PRODUCTS, "dtype": "float32"}),
+        RankCall(1, time_products, {"shapes": PRODUCTS[::4], "dtype": "bfloat16"}),
+        RankCall(1, time_sweeps, {"sizes": SWEEPS}),
+        RankCall(1, time_attention, {"shapes": ATTENTION}),
+        *(RankCall(1, time_request, {"request": request, "steps": STEPS, "by_processor": True}) for request in timed),
     ]
 
 
@@ -202,8 +202,8 @@ def read_round(results: Sequence[list[Any]]) -> Round:
             found.sums += [(each, world, size, one) for size, one in zip(MESSAGES, slowest(next(rest)), strict=True)]
         found.messages += [(world, size, one) for size, one in zip(MESSAGES, slowest(next(rest)), strict=True)]
         found.together += [(each, max(next(rest))) for each in _active(world)]
-        mine = islice(rest, sum(each.ranks == world for each in ANCHORS))
-        found.anchors += [slowest([times["wall"] for times in ranks]) for ranks in mine]
+        trials = islice(rest, sum(each.ranks == world for each in ANCHORS))
+        found.anchors += [slowest([times["wall"] for times in ranks]) for ranks in trials]
     return found
 
 

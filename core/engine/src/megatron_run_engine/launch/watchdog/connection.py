@@ -1,7 +1,7 @@
 """A connection between a sidecar and the hub: lines of JSON, once each end has proved that it knows the secret.
 
-The hub sends a random word, the sidecar answers with its rank, a word of its own and a proof, and the hub with a proof
-over the same. A proof is an HMAC-SHA256 of who gives it, rank and both words, so that none can be used again, and the
+The hub sends a random nonce, the sidecar answers with its rank, its own nonce and a proof, the hub with a proof over
+the same. A proof is an HMAC-SHA256 of who gives it, rank and both nonces, so that none can be used again, and the
 secret itself is never sent. Whoever can read the job's traffic learns nothing from it; lines are not encrypted.
 """
 
@@ -85,15 +85,15 @@ def join_hub(connection: Connection, rank: int, secret: str, within: float) -> b
 
     Where no proof has come ``connection.open`` is false: the other end may be our hub, and too busy with strangers.
     """
-    deadline, ours = time.monotonic() + within, secrets.token_hex(16)
+    deadline, own_nonce = time.monotonic() + within, secrets.token_hex(16)
     try:
-        theirs = str(connection._next(deadline).get("word"))
-        connection.send(rank=rank, word=ours, proof=_proof(secret, "sidecar", rank, theirs, ours))
+        hub_nonce = str(connection._next(deadline).get("nonce"))
+        connection.send(rank=rank, nonce=own_nonce, proof=_proof(secret, "sidecar", rank, hub_nonce, own_nonce))
         answer = str(connection._next(deadline).get("proof"))
     except (OSError, ValueError):
         connection.open = False
         return False
-    return _same(answer, _proof(secret, "hub", rank, theirs, ours))
+    return _same(answer, _proof(secret, "hub", rank, hub_nonce, own_nonce))
 
 
 class Stranger:
@@ -101,16 +101,16 @@ class Stranger:
 
     def __init__(self, connection: Connection) -> None:
         self.since = time.monotonic()
-        self._word = secrets.token_hex(16)
-        connection.send(word=self._word)
+        self._nonce = secrets.token_hex(16)
+        connection.send(nonce=self._nonce)
 
     def identify(self, connection: Connection, secret: str, ranks: range) -> int | None:
         """Read the answer: the rank that has proved itself, or None. A wrong answer closes the connection."""
         for message in connection.receive(_LONGEST_GREETING):
-            rank, word, given = message.get("rank"), str(message.get("word")), str(message.get("proof"))
-            proof = _proof(secret, "sidecar", rank, self._word, word)
+            rank, nonce, given = message.get("rank"), str(message.get("nonce")), str(message.get("proof"))
+            proof = _proof(secret, "sidecar", rank, self._nonce, nonce)
             if type(rank) is int and rank in ranks and _same(given, proof):
-                connection.send(proof=_proof(secret, "hub", rank, self._word, word))
+                connection.send(proof=_proof(secret, "hub", rank, self._nonce, nonce))
                 return rank
             connection.open = False
             break

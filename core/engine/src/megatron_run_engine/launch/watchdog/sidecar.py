@@ -77,22 +77,22 @@ class Sidecar:
         self._connection = self._reach_hub()
         self._sent, self._reported = 0, 0.0
         self._due: list[tuple[float, Callable[[], None]]] = []  # what to do to the rank, and when
-        self._message, self._hushed, self._told = "", False, False
+        self._message, self._hushed, self._blind = "", False, False
 
     def run(self) -> None:
         """Watch until the rank is gone, or has announced that it ends by itself."""
         last = time.monotonic()
         while True:
             ready = {key.fd: key.data for key, _ in self._selector.select(INTERVAL)}
-            word = os.read(0, 100) if 0 in ready else b""
+            announcement = os.read(0, 100) if 0 in ready else b""
             # A child of the rank may hold the pipe open after the rank's death: then only the parent has changed.
             if 0 in ready or os.getppid() != self._orders.process:
-                self._leave(word)
+                self._leave(announcement)
                 return
             if self._connection is not None and self._connection in ready.values():
                 self._obey(self._connection)
-            if self._hub is not None and self._hub.failure and not self._told:
-                self._told = True
+            if self._hub is not None and self._hub.failure and not self._blind:
+                self._blind = True
                 self._tell_blind(f"the hub has failed: {self._hub.failure}")
             now = time.monotonic()
             self._monitor.look(min(now - last, LONGEST))
@@ -164,10 +164,10 @@ class Sidecar:
         start = time.monotonic() + grace
         self._due = [(start, tell), (start + _OBEY_WITHIN, lambda: os.kill(self._orders.process, signal.SIGKILL))]
 
-    def _leave(self, word: bytes) -> None:
-        """Tell the hub how the rank ended: by its word, or without one, when it is dead and cannot clean up."""
-        if word:
-            self._send(over=int(word))
+    def _leave(self, announcement: bytes) -> None:
+        """Tell the hub how the rank ended: by its announcement, or without one, when it is dead and cannot clean up."""
+        if announcement:
+            self._send(over=int(announcement))
             if self._hub is not None:
                 self._hub.finish(within=2.0)
             return

@@ -150,10 +150,10 @@ class _WaitGraph:
                 continue
             rarest = min(kinds.values())
             odd = [rank for rank, last in did.items() if kinds[str(last)] == rarest]
-            told = (f"{kind} on rank {_ranks(rank for rank in did if str(did[rank]) == kind)}" for kind in kinds)
-            why = f"number {number} over {scope} is {', '.join(told)}, in {self._pages[odd[0]].place}"
-            many = "s" if len(odd) > 1 else ""
-            what = f"rank{many} {_ranks(odd)} entered another collective than the others"
+            entered = (f"{kind} on rank {_ranks(rank for rank in did if str(did[rank]) == kind)}" for kind in kinds)
+            why = f"number {number} over {scope} is {', '.join(entered)}, in {self._pages[odd[0]].place}"
+            suffix = "s" if len(odd) > 1 else ""
+            what = f"rank{suffix} {_ranks(odd)} entered another collective than the others"
             return RankLostError(what, why=why, fix=_SAME, rank=odd[0])
         return None
 

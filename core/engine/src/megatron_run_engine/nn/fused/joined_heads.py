@@ -33,7 +33,7 @@ def split_heads(x: Tensor, shapes: Sequence[tuple[int, int]]) -> tuple[Tensor, .
     The gradient of x is contiguous, whatever the layouts of those of the parts; a part without one counts as zeros.
     """
     if torch.is_grad_enabled() and x.requires_grad and fuses(x):
-        parts: tuple[Tensor, ...] = _Split.apply(x, tuple(shapes))  # type: ignore[no-untyped-call]  # torch's
+        parts: tuple[Tensor, ...] = _SplitHeads.apply(x, tuple(shapes))  # type: ignore[no-untyped-call]  # torch's
         return parts
     return _parts(x, shapes)
 
@@ -44,7 +44,7 @@ def join_heads(first: Tensor, second: Tensor, third: Tensor | None = None) -> Te
     return result
 
 
-class _Split(torch.autograd.Function):
+class _SplitHeads(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, shapes: tuple[tuple[int, int], ...]) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)

@@ -6,7 +6,7 @@ and linear layers of experts).
 """
 
 from megatron_run_engine.nn.linear import linear
-from megatron_run_engine.nn.parallel.mappings import Split, column_linear, f, g, gather_sequence, scatter_sequence
+from megatron_run_engine.nn.parallel.mappings import LayerSplit, column_linear, f, g, gather_sequence, scatter_sequence
 from megatron_run_engine.nn.parallel.split_layers import (
     ExpertColumnLinear,
     ExpertRowLinear,
@@ -21,9 +21,9 @@ from megatron_run_engine.nn.parallel.split_layers import (
 __all__ = [
     "ExpertColumnLinear",
     "ExpertRowLinear",
+    "LayerSplit",
     "OutputLayer",
     "ReplicatedDropout",
-    "Split",
     "SplitLayers",
     "VocabEmbedding",
     "column_linear",

@@ -1,6 +1,6 @@
 """How a layer is split, and the edges of its region: conjugate pairs of autograd functions, the product at its entry.
 
-:class:`Split` says over which ranks, along the sequence or not, and which piece of each matrix a rank holds.
+:class:`LayerSplit` says over which ranks, along the sequence or not, and which piece of each matrix a rank holds.
 
 ``f`` and ``g`` are those of Shoeybi et al. 2019 ("Megatron-LM"), section 3. Under sequence parallelism
 ``gather_sequence`` and ``scatter_sequence`` replace them (Korthikanti et al. 2022, "Reducing Activation Recomputation
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Split:
+class LayerSplit:
     """A split of a layer over ``peers``, the ranks along ``axis``.
 
     ``sequence``: between layers each rank holds its part of the sequence instead of all of it (sequence parallelism).
@@ -70,10 +70,10 @@ class Split:
             Part(
                 f"{part.name}.{name}",
                 (part.features, *columns),
-                range(stop - mine, stop),
-                start=self.peers.index * mine,
+                range(stop - count, stop),
+                start=self.peers.index * count,
             )
-            for part, mine, stop in zip(parts, rows, accumulate(rows), strict=True)
+            for part, count, stop in zip(parts, rows, accumulate(rows), strict=True)
         )
 
     def columns_of(self, name: str, inputs: int, outputs: int) -> tuple[Part, ...]:
@@ -166,7 +166,7 @@ def column_linear(
     weight: Parameter,
     bias: Parameter | None,
     gradients: GradientAccumulator,
-    split: Split,
+    split: LayerSplit,
     products: Products = PLAIN,
     activation: Activation | None = None,
 ) -> Tensor:
@@ -197,7 +197,7 @@ class _ColumnLinear(torch.autograd.Function):
         weight: Parameter,
         bias: Parameter | None,
         gradients: GradientAccumulator,
-        split: Split,
+        split: LayerSplit,
         products: Products,
         terms: Terms | None,
     ) -> Tensor:

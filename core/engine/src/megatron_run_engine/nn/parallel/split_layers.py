@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from torch.nn import Parameter
 
     from megatron_run.contracts import AttentionShape, LinearSpec
-    from megatron_run_engine.nn.parallel.mappings import Split
+    from megatron_run_engine.nn.parallel.mappings import LayerSplit
     from megatron_run_engine.runtime.comm import ParallelGroup
     from megatron_run_engine.runtime.context import BuildContext
     from megatron_run_engine.runtime.rng import RandomStreams
@@ -46,7 +46,7 @@ ROWS_MULTIPLE = 128
 class VocabEmbedding(nn.Module):
     """Each rank looks up the tokens whose rows it holds and takes zeros for the others; the sum is complete."""
 
-    def __init__(self, context: BuildContext, split: Split, vocab: int, hidden: int, init: Init) -> None:
+    def __init__(self, context: BuildContext, split: LayerSplit, vocab: int, hidden: int, init: Init) -> None:
         super().__init__()
         self.gradients, self.split = context.gradients, split
         rows = rows_of_a_rank(vocab, split.peers)
@@ -56,9 +56,9 @@ class VocabEmbedding(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """[b, s] -> [s, b, h] or [s/t, b, h]."""
-        row, mine = owned(tokens.t(), self.first, len(self.weight), self.stop)  # [s, b]
+        row, local = owned(tokens.t(), self.first, len(self.weight), self.stop)  # [s, b]
         found = embed(row, self.weight, self.gradients)  # [s, b, h]
-        partial = found.masked_fill(~mine[..., None], 0.0)
+        partial = found.masked_fill(~local[..., None], 0.0)
         leave = scatter_sequence if self.split.sequence else g
         return leave(partial, self.split.peers)
 
@@ -69,7 +69,7 @@ class OutputLayer(nn.Module):
     def __init__(
         self,
         context: BuildContext,
-        split: Split,
+        split: LayerSplit,
         vocab: int,
         hidden: int,
         init: Init,
@@ -102,7 +102,7 @@ def vocabulary_spec(vocab: int, hidden: int, init: Init, peers: ParallelGroup = 
 class ExpertColumnLinear(GroupedLayer):
     """Column-parallel: computes this rank's share of the output features of each of ``parts``, for each expert."""
 
-    def __init__(self, context: BuildContext, split: Split, experts: range, spec: LinearSpec) -> None:
+    def __init__(self, context: BuildContext, split: LayerSplit, experts: range, spec: LinearSpec) -> None:
         super().__init__()
         self.gradients = context.gradients
         inputs, rows = spec.inputs, split.features(spec.parts)
@@ -126,7 +126,7 @@ class ExpertRowLinear(GroupedLayer):
     Each rank adds 1/t of the bias, so that the sum over the ranks contains it once.
     """
 
-    def __init__(self, context: BuildContext, split: Split, experts: range, spec: LinearSpec) -> None:
+    def __init__(self, context: BuildContext, split: LayerSplit, experts: range, spec: LinearSpec) -> None:
         super().__init__()
         self.gradients, self.bias_share = context.gradients, 1 / split.peers.size
         features, outputs = split.part(spec.inputs, "input features"), spec.features
@@ -197,7 +197,7 @@ def _keep(x: Tensor, kept: Tensor, p: float) -> Tensor:
 class SplitLayers(ParallelLayers):
     """A factory of layers split over one axis: embedding, output layer, experts, dropout and the loss."""
 
-    def __init__(self, context: BuildContext, split: Split) -> None:
+    def __init__(self, context: BuildContext, split: LayerSplit) -> None:
         self.context, self.split = context, split
         if split.sequence:
             split.part(context.train.sequence_length, "tokens of train.sequence_length")

@@ -117,10 +117,10 @@ def start_sum_shares(
     if len(shares) != 2:
         work: dist.Work | None = dist.all_reduce(flat, group=group, async_op=True)
         return work
-    mine, theirs = flat[_slice(shares[index])], flat[_slice(shares[1 - index])]
-    transfers, arriving = Transfers(group, _SUM), torch.empty_like(mine)
-    transfers.swap(theirs, arriving, 1 - index)
-    transfers.add(arriving, mine)
+    own, other = flat[_slice(shares[index])], flat[_slice(shares[1 - index])]
+    transfers, arriving = Transfers(group, _SUM), torch.empty_like(own)
+    transfers.swap(other, arriving, 1 - index)
+    transfers.add(arriving, own)
     return transfers
 
 
@@ -128,10 +128,10 @@ def start_gather_shares(
     flat: Tensor, shares: Sequence[range], index: int, group: dist.ProcessGroup | None
 ) -> Transfers:
     """Start filling ``flat`` in place with every peer's share; this rank, the ``index`` -th, holds its own already."""
-    transfers, mine = Transfers(group, _GATHER), flat[_slice(shares[index])]
+    transfers, own = Transfers(group, _GATHER), flat[_slice(shares[index])]
     for peer, share in enumerate(shares):
         if peer != index:
-            transfers.swap(mine, flat[_slice(share)], peer)
+            transfers.swap(own, flat[_slice(share)], peer)
     return transfers
 
 

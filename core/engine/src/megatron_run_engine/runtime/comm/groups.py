@@ -179,9 +179,9 @@ def _create(partition: Partition, rank: int, timeout: timedelta) -> dist.Process
     ranks.
     """
     members_only = dist.get_backend() == "gloo"
-    mine = None
+    own = None
     for ranks in partition:
         if len(ranks) > 1 and (rank in ranks or not members_only):
             group = dist.new_group(list(ranks), timeout=timeout, use_local_synchronization=members_only)
-            mine = group if rank in ranks else mine
-    return mine
+            own = group if rank in ranks else own
+    return own

@@ -129,8 +129,8 @@ class ParallelGroup:
         if gloo.is_gloo(self.group):
             summing = partial(gloo.start_sum_shares, shares=shares, index=self.index, group=self.group)
             return self._start("sum of shares", summing, flat)
-        scatter, mine = _collective("reduce_scatter"), slice(shares[self.index].start, shares[self.index].stop)
-        return self._start("sum of shares", lambda flat: scatter(flat[mine], flat, **self._async), flat)
+        scatter, share = _collective("reduce_scatter"), slice(shares[self.index].start, shares[self.index].stop)
+        return self._start("sum of shares", lambda flat: scatter(flat[share], flat, **self._async), flat)
 
     def start_gather_shares(self, flat: Tensor, shares: Sequence[range]) -> Pending:
         """Start filling ``flat`` on every peer; peer r holds ``shares[r]``, as in :meth:`start_sum_shares`."""
@@ -142,8 +142,8 @@ class ParallelGroup:
         if gloo.is_gloo(self.group):
             gathering = partial(gloo.start_gather_shares, shares=shares, index=self.index, group=self.group)
             return self._start("gather of shares", gathering, flat)
-        gather, mine = _collective("all_gather"), slice(shares[self.index].start, shares[self.index].stop)
-        return self._start("gather of shares", lambda flat: gather(flat, flat[mine], **self._async), flat)
+        gather, share = _collective("all_gather"), slice(shares[self.index].start, shares[self.index].stop)
+        return self._start("gather of shares", lambda flat: gather(flat, flat[share], **self._async), flat)
 
     def _start(self, operation: str, begin: Callable[..., Waitable | None], result: Tensor, *inputs: Tensor) -> Pending:
         phase = self.activity.collective(operation, self.scope, result.numel())

@@ -90,10 +90,10 @@ def score(
     found = torch.zeros(len(windows), 2, dtype=torch.float64)
     for turn in range(0, len(batches), copies):
         # Experts may lie on other copies, so all copies run equally many passes; one too many is not counted.
-        mine = turn + copy
-        numbers = batches[min(mine, len(batches) - 1)]
+        index = turn + copy
+        numbers = batches[min(index, len(batches) - 1)]
         scores = _pass(network, [windows[number] for number in numbers])
-        if scores is not None and mine < len(batches):
+        if scores is not None and index < len(batches):
             found[numbers] = scores
         if progress:
             progress(min((turn + copies) * batch, len(windows)))

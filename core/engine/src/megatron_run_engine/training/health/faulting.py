@@ -48,9 +48,9 @@ def add_faults(
 
     ``parameters`` are the rank's, whose gradients and weights a fault may corrupt.
     """
-    mine = [fault for fault in faults if fault.rank in (None, rank) and fault.attempt in (None, attempt)]
-    if mine:
-        activity.listeners.append(_FaultInjector(mine, rank, parameters))
+    injected = [fault for fault in faults if fault.rank in (None, rank) and fault.attempt in (None, attempt)]
+    if injected:
+        activity.listeners.append(_FaultInjector(injected, rank, parameters))
 
 
 class _FaultInjector:

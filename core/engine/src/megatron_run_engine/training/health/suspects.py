@@ -57,5 +57,6 @@ def _suspects(plugins: Mapping[str, tuple[Plugin, ...]]) -> Iterator[_Suspect]:
             known = known_plugin(kind, plugin.name)
             foreign = known is None or known.distribution != plugin.distribution
             # Layers are tried on top of those below them, as they are trained.
-            word = "+".join(each.word for each in chosen[:number]) if kind == "parallel-layer" else plugin.word
-            yield _Suspect(f"{plugin} of {plugin.source}", f"{kind}={word}", foreign)
+            stack = chosen[:number] if kind == "parallel-layer" else [plugin]
+            reference = "+".join(each.reference for each in stack)
+            yield _Suspect(f"{plugin} of {plugin.source}", f"{kind}={reference}", foreign)

@@ -152,10 +152,10 @@ class Checkpointing:
         progress = self._load("auto").progress
         return progress if progress.step else None
 
-    def _load(self, word: str) -> Resumed:
+    def _load(self, choice: str) -> Resumed:
         run, checkpoints, ranks = self._run, self._checkpoints, self._ranks
         with self._activity.within("load"):
-            step = choose_on_rank0(word, checkpoints, ranks)
+            step = choose_on_rank0(choice, checkpoints, ranks)
             if step is None:
                 return Resumed(Progress())
             run = with_granted(run, self._folder.path, step)

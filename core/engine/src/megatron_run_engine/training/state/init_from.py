@@ -94,7 +94,7 @@ def unloaded_weights(run: ResolvedRun) -> str:
     config = run.config.run
     if config.init_from is not None or config.branch_from is not None or _resumes(run):
         return ""
-    homes = (Path(word).expanduser().absolute().parent for word in run.request.configs if isinstance(word, str))
+    homes = (Path(path).expanduser().absolute().parent for path in run.request.configs if isinstance(path, str))
     for home in homes:
         checkpoints = Checkpoints(home / CHECKPOINTS)
         step = next(iter(checkpoints.steps()), None)

@@ -66,8 +66,8 @@ class Keeping:
 
     def _same_text(self, home: Path, about: About) -> bool:
         """Whether ids mean what they meant to the weights ``about``, as far as is known: else their source misleads."""
-        theirs = kept_tokenizer(home, about)
-        if theirs is None:
+        kept = kept_tokenizer(home, about)
+        if kept is None:
             return about.tokenizer is None and (not reads_bytes(about.identity) or reads_bytes(identity(self._run)))
         known = self._file is not None or reads_bytes(identity(self._run))
-        return known and same_vocabulary(theirs, self._file)
+        return known and same_vocabulary(kept, self._file)

@@ -109,9 +109,9 @@ def resume(
     return Resumed(accepted.progress, checkpoints.folder(step), accepted.changes, base.record)
 
 
-def choose_on_rank0(word: str, checkpoints: Checkpoints, ranks: Ranks) -> int | None:
+def choose_on_rank0(choice: str, checkpoints: Checkpoints, ranks: Ranks) -> int | None:
     """Return what :meth:`Checkpoints.select` returns on rank 0. Collective."""
-    step: int | None = json.loads(on_rank0(ranks, lambda: json.dumps(checkpoints.select(word))))
+    step: int | None = json.loads(on_rank0(ranks, lambda: json.dumps(checkpoints.select(choice))))
     return step
 
 
@@ -134,8 +134,8 @@ def verify_share(
     The files are dealt to the ranks, so that each is read once. ``heartbeat`` is called meanwhile, by several threads.
     """
     manifest = checkpoints.manifest(step)
-    mine = sorted(manifest.files)[ranks.rank :: ranks.size]
-    verify_files(checkpoints.folder(step), manifest, mine, files_at_once(), heartbeat, fast=True)
+    share = sorted(manifest.files)[ranks.rank :: ranks.size]
+    verify_files(checkpoints.folder(step), manifest, share, files_at_once(), heartbeat, fast=True)
     return manifest
 
 
@@ -302,9 +302,9 @@ def plugin_records(plugins: Plugins) -> dict[str, tuple[PluginRecord, ...]]:
                 version=plugin.version,
                 state_version=plugin.info.state_version,
             )
-            for plugin in many
+            for plugin in stack
         )
-        for kind, many in plugins.items()
+        for kind, stack in plugins.items()
     }
 
 
@@ -312,7 +312,7 @@ def plugin_changes(saved: About, plugins: Plugins) -> list[str]:
     """Return one line for each kind whose plugins differ from those that saved."""
     lines = []
     for kind, records in plugin_records(plugins).items():
-        before, now = (" + ".join(each.name for each in many) for many in (saved.plugins.get(kind, ()), records))
+        before, now = (" + ".join(each.name for each in stack) for stack in (saved.plugins.get(kind, ()), records))
         if before != now:
             lines.append(f"step {saved.step} was saved with {kind}={before}, resuming with {kind}={now}")
     return lines

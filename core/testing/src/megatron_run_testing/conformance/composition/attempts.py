@@ -91,9 +91,9 @@ def work(rank: int, world: int, folder: str, rounds: Sequence[Sequence[Job]]) ->
     store = dist.FileStore(f"{folder}/meet", world)  # type: ignore[attr-defined]  # torch exports it without saying so
     meet = _Meeting(store, world)
     for jobs in rounds:
-        mine = next((job for job in jobs if job.rank <= rank < job.rank + job.width), None)
+        own = next((job for job in jobs if job.rank <= rank < job.rank + job.width), None)
         with Path(os.devnull).open("w") as nowhere, redirect_stderr(nowhere):  # notices of hundreds of runs
-            outcome = _run(mine, rank, meet, len(jobs[0].attempts))
+            outcome = _run(own, rank, meet, len(jobs[0].attempts))
         yield outcome
     _join(f"{folder}/end", rank, world)  # what started the ranks leaves with all of them
 

@@ -42,7 +42,7 @@ class Sizes(NamedTuple):
 
     def within(self, other: Sizes) -> bool:
         """Whether no size is above that of ``other``, and one is below it."""
-        return self != other and all(mine <= theirs for mine, theirs in zip(self, other, strict=True))
+        return self != other and all(size <= limit for size, limit in zip(self, other, strict=True))
 
 
 #: The step from which a run goes on that is interrupted.

@@ -27,7 +27,7 @@ _AT_ONCE = 20
 #: Refused compositions for each one that is asked for, after which nothing is expected any more.
 _PATIENCE = 20
 
-Told = Callable[[str], None]
+Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -67,18 +67,18 @@ class Findings:
 
 
 def check_composition(
-    target: str, sets: Sequence[str] = (), count: int = 20, seed: int = 1, told: Told = lambda _: None
+    target: str, sets: Sequence[str] = (), count: int = 20, seed: int = 1, progress: Progress = lambda _: None
 ) -> list[Findings]:
     """Compare ``count`` compositions of each plugin of ``target`` with the single process.
 
     ``target`` is ``KIND=NAME``, an installed distribution, its folder, or a file; ``sets`` are settings of every run.
-    ``told`` is called with lines about the progress. Raises :class:`~megatron_run.errors.RunError` where there is
+    ``progress`` is called with lines about the progress. Raises :class:`~megatron_run.errors.RunError` where there is
     nothing to compose.
     """
     plugins = [load(entry, "plugins check") for entry in _entries(target)]
     composed = [each for each in plugins if each.kind not in ("observer", "format")]
     space = Space.of_installed(tuple(sets))
-    return [search(space.around(plugin), count, seed, told, plugin) for plugin in composed or plugins]
+    return [search(space.around(plugin), count, seed, progress, plugin) for plugin in composed or plugins]
 
 
 def _entries(target: str) -> tuple[Entry, ...]:
@@ -107,7 +107,9 @@ def _entries(target: str) -> tuple[Entry, ...]:
     return found
 
 
-def search(space: Space, count: int, seed: int, told: Told = lambda _: None, plugin: Plugin | None = None) -> Findings:
+def search(
+    space: Space, count: int, seed: int, progress: Progress = lambda _: None, plugin: Plugin | None = None
+) -> Findings:
     """Compare ``count`` compositions of ``space``. Raises :class:`InputError` where all that is drawn is refused."""
     random, found, start = Random(seed), Findings(str(plugin or "")), time.monotonic()
     reasons, wrong = Counter[str](), list[tuple[Composition, Compared]]()
@@ -118,14 +120,15 @@ def search(space: Space, count: int, seed: int, told: Told = lambda _: None, plu
                 reasons[compared.refused] += 1
             elif compared.faults:
                 wrong.append((composition, compared))
-                told(f"differs: {composition}: {'; '.join(compared.faults)}")
+                progress(f"differs: {composition}: {'; '.join(compared.faults)}")
             else:
                 found.equal += 1
                 _note(found, composition, compared)
         found.refused = reasons.total()
-        told(f"{found.equal} equal, {len(wrong)} different, {found.refused} refused, {time.monotonic() - start:.0f} s")
+        counts = f"{found.equal} equal, {len(wrong)} different, {found.refused} refused"
+        progress(f"{counts}, {time.monotonic() - start:.0f} s")
     found.different = len(wrong)
-    found.differences = _told(_simplest_of(wrong, told)) if wrong else []
+    found.differences = _differences(_simplest_of(wrong, progress)) if wrong else []
     found.seconds = time.monotonic() - start
     return found
 
@@ -143,12 +146,14 @@ def simplest(composition: Composition, compared: Compared) -> tuple[Composition,
     return composition, compared
 
 
-def _simplest_of(wrong: Sequence[tuple[Composition, Compared]], told: Told) -> list[tuple[Composition, Compared]]:
+def _simplest_of(
+    wrong: Sequence[tuple[Composition, Compared]], progress: Progress
+) -> list[tuple[Composition, Compared]]:
     """The simplest compositions. What contains one of them is taken to differ for the same reason."""
     bare = sorted(
         {each for composition, _ in wrong for each in composition.barest()}, key=lambda each: each.sizes.world
     )
-    told(f"making {len(wrong)} simpler")
+    progress(f"making {len(wrong)} simpler")
     splits = [(each, seen) for each, seen in zip(bare, compare(bare), strict=True) if seen.faults]
     found = list[tuple[Composition, Compared]]()
     for composition, compared in sorted(wrong, key=lambda each: len(each[0].choices)):
@@ -159,7 +164,7 @@ def _simplest_of(wrong: Sequence[tuple[Composition, Compared]], told: Told) -> l
     return found
 
 
-def _told(found: Sequence[tuple[Composition, Compared]]) -> list[Difference]:
+def _differences(found: Sequence[tuple[Composition, Compared]]) -> list[Difference]:
     documents = write_documents(_kept())
     return [
         Difference(str(composition), tuple(seen.faults), tuple(composition.commands("composition", documents)))

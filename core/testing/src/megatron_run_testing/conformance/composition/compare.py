@@ -94,11 +94,11 @@ def refusal(composition: Composition, documents: str = "documents") -> str:
 
 def write_documents(folder: Path) -> str:
     """Write an indexed dataset of short documents into ``folder``; its prefix. The same bytes whenever and wherever."""
-    from megatron_run_engine.data.indexed_files import Writer
+    from megatron_run_engine.data.indexed_files import IndexedWriter
 
     generator = np.random.default_rng(0)
     prefix = folder / "documents"
-    with Writer(prefix, np.uint16) as writer:
+    with IndexedWriter(prefix, np.uint16) as writer:
         for _ in range(240):
             for _ in range(generator.integers(1, 4)):  # sentences, in which some tokens are likelier than others
                 writer.add(1 + generator.integers(0, 26, generator.integers(3, 9)) ** 2 // 26)

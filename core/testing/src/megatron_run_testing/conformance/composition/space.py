@@ -59,7 +59,7 @@ class Space:
         """Everything that is installed: options that name another plugin are left out, further schedules are added."""
         catalog = scan() if catalog is None else catalog
         known = {str(entry) for entry in catalog.entries}
-        named = {word.partition(",")[0] for axis in CARRIED_OUT for option in axis.options for word in option}
+        named = {setting.partition(",")[0] for axis in CARRIED_OUT for option in axis.options for setting in option}
         others = [str(entry) for entry in catalog.of_kind("schedule") if entry.name != "sequential"]
         further = [option for each in others if each not in named for option in ((each,), (each, "parallel.chunks=2"))]
 
@@ -68,7 +68,7 @@ class Space:
             return axis._replace(options=[*options, *(further if axis.name == "schedule" else ())])
 
         learned, carried_out = (tuple(map(offered, axes)) for axes in (LEARNED, CARRIED_OUT))
-        chosen = {word for axis in learned for option in axis.options for word in _plugins_of(option)}
+        chosen = {plugin for axis in learned for option in axis.options for plugin in _plugins_of(option)}
         chosen |= {f"{kind}={name}" for kind, name in _DEFAULTS.items()}
         options = {
             (entry.kind, entry.name): _fields(load(entry, "plugins check").options_model)
@@ -83,8 +83,8 @@ class Space:
         The single process has it too, but for a schedule, a capture and layers that split: it is compared with itself.
         Raises :class:`InputError` for a kind that has no part in what is learned.
         """
-        kind, choice = plugin.kind, f"{plugin.kind}={plugin.word}"
-        space = replace(self, options={**self.options, (kind, plugin.word): _fields(plugin.options_model)})
+        kind, choice = plugin.kind, f"{plugin.kind}={plugin.reference}"
+        space = replace(self, options={**self.options, (kind, plugin.reference): _fields(plugin.options_model)})
         if kind == "schedule":
             pipelined = "parallel.pipeline" in plugin.provides
             axis = Axis(kind, [(choice,), (choice, "parallel.chunks=2")], needs="pipeline" if pipelined else "")
@@ -94,7 +94,7 @@ class Space:
         if kind == "parallel-layer" and "parallel.tensor" in plugin.provides:
             return space._fixed("layer", Axis("layer", [(choice,)], needs="tensor"), learned=False)._split("tensor")
         if kind == "parallel-layer":
-            stacked = f"{kind}=+{plugin.word}" if plugin.takes("base") else choice
+            stacked = f"{kind}=+{plugin.reference}" if plugin.takes("base") else choice
             return space._fixed("adapters", Axis("adapters", [(stacked,)]))
         axes = {"optimizer": "update", "scaler": "scaler", "model": "network", "data": "data"}
         if kind not in axes:
@@ -107,12 +107,12 @@ class Space:
 
     def _fixed(self, name: str, axis: Axis, *, learned: bool = True) -> Space:
         """With ``axis`` in the place of the one of that ``name``."""
-        mine, others = self.learned, self.carried_out
-        mine, others = (tuple(each for each in axes if each.name != name) for axes in (mine, others))
+        kept, others = self.learned, self.carried_out
+        kept, others = (tuple(each for each in axes if each.name != name) for axes in (kept, others))
         return (
-            replace(self, learned=(*mine, axis), carried_out=others)
+            replace(self, learned=(*kept, axis), carried_out=others)
             if learned
-            else replace(self, learned=mine, carried_out=(axis, *others))
+            else replace(self, learned=kept, carried_out=(axis, *others))
         )
 
     def _split(self, needs: str) -> Space:
@@ -177,8 +177,8 @@ class Composition:
 
     def contains(self, other: Composition) -> bool:
         """Whether it has all choices of ``other``, on as many ranks or more."""
-        theirs = {choice for choice in other.choices if choice[0] != "ranks"}
-        return theirs <= set(self.choices) and (other.sizes == self.sizes or other.sizes.within(self.sizes))
+        required = {choice for choice in other.choices if choice[0] != "ranks"}
+        return required <= set(self.choices) and (other.sizes == self.sizes or other.sizes.within(self.sizes))
 
     @property
     def rounded(self) -> bool:
@@ -265,8 +265,8 @@ def _fields(model: type[BaseModel]) -> dict[str, FieldInfo]:
 
 def _plugins_of(option: Settings) -> set[str]:
     """The installed plugins that ``option`` names: ``kind=name``."""
-    words = (word.partition(",")[0] for word in option)
-    return {word.replace("=+", "=") for word in words if word.partition("=")[0] in RUN_KINDS}
+    choices = (setting.partition(",")[0] for setting in option)
+    return {choice.replace("=+", "=") for choice in choices if choice.partition("=")[0] in RUN_KINDS}
 
 
 def _literals(annotation: Any) -> set[str]:

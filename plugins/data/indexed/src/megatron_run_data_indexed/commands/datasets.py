@@ -275,9 +275,9 @@ def inspect(prefix: Path, *, samples: int, tokenizer: str | None, whole: bool, a
     """Show what the dataset PREFIX (.bin and .idx) holds; damage is told with file and byte."""
     from megatron_run_data_indexed.preparation import inspect as inspection
     from megatron_run_engine.data import check_ids
-    from megatron_run_engine.data.indexed_files import Reader
+    from megatron_run_engine.data.indexed_files import IndexedReader
 
-    reader = Reader(prefix)
+    reader = IndexedReader(prefix)
     summary = inspection.summarise(reader, prefix)
     opened = inspection.tokenizer_of(prefix, tokenizer) if samples or whole else None
     if samples and opened is None:

@@ -14,7 +14,7 @@ from megatron_run.files.foreign_file import read_file
 from megatron_run.files.publishing import half_named
 from megatron_run.files.safe_folder import parse_json
 from megatron_run_engine.data import Tokenizer, open_tokenizer
-from megatron_run_engine.data.indexed_files import Writer, index_path, tokens_path
+from megatron_run_engine.data.indexed_files import IndexedWriter, index_path, tokens_path
 from megatron_run_engine.data.user_files import unreadable
 
 if TYPE_CHECKING:
@@ -31,15 +31,15 @@ def refuse_dataset(prefix: Path, option: str, inputs: Collection[Path], *, overw
     if index_path(prefix).exists() and not overwrite:
         raise taken(f"the dataset {prefix}", option)
     paths = (tokens_path(prefix), about_path(prefix), index_path(prefix))
-    ours = half_named(*paths)
+    unfinished = half_named(*paths)
     for path in paths:
-        refuse_taken(path, option, overwrite=overwrite or path in ours, inputs=inputs)
+        refuse_taken(path, option, overwrite=overwrite or path in unfinished, inputs=inputs)
 
 
 @contextmanager
-def writing(prefix: str | Path, dtype: DTypeLike, about: Callable[[], Mapping[str, Any]]) -> Iterator[Writer]:
+def writing(prefix: str | Path, dtype: DTypeLike, about: Callable[[], Mapping[str, Any]]) -> Iterator[IndexedWriter]:
     """A writer of the dataset ``prefix``, and of what ``about`` tells at the end: all appears, or nothing does."""
-    with Writer(prefix, dtype, beside=about_path(prefix)) as writer:
+    with IndexedWriter(prefix, dtype, beside=about_path(prefix)) as writer:
         yield writer
         writer.write_beside(json.dumps(about(), indent=2).encode() + b"\n")
 
@@ -122,8 +122,8 @@ def _contents(identity: str) -> str:
 
 def made_with(prefix: Path) -> MadeWith | None:
     """The tokenizer of which ``PREFIX.json`` tells; None where nothing does."""
-    told = [read_about(prefix).get(key) for key in ("tokenizer", "identity", "vocab_size")]
-    match told:
+    fields = [read_about(prefix).get(key) for key in ("tokenizer", "identity", "vocab_size")]
+    match fields:
         case [str(name), str(identity), int(vocab_size)]:
             return MadeWith(name, identity, vocab_size)
     return None

@@ -86,10 +86,10 @@ def clean(job: Cleaning, *, overwrite: bool = False, progress: Callable[[Report]
     if ENDINGS.get(plain.suffix) != "jsonl":  # the other commands would not read it
         why = "JSON lines are written, also .gz or .zst"
         raise InputError(f"{job.out} does not say its format", why=why, fix=f"name it {plain}.jsonl")
-    ours = half_named(job.removed, job.out)
+    unfinished = half_named(job.removed, job.out)
     for path in (job.out, job.removed):
         inputs = (*(source.path for source in (*job.inputs, *job.tests)), *files_of_tokenizer(job.tokenizer))
-        refuse_taken(path, "--out", overwrite=overwrite or path in ours, inputs=inputs)
+        refuse_taken(path, "--out", overwrite=overwrite or path in unfinished, inputs=inputs)
     report = Report()
     tests = ngrams_of(texts(job.tests, Reading(job.reading.key, job.reading.separator, "skip")), job.rules.ngram)
     examiner = partial(_examiner, job.rules, job.tokenizer, tests)

@@ -18,7 +18,7 @@ from megatron_run_data_indexed.preparation.inspect import document, end_of, text
 from megatron_run_data_indexed.preparation.parquet_file import column_values, missing
 from megatron_run_data_indexed.preparation.records import lines
 from megatron_run_engine.data import Tokenizer
-from megatron_run_engine.data.indexed_files import Reader, dtype_for
+from megatron_run_engine.data.indexed_files import IndexedReader, dtype_for
 from megatron_run_engine.data.user_files import json_line, packing
 
 #: Documents that are in memory at once.
@@ -31,12 +31,12 @@ def export(prefix: Path, target: Path, tokenizer: Tokenizer | None, key: str) ->
     """Write the documents of a dataset to ``target``; return how many.
 
     With a ``tokenizer`` key ``key`` holds their text, special tokens by name, without the end of a document, else their
-    token ids. A document of several sequences is one record. Raises :class:`DataError` as :class:`Reader`, and without
-    space.
+    token ids. A document of several sequences is one record. Raises :class:`DataError` as :class:`IndexedReader`, and
+    without space.
     """
     if not target.name.endswith(ENDINGS):
         raise InputError(f"{target} does not say its format", why=f"names end in {', '.join(ENDINGS)}")
-    reader = Reader(prefix)
+    reader = IndexedReader(prefix)
     count = len(reader.documents) - 1
     end = None if tokenizer is None else end_of(prefix, tokenizer)
     values = (_value(document(reader, number), tokenizer, end) for number in range(count))

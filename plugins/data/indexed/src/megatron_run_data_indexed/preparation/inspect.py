@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from megatron_run_data_indexed.preparation.about import made_with, read_about
 from megatron_run_engine.data import Tokenizer, open_tokenizer
-from megatron_run_engine.data.indexed_files import Reader, tokens_path
+from megatron_run_engine.data.indexed_files import IndexedReader, tokens_path
 
 #: Tokens of a sample that are shown.
 SHOWN = 100
@@ -40,7 +40,7 @@ class Summary:
         return self.tokens / max(self.documents, 1)
 
 
-def summarise(reader: Reader, prefix: str | Path) -> Summary:
+def summarise(reader: IndexedReader, prefix: str | Path) -> Summary:
     """Summarise a dataset from its index; the tokens are not read."""
     lengths = document_lengths(reader)
     powers = np.frexp(lengths.astype(np.float64))[1]  # a length of 2^(p-1) to 2^p - 1 has the power p, and 0 has 0
@@ -61,14 +61,14 @@ def summarise(reader: Reader, prefix: str | Path) -> Summary:
     )
 
 
-def document_lengths(reader: Reader) -> NDArray[np.int64]:
+def document_lengths(reader: IndexedReader) -> NDArray[np.int64]:
     """Tokens of each document, [documents]."""
     starts = np.append(reader.offsets, len(reader.tokens) * reader.dtype.itemsize) // reader.dtype.itemsize
     lengths: NDArray[np.int64] = np.diff(starts[reader.documents])
     return lengths
 
 
-def document(reader: Reader, number: int) -> NDArray[np.generic]:
+def document(reader: IndexedReader, number: int) -> NDArray[np.generic]:
     """The tokens of a document, its sequences one after the other."""
     first, last = (int(place) for place in reader.documents[number : number + 2])
     return np.concatenate([reader[sequence] for sequence in range(first, last)]) if last > first else reader.tokens[:0]
@@ -86,7 +86,7 @@ def text_of(tokens: NDArray[np.generic], tokenizer: Tokenizer, end: int | None) 
     return tokenizer.decode(whole[:-1] if whole and whole[-1] == end else whole, special=True)
 
 
-def samples(reader: Reader, prefix: str | Path, tokenizer: Tokenizer, count: int) -> list[tuple[int, str, bool]]:
+def samples(reader: IndexedReader, prefix: str | Path, tokenizer: Tokenizer, count: int) -> list[tuple[int, str, bool]]:
     """Return ``count`` documents spread over the dataset: number, text of the first ``SHOWN`` tokens, whether cut."""
     documents = len(reader.documents) - 1
     found, end = [], end_of(prefix, tokenizer)
@@ -101,7 +101,7 @@ def tokenizer_of(prefix: str | Path, name: str | None) -> Tokenizer | None:
 
     Raises :class:`DataError` where there is no dataset.
     """
-    Reader(prefix)
+    IndexedReader(prefix)
     if name:
         return open_tokenizer(name)
     made = made_with(Path(prefix))

@@ -44,13 +44,13 @@ def write_part(path: Path, plan: int, tokens: NDArray[Any], lengths: NDArray[np.
     """Write a part of the preparation ``plan``, a number of 64 bits. Raises :class:`OSError`."""
     record = json.dumps(asdict(account)).encode()
     body = (tokens.data, lengths.astype("<i4").data, record, struct.pack("<Q", len(record)))
-    told = xxhash.xxh3_64(seed=plan)
+    checksum = xxhash.xxh3_64(seed=plan)
     with publishing(path, durable=False) as (file,):
         for piece in body:
             if len(piece):  # numpy gives an empty array no buffer that xxhash takes
-                told.update(piece)
+                checksum.update(piece)
                 file.write(piece)
-        file.write(struct.pack("<Q8s", told.intdigest(), _MAGIC))
+        file.write(struct.pack("<Q8s", checksum.intdigest(), _MAGIC))
 
 
 def read_part(path: Path, plan: int, dtype: np.dtype[Any]) -> tuple[NDArray[Any], NDArray[np.int32], Account] | None:
@@ -62,8 +62,8 @@ def read_part(path: Path, plan: int, dtype: np.dtype[Any]) -> tuple[NDArray[Any]
         return None
     if len(content) < _END.size:
         return None
-    length, told, magic = _END.unpack(content[-_END.size :])
-    if magic != _MAGIC or xxhash.xxh3_64_intdigest(content[:-16], seed=plan) != told:
+    length, checksum, magic = _END.unpack(content[-_END.size :])
+    if magic != _MAGIC or xxhash.xxh3_64_intdigest(content[:-16], seed=plan) != checksum:
         return None
     account = json.loads(bytes(content[-_END.size - length : -_END.size]))
     account["faults"] = tuple((number, why) for number, why in account["faults"])

@@ -40,11 +40,11 @@ class Workers(Generic[Item]):
         self._pipes: list[Connection[Any, Any]] = []
         self._processes = []
         for _ in range(count):
-            ours, theirs = context.Pipe()
-            self._pipes.append(ours)
-            process = context.Process(target=_serve, args=(theirs, tuple(self._pipes), work), daemon=True)
+            parent_end, child_end = context.Pipe()
+            self._pipes.append(parent_end)
+            process = context.Process(target=_serve, args=(child_end, tuple(self._pipes), work), daemon=True)
             process.start()
-            theirs.close()
+            child_end.close()
             self._processes.append(process)
 
     def map(self, items: Iterable[Item]) -> Iterator[Item]:
@@ -122,7 +122,7 @@ def _held_signals() -> Iterator[None]:
         return
     heard: list[tuple[int, FrameType | None]] = []
     held = [number for number in _ENDING if signal.getsignal(number) is not signal.SIG_IGN]
-    before = {number: signal.signal(number, lambda *told: heard.append(told)) for number in held}
+    before = {number: signal.signal(number, lambda *arguments: heard.append(arguments)) for number in held}
     masked = signal.pthread_sigmask(signal.SIG_BLOCK, _ENDING)
     try:
         yield

@@ -37,8 +37,8 @@ def _of_latent(options: Any) -> Sequence[int]:
 
 def _query(*, latent: bool) -> Fused:
     """The matrix that makes queries, of a latent or of the stream: theirs has two names."""
-    ours = ("layers.{layer}.attention.query.query",)
-    return Fused(ours, by_head=True, order=_of_head, when=lambda options: (options.query_rank is not None) == latent)
+    modules = ("layers.{layer}.attention.query.query",)
+    return Fused(modules, by_head=True, order=_of_head, when=lambda options: (options.query_rank is not None) == latent)
 
 
 _ROPE = rope()
@@ -47,11 +47,11 @@ _ROPE = rope()
 def _read_rotations(config: Config) -> dict[str, Any]:
     """With YaRN all products have a factor, too, by the share ``mscale_all_dim``."""
     found = rotation(config.get("rope_scaling") or config.get("rope_parameters") or {})
-    ours, every = _ROPE.read(config), found.get("mscale_all_dim")
+    options, every = _ROPE.read(config), found.get("mscale_all_dim")
     if found["rope_type"] == "default" or not every:
-        return ours
+        return options
     size = config["qk_nope_head_dim"] + config["qk_rope_head_dim"]
-    return {**ours, "attention.scale": (0.1 * every * math.log(found["factor"]) + 1) ** 2 / math.sqrt(size)}
+    return {**options, "attention.scale": (0.1 * every * math.log(found["factor"]) + 1) ** 2 / math.sqrt(size)}
 
 
 def _write_rotations(options: Config) -> dict[str, Any]:

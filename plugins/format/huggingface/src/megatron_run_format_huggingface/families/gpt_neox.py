@@ -28,7 +28,7 @@ GPT_NEOX = Family(
         "attention_bias": True,
     },
     keys={
-        **{ours: theirs for ours, theirs in KEYS.items() if theirs not in _OTHERS},
+        **{option: key for option, key in KEYS.items() if key not in _OTHERS},
         "norm.eps": "layer_norm_eps",
         "parallel_residual": "use_parallel_residual",
     },

@@ -49,7 +49,7 @@ def write(weights: Weights, adapters: AdapterWeights) -> Written:
     ranks: dict[str, int] = {}
     transposed = False
     for module, row in rows.items():
-        stems = [name.removesuffix(_WEIGHT) for name in row.ours]
+        stems = [name.removesuffix(_WEIGHT) for name in row.logical]
         found = {stem: _pair(adapters, stem) for stem in stems if stem in left}
         if not found:
             continue
@@ -149,7 +149,8 @@ def read(file: TensorFile, described: AdapterConfig, weights: Weights) -> Adapte
         elif fault := _misfit(file, module, row, shapes, described.rank_of(module)):
             faults.append(fault)
         else:
-            tensors |= dict(_ours(file, module, _upright(row), shapes, described.scale_of(module) / described.scale))
+            factor = described.scale_of(module) / described.scale
+            tensors |= dict(_imported(file, module, _upright(row), shapes, factor))
     if faults:
         raise CheckpointError(f"{file.path} does not fit the model", why=first_few(faults))
     return AdapterWeights(how, tensors, described.base)
@@ -179,7 +180,7 @@ def _name(module: str, end: str) -> str:
     return f"base_model.model.{module}.lora_{end}.weight"
 
 
-def _ours(
+def _imported(
     file: TensorFile, module: str, row: Row, shapes: Mapping[str, Shape], factor: float
 ) -> Iterator[tuple[str, ReadTensor]]:
     """Our A and B of ``row``, the second times ``factor``, where its A and B are those of ``module``."""

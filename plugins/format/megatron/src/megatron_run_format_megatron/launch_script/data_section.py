@@ -54,10 +54,10 @@ def find_vocabulary(arguments: Arguments) -> Setting | None:
 def last_token(arguments: Arguments) -> Setting | None:
     """The token that ends a document, where the flags tell: GPT-2's last id, or the id after those of the numbers."""
     vocabulary = find_vocabulary(arguments)
-    told = arguments.get("tokenizer_type") in _NUMBERS or (
+    stated = arguments.get("tokenizer_type") in _NUMBERS or (
         vocabulary is not None and vocabulary.why.endswith("GPT-2's")
     )
-    if vocabulary is None or not told or vocabulary.why == WITH_PADDING:
+    if vocabulary is None or not stated or vocabulary.why == WITH_PADDING:
         return None
     return vocabulary._replace(value=vocabulary.value - 1)
 
@@ -116,8 +116,8 @@ def tokenizer_words(arguments: Arguments) -> str:
     kind = given("tokenizer_type")
     named = [f"--{name.replace('_', '-')} {given(name)}" for name in _FILES if given(name)]
     tiktoken = [f"--{name.replace('_', '-')} {value}" for name, value in arguments.items() if "tiktoken" in name]
-    told = [f"--tokenizer-type {kind}"] if kind else []
-    return " ".join([*told, *named, *tiktoken]) if told or named else ""
+    kinds = [f"--tokenizer-type {kind}"] if kind else []
+    return " ".join([*kinds, *named, *tiktoken]) if kinds or named else ""
 
 
 def data(arguments: Arguments) -> Iterator[Setting]:
@@ -151,7 +151,7 @@ def _datasets(named: Sequence[str], split: Sequence[float] | None) -> Iterator[S
 def blend(named: Sequence[str]) -> tuple[list[str], list[float]]:
     """The paths and weights of ``--data-path``: ``0.7 a 0.3 b``, or paths alone, which have no weights."""
     try:
-        weights = [float(word) for word in named[::2]]
+        weights = [float(weight) for weight in named[::2]]
     except ValueError:
         weights = []
     if not weights or len(named) % 2:

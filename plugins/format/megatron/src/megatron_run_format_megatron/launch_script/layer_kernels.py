@@ -65,8 +65,8 @@ def _captured_by(arguments: Arguments) -> tuple[str | None, str]:
 
 def _scope(arguments: Arguments) -> list[str]:
     """The names of the scope: words, or one word with commas. ``full`` is Megatron's older name of a whole layer."""
-    words = [name for word in arguments.get("cuda_graph_scope") or () for name in word.split(",") if name]
-    return [name for word in words for name in (_segments(arguments) if word == "full" else (word,))]
+    scopes = [name for scope in arguments.get("cuda_graph_scope") or () for name in scope.split(",") if name]
+    return [name for scope in scopes for name in (_segments(arguments) if scope == "full" else (scope,))]
 
 
 def _segments(arguments: Arguments) -> tuple[str, ...]:
@@ -88,8 +88,8 @@ def faults(arguments: Arguments) -> Iterator[tuple[str, str, bool]]:
     """Flags that become nothing here: the flag as written, why, and whether what is learned differs by it."""
     given = arguments.get
     if given("fp8_format") and _recipe(arguments) is None:
-        told = f"--fp8-format {given('fp8_format')} --fp8-recipe {given('fp8_recipe', 'delayed')}"
-        yield told, f"formats are {', '.join(_FORMATS)}, recipes {', '.join(_RECIPES)}: the run is not in FP8", True
+        written = f"--fp8-format {given('fp8_format')} --fp8-recipe {given('fp8_recipe', 'delayed')}"
+        yield written, f"formats are {', '.join(_FORMATS)}, recipes {', '.join(_RECIPES)}: the run is not in FP8", True
     impl = given("transformer_impl")
     if impl and _recipe(arguments) is None:
         text = {
@@ -103,8 +103,8 @@ def faults(arguments: Arguments) -> Iterator[tuple[str, str, bool]]:
     if chosen is None:
         return
     if _excluded(arguments):
-        told = f"{why} {given('cuda_graph_impl')}" if given("cuda_graph_impl") else why
-        yield told, f"no graphs are captured: {_excluded(arguments)}", False
+        written = f"{why} {given('cuda_graph_impl')}" if given("cuda_graph_impl") else why
+        yield written, f"no graphs are captured: {_excluded(arguments)}", False
     left = [name for name in _scope(arguments) if name not in _segments(arguments)]
     if left:
         text = f"regions of a layer are captured, of this model's {', '.join(_segments(arguments))}"

@@ -180,9 +180,9 @@ def parallel(arguments: Arguments) -> Iterator[Setting]:
     yield given_or_default(arguments, "parallel.tensor", "--tensor-model-parallel-size", 1)
     yield given_or_default(arguments, "parallel.pipeline", "--pipeline-model-parallel-size", 1)
     if chunks > 1:
-        told = given("num_virtual_stages_per_pipeline_rank")
+        count = given("num_virtual_stages_per_pipeline_rank")
         each = "layers of a stage / --num-layers-per-virtual-pipeline-stage"
-        yield Setting("parallel.chunks", chunks, "--num-virtual-stages-per-pipeline-rank" if told else each)
+        yield Setting("parallel.chunks", chunks, "--num-virtual-stages-per-pipeline-rank" if count else each)
     if given("sequence_parallel") and tensor > 1:
         yield Setting("parallel.sequence", True, "--sequence-parallel")
     if given("expert_model_parallel_size", 1) > 1:

@@ -122,10 +122,12 @@ def read_script(text: str, name: str) -> Script:
     script = Script()
     for statement in _statements(text, name):
         command = _command(statement, script)
-        words = [part for word in command for each in expand(word.text, script.variables) for part in _nested(each)]
-        start = next((index for index, word in enumerate(words) if word.endswith(".py")), len(words))
-        if any(word.startswith("--") for word in words[start + 1 :]):
-            script.launcher, script.program, script.arguments = words[:start], words[start], words[start + 1 :]
+        expanded = (each for token in command for each in expand(token.text, script.variables))
+        arguments = [part for each in expanded for part in _nested(each)]
+        start = next((index for index, argument in enumerate(arguments) if argument.endswith(".py")), len(arguments))
+        if any(argument.startswith("--") for argument in arguments[start + 1 :]):
+            script.launcher, script.arguments = arguments[:start], arguments[start + 1 :]
+            script.program = arguments[start]
     if not script.arguments:
         raise InputError(
             f"{name} starts no training",
@@ -166,30 +168,31 @@ def _command(statement: Sequence[Word], script: Script) -> Sequence[Word]:
             at, declaring = at + 1, declaring or text in _DECLARING
         else:
             break
-    return [word for word in statement[at:] if word.text not in "()"]
+    return [token for token in statement[at:] if token.text not in "()"]
 
 
 def _assign(assignment: re.Match[str], statement: Sequence[Word], at: int, variables: dict[str, list[str]]) -> int:
     """Set a variable to the word at ``at``, or to those in brackets after it, and return the place of what follows."""
     name, more, text = assignment.groups()
     before = variables.get(name, []) if more else []
-    if not text and [word.text for word in statement[at + 1 : at + 2]] == ["("]:
+    if not text and [token.text for token in statement[at + 1 : at + 2]] == ["("]:
         places = range(at + 2, len(statement))
         stop = next((place for place in places if statement[place].text == ")"), len(statement))
-        variables[name] = before + [each for word in statement[at + 2 : stop] for each in expand(word.text, variables)]
+        tokens = statement[at + 2 : stop]
+        variables[name] = before + [each for token in tokens for each in expand(token.text, variables)]
         return stop + 1
     variables[name] = ["".join([*before, *expand(text, variables, split=False)])]
     return at + 1
 
 
-def _nested(word: str) -> list[str]:
+def _nested(argument: str) -> list[str]:
     """The words of a command inside one word, as in ``bash -c "python pretrain_gpt.py --lr 1"``."""
-    if not re.search(r"\.py\s", word):
-        return [word]
+    if not re.search(r"\.py\s", argument):
+        return [argument]
     try:
-        return shlex.split(word)
+        return shlex.split(argument)
     except ValueError:  # a quote that is left open: it was part of the text
-        return word.split()
+        return argument.split()
 
 
 def expand(text: str, variables: Variables, *, split: bool = True) -> list[str]:
@@ -198,14 +201,14 @@ def expand(text: str, variables: Variables, *, split: bool = True) -> list[str]:
     The values of variables outside quotes are split at white space, unless ``split`` is false, as in an assignment.
     Raises :class:`InputError` for variables that repeat each other until they are too long.
     """
-    if sum(len(word) for name in _NAME.findall(text) for word in variables.get(name, [])) > _LONGEST:
+    if sum(len(value) for name in _NAME.findall(text) for value in variables.get(name, [])) > _LONGEST:
         raise InputError(f"{text[:40]} stands for above {_LONGEST} characters", why="its variables repeat each other")
     words, any_part = [""], False
     for match in _PIECES.finditer(text):
         piece = match[0]
         parts = _value(piece, variables)
         if split and piece[0] == "$":
-            parts = [word for part in parts for word in _SPLIT.findall(part)]
+            parts = [field for part in parts for field in _SPLIT.findall(part)]
         if parts:
             words[-1] += parts[0]
             words += parts[1:]

@@ -96,9 +96,9 @@ class Translation:
     @property
     def warnings(self) -> list[str]:
         """One line for each way in which the run will differ from the script's."""
-        told = [f"{note.flag}: {note.text}" for note in self.notes[Verdict.DIFFERS]]
-        told += [f"{note.flag}: {note.text}" for note in (*self.open, *self.unknown)]
-        return told + self.problems + ([self.start] if self.start else [])
+        lines = [f"{note.flag}: {note.text}" for note in self.notes[Verdict.DIFFERS]]
+        lines += [f"{note.flag}: {note.text}" for note in (*self.open, *self.unknown)]
+        return lines + self.problems + ([self.start] if self.start else [])
 
     @property
     def remarks(self) -> list[str]:
@@ -162,25 +162,25 @@ def _note_faults(arguments: dict[str, Any], found: Translation) -> None:
 def _note_idle(found: Translation) -> None:
     """Note the flags that become keys, but decide none beside the others that were given: nothing is left out."""
     notes = chain(*found.notes.values(), found.open)
-    told = " ".join(chain((setting.why for setting in found.settings), (note.flag for note in notes))) + " "
+    sources = " ".join(chain((setting.why for setting in found.settings), (note.flag for note in notes))) + " "
     for name, written in found.taken.items():
         flag = find(name)
-        if flag is not None and not re.search(rf"{flag.name}(?![\w-])", told.replace("_", "-")):
+        if flag is not None and not re.search(rf"{flag.name}(?![\w-])", sources.replace("_", "-")):
             text = _IDLE.get(flag.name, f"{flag.text} follows from the other flags")
             found.notes[Verdict.SAME].append(Note(written, text))
 
 
-def read_flags(words: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
+def read_flags(arguments: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
     """Each flag with its values: ``--a 1 2 --b=3`` is ``("--a", ["1", "2"])``, ``("--b", ["3"])``."""
     name, values = "", list[str]()
-    for word in words:
-        if word.startswith("--"):
+    for argument in arguments:
+        if argument.startswith("--"):
             if name:
                 yield name, values
-            name, equals, value = word.partition("=")
+            name, equals, value = argument.partition("=")
             values = [value] if equals else []
         else:
-            values.append(word)
+            values.append(argument)
     if name:
         yield name, values
 
@@ -188,18 +188,19 @@ def read_flags(words: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
 def _arguments(script: Script, name: str, found: Translation) -> dict[str, Any]:
     """The flags' values by Megatron's names. Flags without a key are noted; the last of repeated ones counts."""
     arguments, given = dict[str, Any](), dict[str, list[str]]()
-    found.open += [Note(word, _UNREAD) for word in takewhile(lambda word: word[:2] != "--", script.arguments)]
-    for word, values in read_flags(script.arguments):
-        if given.get(word, values) != values:
-            found.problems.append(f"{_written(word, given[word])} is given again later, and the last one counts")
-        given[word] = values
+    leading = takewhile(lambda argument: argument[:2] != "--", script.arguments)
+    found.open += [Note(argument, _UNREAD) for argument in leading]
+    for option, values in read_flags(script.arguments):
+        if given.get(option, values) != values:
+            found.problems.append(f"{_written(option, given[option])} is given again later, and the last one counts")
+        given[option] = values
     if "--load" in given and given["--load"] == given.get("--save"):
         note = Note(_written("--load", given.pop("--load")), "a run resumes from its own folder")
         found.notes[Verdict.SAME].append(note)
-    for word, values in given.items():
-        flag, written = find(word), _written(word, values)
+    for option, values in given.items():
+        flag, written = find(option), _written(option, values)
         if flag is None:
-            meant = near(word)
+            meant = near(option)
             found.unknown.append(
                 Note(written, "this flag is not known" + (f"; did you mean {meant!r}?" if meant else ""))
             )
@@ -210,9 +211,9 @@ def _arguments(script: Script, name: str, found: Translation) -> dict[str, Any]:
                 continue
             rest = values[len(known) :]
             read = known if not any(map(is_known, rest)) else values
-            found.open += [Note(word, _UNREAD) for word in rest if not is_known(word)]
+            found.open += [Note(argument, _UNREAD) for argument in rest if not is_known(argument)]
             arguments[flag.stored] = _read(flag, written, read, name)
-            found.taken[word] = _written(word, read)
+            found.taken[option] = _written(option, read)
         elif flag.network:
             arguments[flag.stored] = " ".join(values) or True
             if not flag.differs(arguments[flag.stored]):
@@ -223,9 +224,9 @@ def _arguments(script: Script, name: str, found: Translation) -> dict[str, Any]:
     return arguments
 
 
-def _written(word: str, values: Sequence[str]) -> str:
+def _written(option: str, values: Sequence[str]) -> str:
     """A flag as it is written."""
-    return " ".join([word, *values])
+    return " ".join([option, *values])
 
 
 def _read(flag: Flag, written: str, values: list[str], name: str) -> Any:
@@ -255,23 +256,23 @@ def _conflicts(arguments: dict[str, Any]) -> Iterator[tuple[Verdict, Note]]:
 
 def _launch(script: Script, found: Translation) -> int:
     """Note the launcher's flags and how to start as many ranks here; the number of ranks, 1 where it is not told."""
-    counts, told = dict.fromkeys((_ON_ONE, _MACHINES), 1), list[str]()
-    for word, values in read_flags(script.launcher):
-        name, written = word.lstrip("-").replace("_", "-"), _written(word, values[:1])
+    counts, flags = dict.fromkeys((_ON_ONE, _MACHINES), 1), list[str]()
+    for option, values in read_flags(script.launcher):
+        name, written = option.lstrip("-").replace("_", "-"), _written(option, values[:1])
         which = next((names for names in counts if name in names), None)
         if which is None:
             found.notes[Verdict.SAME].append(Note(written, "the launcher's: megatron-run --nproc needs none"))
         elif values[:1] and values[0].isdecimal():
             counts[which] = int(values[0])
-            told.append(written)
+            flags.append(written)
         else:
             found.open.append(Note(written, "only a shell knows how many ranks that makes: say --nproc"))
-    ranks, starts = prod(counts.values()), f"the script starts {{}} by {' '.join(told)}"
+    ranks, starts = prod(counts.values()), f"the script starts {{}} by {' '.join(flags)}"
     if counts[_MACHINES] > 1:
         each, machines = counts.values()
         command = f"torchrun --nproc-per-node {each} --nnodes {machines} ... -m megatron_run_cli FILE"
         found.start = f"{starts.format(f'{ranks} ranks on {machines} machines')}: say {command}"
-    elif told:
+    elif flags:
         found.start = f"{starts.format(plural(ranks, 'rank'))}: say megatron-run FILE --nproc {ranks}"
     return ranks
 
@@ -312,5 +313,5 @@ def _lines(data: Mapping[str, Any], prefix: str, reasons: Mapping[str, str]) -> 
 
 def _comment(heading: str, notes: Iterable[Note]) -> list[str]:
     """A heading and one line a note, as comments; nothing without a note."""
-    told = [f"#   {note.flag}: {note.text}" if note.text else f"#   {note.flag}" for note in notes]
-    return ["#", f"# {heading}", *(line.replace("\n", " ") for line in told)] if told else []
+    lines = [f"#   {note.flag}: {note.text}" if note.text else f"#   {note.flag}" for note in notes]
+    return ["#", f"# {heading}", *(line.replace("\n", " ") for line in lines)] if lines else []

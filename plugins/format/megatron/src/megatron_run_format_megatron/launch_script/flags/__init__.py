@@ -225,15 +225,15 @@ def near(name: str) -> str | None:
     return known if errors <= len(wanted) // 8 and len(wanted) <= LONGEST_WORD else None
 
 
-def _errors(word: str, known: str) -> int:
-    """How many letters are to be inserted, removed or replaced to make ``known`` of ``word`` (Levenshtein).
+def _errors(name: str, known: str) -> int:
+    """How many letters are to be inserted, removed or replaced to make ``known`` of ``name`` (Levenshtein).
 
     At least so many as one is longer than the other, which is the answer for a word of absurd length.
     """
-    if len(word) > LONGEST_WORD:
-        return len(word) - len(known)
+    if len(name) > LONGEST_WORD:
+        return len(name) - len(known)
     row = list(range(len(known) + 1))
-    for count, letter in enumerate(word, 1):
+    for count, letter in enumerate(name, 1):
         before, row = row, [count]
         for place, other in enumerate(known, 1):
             row.append(min(before[place] + 1, row[-1] + 1, before[place - 1] + (letter != other)))

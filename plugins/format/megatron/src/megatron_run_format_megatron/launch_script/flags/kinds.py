@@ -49,9 +49,9 @@ def off(words: Sequence[str]) -> bool:
     return not on(words)
 
 
-def wholes(words: Sequence[str]) -> list[int]:
+def wholes(values: Sequence[str]) -> list[int]:
     """Any number of integers. Raises ValueError."""
-    return [int(word) for word in words]
+    return [int(value) for value in values]
 
 
 def pair(words: Sequence[str]) -> list[int]:
