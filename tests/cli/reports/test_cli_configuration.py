@@ -77,6 +77,10 @@ def test_explain_says_what_a_change_of_a_key_means() -> None:
     )
     assert "  changes    may change between attempts, which learn the same" in rows["model.loss_chunks"]
     assert "  changes    never changes within a run" in rows["train.sequence_length"]
+    assert "  changes    never changes within a run" in rows["model.hidden_size"]
+    assert "  changes    a resumed run needs --allow-change train.lr" in rows["train.lr"]
+    assert "  changes    a longer run needs --extend, a shorter one --allow-change train.steps" in rows["train.steps"]
+    assert "  changes    may change between attempts" in rows["parallel.pipeline"]
     assert "changes" not in rows["train.lr"]
     assert explain("model.experts.router").count("\n\n") >= 7, "each key of a group"
     with pytest.raises(InputError, match=r"type model\.rope\.theta"):

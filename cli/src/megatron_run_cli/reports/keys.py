@@ -17,6 +17,7 @@ from megatron_run.config.fields import meanings, walk
 from megatron_run.config.origin import KIND_SECTIONS, Key, dotted, section_of
 from megatron_run.config.sources import DEFAULT_PLUGINS, RULES
 from megatron_run.config.values import members, plain, typed
+from megatron_run.contracts.meaning import change_of
 from megatron_run.contracts.plugin import RUN_KINDS, SEPARATORS
 from megatron_run.contracts.quantities import Duration, Span
 from megatron_run.contracts.schema import SECTIONS, Header
@@ -190,7 +191,7 @@ def model_keys(model: type[BaseModel], prefix: Key, owner: str = "") -> Iterator
             for attribute, text in _BOUNDS.items()
             if getattr(rule, attribute, None) is not None
         )
-        changes = "; ".join(each.text for each in meanings(field))
+        changes = change_of(dotted(key), meanings(field))
         described = (_type_text(field.annotation), _default(field), bounds, field.description or "", owner)
         yield KeyInfo(dotted(key), *described, choices=tuple(_choices(field.annotation)), changes=changes)
 

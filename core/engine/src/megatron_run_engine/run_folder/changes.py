@@ -19,7 +19,7 @@ from megatron_run.config.fields import default_of, meanings, walk
 from megatron_run.config.origin import DEFAULT, KIND_SECTIONS, dotted
 from megatron_run.config.run_home import config_file, run_home
 from megatron_run.config.values import leaves, plain
-from megatron_run.contracts.meaning import FIXED, FREE_OF_WEIGHTS, NOT_LEARNED, OF_TRAINING
+from megatron_run.contracts.meaning import FIXED, FREE_OF_WEIGHTS, LEARNED, LENGTH, NOT_LEARNED, OF_TRAINING
 from megatron_run.contracts.schema import SECTIONS, Header
 from megatron_run.errors import InputError
 from megatron_run.errors.wording import advice, did_you_mean
@@ -34,18 +34,12 @@ if TYPE_CHECKING:
     from megatron_run.planning import ResolvedRun
 
 
-#: Sections that decide what is learned. The others (run, parallel, eval, guard, schedule, parallel_layer,
-#: graph_capture, observer) decide where and how fast it runs and what is observed. They may change between attempts:
-#: losses then agree to rounding.
-LEARNED = ("version", "model", "train", "data", "optimizer", "scaler")
 #: Kinds that save state. Whether another plugin can read that state is decided when a checkpoint is resumed.
 STATEFUL = ("optimizer", "scaler")
 #: What lets an option of a model differ between attempts. Every other one gives the weights their meaning.
 FREE = frozenset({NOT_LEARNED, OF_TRAINING, FREE_OF_WEIGHTS})
 #: Names a file, whose content decides what is learned, and not where it lies.
 _TOKENIZER = "data.tokenizer"
-#: The length of a run, of which one key is set.
-LENGTH = frozenset({"train.steps", "train.samples"})
 
 
 def meaning_of_keys(run: ResolvedRun) -> dict[str, frozenset[Meaning]]:

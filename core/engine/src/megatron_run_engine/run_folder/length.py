@@ -8,11 +8,12 @@ from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING
 
+from megatron_run.contracts.meaning import LENGTH
 from megatron_run.errors import CheckpointError, InputError
 from megatron_run.errors.wording import advice
 from megatron_run.planning.batch_size import run_length
 from megatron_run_engine.checkpoint.step_folder import CHECKPOINTS, Checkpoints
-from megatron_run_engine.run_folder.changes import LENGTH, Change, allows
+from megatron_run_engine.run_folder.changes import Change, allows
 
 if TYPE_CHECKING:
     from megatron_run.planning import ResolvedRun

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron_run.contracts.meaning import LENGTH
 from megatron_run.errors import ExitCode, InputError
 from megatron_run.errors.machine_limits import system_limit
 from megatron_run.files.safe_folder import SafeFolder
 from megatron_run_engine.run_folder.changes import (
-    LENGTH,
     Change,
     check_goes_on,
     check_names,

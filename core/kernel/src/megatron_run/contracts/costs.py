@@ -105,7 +105,8 @@ class SegmentCosts:
 
     ``products`` are matrices as (inputs, outputs) that multiply every token, which tensor-parallel ranks split;
     ``operations`` are FLOPs of a token's forward beside them. ``kept`` values of a token stay until the backward beside
-    the norm's, and the ``kernels`` of a forward read and write ``moved`` values of a token beside products.
+    the norm's, and the ``kernels`` of a forward read and write ``moved`` values of a token beside products. Values have
+    two bytes; compare the activations of ``plan --as-is`` with those of ``--dry-run`` for the same ``parallel`` keys.
     """
 
     name: str

@@ -9,6 +9,7 @@ happens within a run, nor between a run and the weights from which it starts.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 
@@ -29,3 +30,23 @@ FREE_OF_WEIGHTS = Meaning("may differ for the same weights; a resumed run needs 
 OF_NEW_PART = Meaning("may differ from the model of run.init_from; a resumed run has it as it was")
 #: Gives the saved state its meaning.
 FIXED = Meaning("never changes within a run")
+
+#: Sections that decide what is learned. The others (run, parallel, eval, guard, schedule, parallel_layer,
+#: graph_capture, observer) decide where and how fast it runs and what is observed. They may change between attempts:
+#: losses then agree to rounding.
+LEARNED = ("version", "model", "train", "data", "optimizer", "scaler")
+#: The length of a run, of which one key is set.
+LENGTH = frozenset({"train.steps", "train.samples"})
+
+
+def change_of(key: str, marks: Collection[Meaning]) -> str:
+    """Whether a run that goes on may have another value of ``key``, whose field has ``marks``: for the user."""
+    section = key.partition(".")[0]
+    if section not in LEARNED:
+        return "may change between attempts"
+    if marks:
+        return "; ".join(mark.text for mark in marks)
+    if section in ("model", "version"):
+        return FIXED.text
+    longer = "a longer run needs --extend, a shorter one " if key in LENGTH else "a resumed run needs "
+    return f"{longer}--allow-change {key}"

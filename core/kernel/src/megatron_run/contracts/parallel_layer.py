@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 from megatron_run.contracts.parameters import Init
-from megatron_run.errors import InputError
+from megatron_run.errors import InputError, PluginError
 from megatron_run.errors.wording import nearest_divisors, nearest_multiples
 
 if TYPE_CHECKING:
@@ -40,7 +40,8 @@ class LinearPart:
 class LinearSpec:
     """A linear layer from ``inputs`` features to those of ``outputs``; ``init`` fills its weight, zeros its bias.
 
-    ``outputs`` are the logical matrices that are stacked in the rows of the weight, or the features of a single one.
+    ``outputs`` are the logical matrices that are stacked in the rows of the weight, as column-parallel layers have
+    them; of a row-parallel layer, which is one matrix, the number of its features.
     """
 
     inputs: int
@@ -50,8 +51,13 @@ class LinearSpec:
 
     @property
     def parts(self) -> tuple[LinearPart, ...]:
-        """The stacked matrices; none where the layer is one matrix."""
-        return () if isinstance(self.outputs, int) else self.outputs
+        """The stacked matrices. Raises :class:`PluginError` for a number, which names none."""
+        if isinstance(self.outputs, int):
+            raise PluginError(
+                f"a column-parallel layer of {self.outputs} outputs has no named matrices",
+                fix=f"write outputs=(LinearPart('up', {self.outputs}),) in the model; a number is for row_linear",
+            )
+        return self.outputs
 
     @property
     def features(self) -> int:

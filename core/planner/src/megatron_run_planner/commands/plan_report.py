@@ -64,7 +64,9 @@ def written_line(task: Task, file: Path) -> str:
 def _heading(task: Task, verb: str, each: Candidate, device: Device) -> list[str]:
     """The subject of the numbers below."""
     batch = f"{each.split.global_batch} x {task.model.sequence} tokens"
-    asked = f"{task.model.parameters / 1e9:.1f}B parameters {verb} {each.split.ranks} x {device.name}, batch {batch}"
+    count = task.model.parameters
+    size = f"{count / 1e9:.1f}B" if count >= 5e7 else f"{count:,.0f}"
+    asked = f"{size} parameters {verb} {each.split.ranks} x {device.name}, batch {batch}"
     return [asked, *_reading(task)]
 
 
@@ -98,7 +100,8 @@ def _settings(task: Task, each: Candidate) -> str:
 def _memory(each: Candidate, device: Device) -> list[str]:
     fullest = max(each.memory, key=lambda rank: rank.total)
     large = [f"{role} {size / _GIB:.1f}" for role, size in asdict(fullest).items() if size >= _GIB / 20]
-    return [f"memory of the fullest rank: {_held(each, device)} ({' + '.join(large)})"]
+    of = f" ({' + '.join(large)})" if large else ""
+    return [f"memory of the fullest rank: {_held(each, device)}{of}"]
 
 
 def _held(each: Candidate, device: Device) -> str:

@@ -49,15 +49,21 @@ class Linear(LinearLayer):
 
     activates = True
 
-    def __init__(self, context: BuildContext, spec: LinearSpec, norm: nn.Module | None = None) -> None:
+    def __init__(
+        self,
+        context: BuildContext,
+        spec: LinearSpec,
+        parts: tuple[LinearPart, ...] = (),
+        norm: nn.Module | None = None,
+    ) -> None:
         super().__init__()
         self.gradients = context.gradients
         self.norm = norm
         self.weight = empty_parameter(context, spec.features, spec.inputs)
         self.bias = empty_parameter(context, spec.features) if spec.bias else None
         self.parameter_specs = {
-            "weight": ParameterSpec(spec.init, _stacked("weight", spec.parts, (spec.inputs,))),
-            "bias": ParameterSpec(Init("zeros"), _stacked("bias", spec.parts, ())),
+            "weight": ParameterSpec(spec.init, _stacked("weight", parts, (spec.inputs,))),
+            "bias": ParameterSpec(Init("zeros"), _stacked("bias", parts, ())),
         }
 
     def forward(self, x: Tensor, activation: Activation | None = None) -> Tensor:
@@ -104,7 +110,7 @@ class DenseLayers(ParallelLayers):
 
     def column_linear(self, spec: LinearSpec, norm: nn.Module | None = None) -> nn.Module:
         """Make a linear layer with all output features."""
-        return Linear(self._context, spec, norm)
+        return Linear(self._context, spec, spec.parts, norm)
 
     def row_linear(self, spec: LinearSpec) -> nn.Module:
         """Make a linear layer with all input features."""

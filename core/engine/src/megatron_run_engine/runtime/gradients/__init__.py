@@ -33,7 +33,8 @@ has no reducer, ignores ``grad_ready`` and ``start_grad_sync``, and reduces ever
 To change *what* is sent, write a :class:`~megatron_run_engine.optim.ShardingStrategy` in an optimizer plugin, as
 ``builtin/optimizer/adamw.py`` and ``tests/examples/plugins/optimizer.py`` do in 50 lines; its collectives are methods
 of ``runtime/comm/parallel_group.py``. *When* it is sent, see ``optim/reducer.py``; *which* gradients are reduced
-together, see ``optim/buckets.py``; *how* a gradient arrives and which arrival is the last, see ``accumulator.py``.
+together, see ``optim/buckets.py`` (a small model has several with ``--set optimizer.bucket_size=20000``); *how* a
+gradient arrives and which arrival is the last, see ``accumulator.py``.
 
 The accumulator learns in the first step how often a parameter's gradient arrives per microbatch. In that step no
 arrival is known to be the last, so ``start_grad_sync`` and ``finish_grad_sync`` send everything.
