@@ -8,12 +8,20 @@ from typing import Any
 
 import pytest
 
-from megatron_run.contracts.costs import AttentionCosts, FeedForwardCosts, LayerCosts, ModelCosts
+from megatron_run.contracts.costs import AttentionCosts, FeedForwardCosts, LayerCosts, ModelCosts, SegmentCosts
 from megatron_run.contracts.schedule import LayoutSpec, Place, looped_layout
 from megatron_run_planner.devices import Device, read_device
-from megatron_run_planner.layer_time import all_reduce, head_time, layer_operators, layer_time
+from megatron_run_planner.layer_time import all_reduce, head_time, layer_operators, layer_time, mean_layer
+from megatron_run_planner.memory import rank_memory
 from megatron_run_planner.schedules import Schedules, spread
-from megatron_run_planner.step_time import after_backward, estimate, message_time, place_times, step_time
+from megatron_run_planner.step_time import (
+    after_backward,
+    estimate,
+    last_time,
+    message_time,
+    place_times,
+    step_time,
+)
 from megatron_run_planner.workload import ModelSplit, gpt2, tables
 
 A100 = read_device("a100")
@@ -215,3 +223,43 @@ def test_a_loss_over_tensor_ranks_waits_for_two_small_sums_and_one_large() -> No
     late, prompt = (head_time(GPT3, split, waiting(seconds)) for seconds in (1.0, 0.0))
     assert late.forward - prompt.forward == pytest.approx(2)
     assert late.backward - prompt.backward == pytest.approx(1)
+
+
+@pytest.mark.parametrize("device", [A100, read_device("h200")], ids=["a100", "h200"])
+@pytest.mark.parametrize(
+    ("change", "slower", "larger"),
+    [
+        ({"logits": False}, False, False),
+        ({"head_weights": 1e9}, True, True),
+        ({"other_weights": 1e9}, False, True),
+        ({"predictors": 1}, True, True),
+        ({"positions": 100_000}, False, True),
+        ({"tied": False}, False, True),
+    ],
+    ids=str,
+)
+def test_what_is_before_and_behind_the_layers_counts(
+    device: Device, change: dict[str, Any], slower: bool, larger: bool
+) -> None:
+    """Each field of a model's costs is read: by the time of its last stage, or by the memory of its ends."""
+    plain, split = gpt2(4, 1024, 16, 512, 50257), ModelSplit(micro_batch=1, global_batch=4)
+    other = replace(plain, **change)
+    times = [last_time(model, split, device) for model in (plain, other)]
+    weights = [rank_memory(model, split, 4, [True, True], 1).parameters for model in (plain, other)]
+    assert (times[1].forward > times[0].forward) is slower
+    assert (weights[1] > weights[0]) is larger
+    if change == {"logits": False}:
+        assert times[1].forward < times[0].forward
+        assert rank_memory(other, split, 4, [False, True], 1).parameters < weights[0]
+
+
+def test_a_part_of_products_alone_has_no_kernels_besides() -> None:
+    bare = SegmentCosts("gate", ((1024, 1024),), 0.0, kernels=0)
+    model = replace(gpt2(2, 1024, 16, 512, 1000), layers=(LayerCosts(1024, 512, (bare,)),) * 2)
+    split = ModelSplit(micro_batch=1, global_batch=4)
+    assert mean_layer(model, split, A100).forward > 0
+    assert mean_layer(model, split, read_device("h200")).forward > 0
+    with pytest.raises(ValueError, match="below 0, or moves values without kernels"):
+        replace(bare, moved=1.0)
+    with pytest.raises(ValueError, match="a layer at least"):
+        replace(model, layers=())

@@ -11,12 +11,13 @@ import pytest
 
 from megatron_run.config.fields import meanings, walk
 from megatron_run.config.values import flat
-from megatron_run.contracts.meaning import FIXED, FREE_OF_WEIGHTS, NOT_LEARNED, OF_NEW_PART, OF_TRAINING
+from megatron_run.contracts.meaning import FIXED, FREE_OF_WEIGHTS, LEARNED, NOT_LEARNED, OF_NEW_PART, OF_TRAINING
 from megatron_run.contracts.schema import SECTIONS
+from megatron_run.errors import Problems
 from megatron_run.planning import ResolvedRun
 from megatron_run.registry.discover import scan
 from megatron_run.registry.load import load
-from megatron_run_engine.run_folder.changes import LEARNED, find_changes, identity
+from megatron_run_engine.run_folder.changes import find_changes, identity, with_added_options
 from megatron_run_engine.training.state.init_from import differing_options
 from tests.support.resolving import TINY, resolved
 
@@ -41,6 +42,8 @@ class Tuning(Group):
 
 class Options(GptOptions):
     tuning: Tuning = Field(Tuning(), description="of a third party")
+    extra: Tuning | None = Field(None, description="a group that may be absent")
+    table: Annotated[dict[str, int], NOT_LEARNED] = Field({}, description="entries")
 
 
 @hookimpl
@@ -150,3 +153,26 @@ def test_a_whole_identity_is_flat() -> None:
     found = identity(resolved(sets=["model.experts.count=4"]))
     assert found["model.experts.count"] == 4
     assert flat(found) == found
+
+
+def test_a_group_that_was_absent_is_no_added_option(model: str) -> None:
+    before, now = (resolved(TINY, {"model": {"use": model, **extra}}) for extra in ({}, {"extra": {"width": 8}}))
+    found = find_changes(with_added_options(identity(before), now), now)
+    assert ("model.extra.width", None, 8, True) in [tuple(change) for change in found]
+
+
+def test_a_mark_counts_for_the_entries_of_a_mapping(model: str) -> None:
+    before, now = (resolved(TINY, {"model": {"use": model, "table": {"x": size}}}) for size in (1, 2))
+    assert find_changes(identity(before), now) == ()
+
+
+def test_an_option_that_has_got_a_mark_since_is_no_change(model: str) -> None:
+    now = resolved(TINY, {"model": {"use": model}})
+    assert find_changes({**identity(now), "model.tuning.tiles": 1}, now) == ()
+
+
+def test_a_group_with_a_default_of_its_own_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "own.py"
+    file.write_text(MODEL.replace("= Field(Tuning(), ", "= Field(Tuning(width=8), "))
+    with pytest.raises(Problems, match="whose group tuning has a default of its own"):
+        resolved(TINY, {"model": {"use": str(file)}})

@@ -191,7 +191,8 @@ def model_keys(model: type[BaseModel], prefix: Key, owner: str = "") -> Iterator
             for attribute, text in _BOUNDS.items()
             if getattr(rule, attribute, None) is not None
         )
-        changes = change_of(dotted(key), meanings(field))
+        marks = meanings(field)  # without a section a plugin says what its marks do
+        changes = change_of(dotted(key), marks) if prefix else "; ".join(mark.text for mark in marks)
         described = (_type_text(field.annotation), _default(field), bounds, field.description or "", owner)
         yield KeyInfo(dotted(key), *described, choices=tuple(_choices(field.annotation)), changes=changes)
 

@@ -128,8 +128,8 @@ def _feeding(part: FeedForwardCosts, layer: LayerCosts, n: int, t: int, expert: 
 def _segment(part: SegmentCosts, n: int, t: int) -> Operators:
     """Operations beside products count as attention's do, and are no longer than the sweeps are."""
     products = tuple(Product(n, outputs / t, inputs) for inputs, outputs in part.products)
-    sweep = Sweep(_WIDTH * n * part.moved / t / part.kernels, part.kernels)
-    return Operators(products, attention=n * part.operations / t, sweeps=(sweep,))
+    sweeps = (Sweep(_WIDTH * n * part.moved / t / part.kernels, part.kernels),) if part.kernels else ()
+    return Operators(products, attention=n * part.operations / t, sweeps=sweeps)
 
 
 class Passes(NamedTuple):
@@ -312,10 +312,17 @@ def loading_time(model: ModelCosts, split: ModelSplit, device: Device) -> Passes
 
 
 def head_time(model: ModelCosts, split: ModelSplit, device: Device) -> Passes:
-    """Final norm, logits and loss. Over tensor ranks the loss takes a maximum and two sums at once, its input a sum."""
-    tokens = split.micro_batch * model.sequence
-    columns = model.vocabulary / split.tensor
-    product = product_seconds(Product(tokens, columns, model.hidden), device)
+    """Final norm, logits and loss. Over tensor ranks the loss takes a maximum and two sums at once, its input a sum.
+
+    Matrices of the head besides are whole on every rank; without logits there is neither their product nor their loss.
+    """
+    tokens, product = split.micro_batch * model.sequence, 0.0
+    if model.head_weights:
+        product += product_seconds(Product(tokens, model.head_weights / model.hidden, model.hidden), device)
+    if not model.logits:
+        swept, swept_back = _passed(_final_norm(model, split, device), device)
+        return Passes(product + swept, 2 * product + swept_back, product)
+    product += product_seconds(Product(tokens, model.vocabulary / split.tensor, model.hidden), device)
     swept, swept_back = _swept_head(model, split, device)
     small = _as_work(sum(sum_over(device, split, 4 * n * tokens, split.tensor) for n in (1, 2)), split, device)
     large = _as_work(sum_over(device, split, device.width * tokens * model.hidden, split.tensor), split, device)
@@ -329,11 +336,16 @@ def _swept_head(model: ModelCosts, split: ModelSplit, device: Device) -> tuple[f
     """Seconds of the sweeps of final norm and loss, forward and backward."""
     tokens, columns, sweeps = split.micro_batch * model.sequence, model.vocabulary / split.tensor, device.sweeps
     if sweeps.counted:
-        stream = _WIDTH * tokens * model.hidden / (split.tensor if split.sequence_parallel else 1)
-        norm = norm_pass(stream, kernels=sweeps.kernels)
-        return _passed((norm, loss_pass(tokens, columns, kernels=sweeps.kernels)), device)
+        loss = loss_pass(tokens, columns, kernels=sweeps.kernels)
+        return _passed((*_final_norm(model, split, device), loss), device)
     swept = sweeps.loss * 4 * tokens * columns / (device.bandwidth * sweeps.efficiency)
     return swept * sweeps.loss_forward, swept * (1 - sweeps.loss_forward)
+
+
+def _final_norm(model: ModelCosts, split: ModelSplit, device: Device) -> tuple[Pass]:
+    tokens = split.micro_batch * model.sequence
+    stream = _WIDTH * tokens * model.hidden / (split.tensor if split.sequence_parallel else 1)
+    return (norm_pass(stream, kernels=device.sweeps.kernels),)
 
 
 def _joined(computed: float, launched: float, device: Device) -> float:

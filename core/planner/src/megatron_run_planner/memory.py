@@ -276,4 +276,4 @@ def communication(model: ModelCosts, split: ModelSplit, ends: Sequence[bool] = (
 
 def _chosen(model: ModelCosts) -> int:
     """Experts that a token chooses."""
-    return max(part.top_k for _, layer in model.kinds for part in layer.feeds)
+    return max((part.top_k for _, layer in model.kinds for part in layer.feeds), default=0)

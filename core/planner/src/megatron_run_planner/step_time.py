@@ -250,7 +250,7 @@ def after_backward(
     for stage, ranges in held.items():
         first, last = (stage == end for end in ends)
         count, words = sum(map(len, ranges)), tables(model, split.tensor, first=first, last=last)
-        copied = model.tied and first != last
+        copied = model.tied and model.logits and first != last
         part = model.part(layer for layers in ranges for layer in layers)
         kinds[count, words, copied, part.kinds] = part
     return max((_finish(part, *key[:3], split, device) for key, part in kinds.items()), key=sum)

@@ -46,13 +46,12 @@ def rows_of_words(vocabulary: int, tensor: int) -> int:
 def tables(model: ModelCosts, tensor: int, *, first: bool, last: bool) -> float:
     """Weights of embedding and head on one of ``tensor`` ranks of a stage that is the first, the last or both.
 
-    Rows of words are padded and split; each rank has all learned positions.
+    Rows of words are padded and split; each rank has all learned positions, and whatever else the head has.
     """
-    copies = 1 if first and last and model.tied else first + last
-    return (
-        rows_of_words(model.vocabulary, tensor) * model.hidden / tensor * copies
-        + first * model.positions * model.hidden
-    )
+    logits = last and model.logits
+    copies = 1 if first and logits and model.tied else first + logits
+    words = rows_of_words(model.vocabulary, tensor) * model.hidden / tensor * copies
+    return words + first * model.positions * model.hidden + last * (model.head_weights + model.other_weights)
 
 
 @dataclass(frozen=True)

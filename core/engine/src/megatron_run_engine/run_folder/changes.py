@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from itertools import accumulate
 from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -19,7 +20,7 @@ from megatron_run.config.fields import default_of, meanings, walk
 from megatron_run.config.origin import DEFAULT, KIND_SECTIONS, dotted
 from megatron_run.config.run_home import config_file, run_home
 from megatron_run.config.values import leaves, plain
-from megatron_run.contracts.meaning import FIXED, FREE_OF_WEIGHTS, LEARNED, LENGTH, NOT_LEARNED, OF_TRAINING
+from megatron_run.contracts.meaning import BETWEEN_ATTEMPTS, FIXED, LEARNED, LENGTH, NOT_LEARNED
 from megatron_run.contracts.schema import SECTIONS, Header
 from megatron_run.errors import InputError
 from megatron_run.errors.wording import advice, did_you_mean
@@ -36,8 +37,6 @@ if TYPE_CHECKING:
 
 #: Kinds that save state. Whether another plugin can read that state is decided when a checkpoint is resumed.
 STATEFUL = ("optimizer", "scaler")
-#: What lets an option of a model differ between attempts. Every other one gives the weights their meaning.
-FREE = frozenset({NOT_LEARNED, OF_TRAINING, FREE_OF_WEIGHTS})
 #: Names a file, whose content decides what is learned, and not where it lies.
 _TOKENIZER = "data.tokenizer"
 
@@ -62,7 +61,14 @@ def identity(run: ResolvedRun) -> dict[str, Any]:
     everything, meaning = sections(run), meaning_of_keys(run)
     chosen = {name: everything[name] for name in LEARNED}
     keys = {".".join(key): value for key, value in leaves(chosen)}
-    return {key: value for key, value in keys.items() if NOT_LEARNED not in meaning.get(key, ())}
+    return {key: value for key, value in keys.items() if NOT_LEARNED not in _marks(key, meaning)}
+
+
+def _marks(key: str, meaning: Mapping[str, frozenset[Meaning]]) -> frozenset[Meaning]:
+    """The marks of ``key``, or of the field that holds it, as an entry of a mapping."""
+    while key and key not in meaning:
+        key = key.rpartition(".")[0]
+    return meaning.get(key, frozenset())
 
 
 def with_added_options(saved: Mapping[str, Any], run: ResolvedRun) -> dict[str, Any]:
@@ -74,8 +80,14 @@ def with_added_options(saved: Mapping[str, Any], run: ResolvedRun) -> dict[str, 
     now = identity(run)
     owners = {"train", "model"} if saved.get("model.use") == now["model.use"] else {"train"}
     fields = {dotted(key): field for key, field in _fields(run) if key[0] in owners and not field.is_required()}
-    usual = {key: plain(default_of(field)) for key, field in fields.items() if key in now}
+    usual = {key: plain(default_of(field)) for key, field in fields.items() if key in now and not _within(key, saved)}
     return {**usual, **saved}
+
+
+def _within(key: str, saved: Mapping[str, Any]) -> bool:
+    """Whether ``key`` lies in a group that was unset, and so is no option that was added since."""
+    *groups, _ = accumulate(key.split("."), "{}.{}".format)
+    return any(group in saved for group in groups)
 
 
 def with_moved_tokenizer(saved: Mapping[str, Any], now: Mapping[str, Any], home: Path) -> dict[str, Any]:
@@ -139,6 +151,7 @@ def find_changes(before: Mapping[str, Any], run: ResolvedRun, dropped: Collectio
     in ``dropped`` start their state anew, so that nothing of theirs is a change.
     """
     now, meaning = identity(run), meaning_of_keys(run)
+    before = {key: value for key, value in before.items() if NOT_LEARNED not in _marks(key, meaning)}
     differing = [key for key in sorted(before.keys() | now.keys()) if before.get(key) != now.get(key)]
     replaced = [kind for kind in STATEFUL if f"{kind}.use" in differing]
 
@@ -148,8 +161,8 @@ def find_changes(before: Mapping[str, Any], run: ResolvedRun, dropped: Collectio
         return section not in dropped and (section not in replaced or in_both)
 
     def fixed(key: str) -> bool:
-        marks = meaning.get(key, frozenset())
-        return FIXED in marks or (key.startswith("model.") and not marks & FREE)
+        marks = _marks(key, meaning)
+        return FIXED in marks or (key.startswith("model.") and not marks & BETWEEN_ATTEMPTS)
 
     return tuple(Change(key, before.get(key), now.get(key), fixed(key)) for key in differing if counts(key))
 

@@ -11,7 +11,7 @@ from pydantic.fields import FieldInfo
 
 from megatron_run.config.origin import Key
 from megatron_run.config.values import members
-from megatron_run.contracts.meaning import NOT_LEARNED, OF_TRAINING, Meaning
+from megatron_run.contracts.meaning import SAME_COMPUTATION, Meaning
 
 
 def fields_of(model: type[BaseModel]) -> dict[str, FieldInfo]:
@@ -51,7 +51,21 @@ def meanings(field: FieldInfo) -> frozenset[Meaning]:
 
 def computes_the_same(field: FieldInfo) -> bool:
     """Whether another value changes nothing that the same weights compute."""
-    return bool(meanings(field) & {NOT_LEARNED, OF_TRAINING})
+    return bool(meanings(field) & SAME_COMPUTATION)
+
+
+def groups_with_defaults(model: type[BaseModel]) -> Iterator[str]:
+    """The groups of ``model`` whose default is not that of their own fields: one key that is set changes the others."""
+    for name, field in fields_of(model).items():
+        if (group := group_of(field)) is None:
+            continue
+        try:
+            own = group()
+        except ValueError:  # a field without a default
+            own = None
+        if not field.is_required() and default_of(field) != own:
+            yield name
+        yield from (f"{name}.{inner}" for inner in groups_with_defaults(group))
 
 
 def default_of(field: FieldInfo) -> Any:

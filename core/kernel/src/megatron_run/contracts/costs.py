@@ -116,6 +116,10 @@ class SegmentCosts:
     kernels: int = 1
     operations: float = 0.0
 
+    def __post_init__(self) -> None:
+        if min(self.kept, self.moved, self.kernels, self.operations) < 0 or (self.moved and not self.kernels):
+            raise ValueError(f"segment {self.name!r} has a cost below 0, or moves values without kernels")
+
     def weights(self, hidden: int) -> float:
         """Weights of its matrices, whatever ``hidden``."""
         return float(sum(inputs * outputs for inputs, outputs in self.products))
@@ -205,6 +209,10 @@ class ModelCosts:
     embedded: int = 0
     divided: tuple[Divided, ...] = ()
     approximations: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.layers:
+            raise ValueError("a model has a layer at least")
 
     @property
     def hidden(self) -> int:

@@ -3,8 +3,9 @@
 ``loss_chunks: Annotated[int, NOT_LEARNED] = Field(1, ge=1)`` in a plugin's options, or in a group inside them, is all
 that resuming, ``run.init_from``, exports and ``config explain`` need to know. A field of a derived model says it again.
 
-Without a mark an option decides what is learned: a change of it needs ``--allow-change``, and one of a model never
-happens within a run, nor between a run and the weights from which it starts.
+Marks count in the sections that decide what is learned (:data:`LEARNED`). There, without one, a change needs
+``--allow-change``, and one of a model never happens within a run, nor between a run and the weights from which it
+starts. Options of other kinds, as of observers, may change between attempts, whatever they say.
 """
 
 from __future__ import annotations
@@ -30,6 +31,11 @@ FREE_OF_WEIGHTS = Meaning("may differ for the same weights; a resumed run needs 
 OF_NEW_PART = Meaning("may differ from the model of run.init_from; a resumed run has it as it was")
 #: Gives the saved state its meaning.
 FIXED = Meaning("never changes within a run")
+
+#: Lets an option of a model differ between attempts. Every other one gives the weights their meaning.
+BETWEEN_ATTEMPTS = frozenset({NOT_LEARNED, OF_TRAINING, FREE_OF_WEIGHTS})
+#: Of what changes nothing that the same weights compute.
+SAME_COMPUTATION = frozenset({NOT_LEARNED, OF_TRAINING})
 
 #: Sections that decide what is learned. The others (run, parallel, eval, guard, schedule, parallel_layer,
 #: graph_capture, observer) decide where and how fast it runs and what is observed. They may change between attempts:

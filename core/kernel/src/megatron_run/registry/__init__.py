@@ -4,5 +4,5 @@
 its hooks and returns a :class:`~megatron_run.registry.loaded_plugin.Plugin`, whose ``create`` makes the object that a
 run uses. ``commands`` and ``loaded_command`` do so for what packages add to ``megatron-run``.
 
-Imports: contracts, errors, hookspecs.
+Imports: config, contracts, errors, hookspecs.
 """

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from megatron_run.config.fields import groups_with_defaults
 from megatron_run.contracts import (
     DataSource,
     Format,
@@ -270,6 +271,9 @@ def _options_difference(options: object) -> str:
         return f"says options={options!r}, which must be a pydantic BaseModel class"
     if not options.model_config.get("frozen") or options.model_config.get("extra") != "forbid":
         return f'says options={options.__name__}, which must set ConfigDict(frozen=True, extra="forbid")'
+    if group := next(groups_with_defaults(options), ""):
+        why = "setting one of its keys would change the others"
+        return f"says options={options.__name__}, whose group {group} has a default of its own: {why}"
     return ""
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_run.config.run_home import run_and_step
 from megatron_run.contracts import NewParts
-from megatron_run.contracts.meaning import OF_NEW_PART
+from megatron_run.contracts.meaning import BETWEEN_ATTEMPTS, OF_NEW_PART
 from megatron_run.errors import CheckpointError, InputError
 from megatron_run.errors.wording import advice
 from megatron_run.planning.batch_size import run_length
@@ -18,7 +18,7 @@ from megatron_run.registry.discover import plain_name
 from megatron_run_engine.checkpoint.adapted import open_step
 from megatron_run_engine.checkpoint.collectives import on_all_ranks, on_rank0
 from megatron_run_engine.checkpoint.step_folder import CHECKPOINTS, IMPORTED, Checkpoints, find_step
-from megatron_run_engine.run_folder.changes import FREE, identity, meaning_of_keys
+from megatron_run_engine.run_folder.changes import identity, meaning_of_keys
 from megatron_run_engine.run_folder.permissions import with_granted
 from megatron_run_engine.runtime.parameter_init import initial_values
 from megatron_run_engine.training.state.adapting import fill_frozen
@@ -142,7 +142,7 @@ def differing_options(run: ResolvedRun, checkpoints: Checkpoints, step: int) -> 
 
 def _free(run: ResolvedRun) -> frozenset[str]:
     """The keys of the model that may differ for the same weights."""
-    free = FREE | {OF_NEW_PART}
+    free = BETWEEN_ATTEMPTS | {OF_NEW_PART}
     return frozenset(key for key, marks in meaning_of_keys(run).items() if marks & free)
 
 
