@@ -13,8 +13,9 @@ from torch import Tensor
 
 from megatron_run.config.values import nested
 from megatron_run.contracts import Decoding, Microbatch
+from megatron_run_engine.builtin.model.gpt import AttentionOptions, RopeOptions
 from megatron_run_engine.runtime.gradients import main_grad
-from megatron_run_model_deepseek import DeepSeek, DeepSeekOptions
+from megatron_run_model_deepseek import _FIXED, DeepSeek, DeepSeekOptions
 from megatron_run_testing import Check
 from megatron_run_testing.build_contexts import single_process_context
 from megatron_run_testing.model import Built, build_model, model_checks
@@ -192,3 +193,12 @@ def test_floating_point_operations_are_those_of_the_matrices() -> None:
 def test_what_latent_attention_cannot_be_is_refused(given: dict[str, Any], why: str) -> None:
     with pytest.raises(ValidationError, match=why):
         options_of(given)
+
+
+def test_each_option_of_attention_is_read_or_refused() -> None:
+    """Latent attention is a layer of its own: an option that ``gpt`` gets must not be accepted and then ignored."""
+    read = {"attention.scale", *(f"rope.{name}" for name in RopeOptions.model_fields)}
+    groups = (("attention", AttentionOptions), ("rope", RopeOptions))
+    keys = {f"{name}.{key}" for name, group in groups for key in group.model_fields}
+    assert keys <= read | {*_FIXED}, "let LatentAttention read it, and name it here; or add it to _FIXED"
+    assert "attention.scale" in keys
