@@ -24,7 +24,7 @@ def split(context: BuildContext) -> ParallelLayers:
 
 
 @pytest.mark.parametrize("factory", [DenseLayers, split])
-def test_columns_without_names_are_refused_with_what_to_write(
+def test_columns_without_names_are_refused(
     factory: Callable[[BuildContext], ParallelLayers],
 ) -> None:
     layers = factory(single_process_context(GptOptions(num_layers=1, hidden_size=8, num_heads=2, vocab_size=16)))
