@@ -60,15 +60,15 @@ def obstacle(program: click.Command, catalog: Catalog, place: Sequence[str]) -> 
         return ""
     context = click.Context(program, info_name="megatron-run")
     context.meta[_CATALOG] = catalog
-    for depth, word in enumerate(place[:-1], 1):
+    for depth, name in enumerate(place[:-1], 1):
         try:
-            above = context.command.find_command(context, word) if isinstance(context.command, Commands) else None
+            above = context.command.find_command(context, name) if isinstance(context.command, Commands) else None
         except PluginError as error:
             return str(error)
         if above is not None and not isinstance(above, Commands):
             kind = "a group without cls=Commands" if isinstance(above, click.Group) else "no group"
             return f"packages add no commands to 'megatron-run {' '.join(place[:depth])}', which is {kind}"
-        context = click.Context(above or Commands(word), parent=context, info_name=word)
+        context = click.Context(above or Commands(name), parent=context, info_name=name)
     if place[-1] not in getattr(context.command, "commands", ()):
         return ""
     *_, group = (entry for depth in range(len(place)) if (entry := choose_command(catalog, place[:depth])))
