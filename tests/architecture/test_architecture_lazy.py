@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from importlib import import_module
 from importlib.metadata import entry_points
+from pathlib import Path
 
 import pytest
 
 from megatron_run.contracts import KINDS, entry_point_group
 from megatron_run.contracts.plugin import COMMAND
 from megatron_run.errors.install_hint import ENGINE_MODULES
-from tests.support.checkout import COMMAND_LINE, KERNEL, PLUGINS
+from tests.support.checkout import COMMAND_LINE, ENGINE, INFERENCE, KERNEL, PLUGINS
 
 #: Light code may not even need these.
 HEAVY = {"torch", "numpy", "pydantic", "rich", "ruamel.yaml", "tensorboard"}
@@ -24,6 +26,13 @@ WITHOUT_ENGINE = sorted(
     for name in (*KERNEL.modules, *COMMAND_LINE.modules)
     if not name.endswith(".__main__") and name != OF_THE_ENGINE
 )
+#: Packages that load their public names when these are first used.
+LAZY = {
+    name: file
+    for member in (KERNEL, ENGINE, INFERENCE)
+    for name, file in member.modules.items()
+    if file.name == "__init__.py" and "lazy_names(" in file.read_text(encoding="utf-8")
+}
 PLUGINS_LIST = """
 import sys
 from megatron_run_cli.main import main
@@ -109,3 +118,17 @@ def test_commands_of_packages_load_nothing_heavy_before_they_run() -> None:
 @pytest.mark.parametrize("library", sorted(HEAVY - {"tensorboard", "torch"}))  # these two take seconds
 def test_a_heavy_import_would_be_seen(library: str) -> None:
     assert library in loaded_by(f"import {library}")
+
+
+@pytest.mark.parametrize(("package", "file"), LAZY.items(), ids=LAZY)
+def test_a_lazy_package_offers_and_shows_its_names(package: str, file: Path) -> None:
+    module = import_module(package)
+    offered: dict[str, object] = {}
+    exec(f"from {package} import *", offered)
+    assert offered.keys() - {"__builtins__"} == set(module.__all__)
+    assert not offered.keys() & {"TYPE_CHECKING", "annotations", "lazy_names"}
+    assert {*module.__all__, *vars(module), "__name__", "__doc__"} <= {*dir(module)}
+    assert vars(module).items() >= {(name, offered[name]) for name in module.__all__}, "each is looked up once"
+    assert not {
+        name for name in module.__all__ if (file.parent / name).is_dir() or (file.parent / f"{name}.py").exists()
+    }

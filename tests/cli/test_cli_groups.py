@@ -139,6 +139,55 @@ def test_the_command_lines_own_come_first(name: str, site: FakeSite, capsys: Out
     assert not line.startswith("chosen")
 
 
+GROUPS = SOURCE.replace(
+    "@hookimpl",
+    """
+@click.group()
+def plain():
+    "Of no cls."
+
+@click.group(cls=Commands)
+def open_to_all():
+    "Of the right cls."
+
+open_to_all.add_command(mine, "taken")
+
+@hookimpl""",
+).replace("import click", "import click\nfrom megatron_run_cli.groups import Commands")
+#: Names of commands, and why nobody can type them; acme-groups has commands ``mine``, ``plain`` and ``open``.
+UNREACHABLE = {
+    "doctor.x": "packages add no commands to 'megatron-run doctor', which is no group",
+    "train.x": "packages add no commands to 'megatron-run train', which is no group",
+    "completion.bash.x": "packages add no commands to 'megatron-run completion', which is ",
+    "data.cache.x": "packages add no commands to 'megatron-run data cache', which is ",
+    "mine.x": "packages add no commands to 'megatron-run mine', which is no group",
+    "plain.x.y": "packages add no commands to 'megatron-run plain', which is a group without cls=Commands",
+    "open.taken": "acme-groups 1.0 has this command in its group 'open': uninstall one",
+    "data.prepare": "has this command in its group 'data': uninstall one",
+}
+
+
+@pytest.mark.parametrize("name", UNREACHABLE)
+def test_a_command_that_nobody_can_type_is_told_by_the_list_and_its_check(
+    name: str, site: FakeSite, capsys: Output
+) -> None:
+    offer(site, "acme-mine", name, "open.other", "new.one.two")
+    groups = GROUPS.replace("{NAMES}", "{'mine': mine, 'plain': plain, 'open': open_to_all}")
+    site.module("acme_groups", groups)
+    site.distribution("acme-groups", {"command": dict.fromkeys(("mine", "plain", "open"), "acme_groups")})
+    found = listed(capsys)
+    assert UNREACHABLE[name] in found[name]["problem"]
+    assert found[name]["state"] == "BROKEN"
+    assert {each for each in found if found[each]["problem"]} == {name}
+    assert main(["plugins", "check", f"command={name}"]) == ExitCode.PLUGIN
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if "FAILED" in line)
+    assert UNREACHABLE[name] in line
+    assert main(["plugins", "check", "command=open.other"]) == 0
+    assert main(["open", "other"]) == main(["new", "one", "two"]) == 0
+    assert capsys.readouterr().out.count("acme_mine\n") == 2
+    assert main(name.split(".")) or "acme_mine" not in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("name", ["train", "plan"])
 def test_a_new_package_takes_no_name_that_is_taken(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Output

@@ -60,6 +60,22 @@ def test_what_reads_a_configuration_runs_none_of_its_files(
         assert "schedule=my_schedule is a file, which was not run" in said.err
 
 
+@pytest.mark.parametrize("kind", ["model", "parallel-layer"])
+def test_an_option_of_a_file_that_is_not_run_is_explained_by_what_runs_it(
+    kind: str, config: Path, capsys: Output
+) -> None:
+    section = kind.replace("-", "_")
+    assert main(["config", "explain", f"{section}.g.a", str(config)]) == ExitCode.PLUGIN
+    file = config.parent / f"my_{section}.py"
+    assert capsys.readouterr().err.splitlines()[-1] == (
+        f"megatron-run: the options of {kind}=my_{section} are not known: it is a file, which was not run: {file}; "
+        f"to run it and see them, type: megatron-run plugins info {kind}={file}"
+    )
+    assert not (config.parent / "ran").exists()
+    assert main(["plugins", "info", f"{kind}={file}"]) == ExitCode.PLUGIN, "it is no plugin, as its one line says"
+    assert (config.parent / "ran").exists()
+
+
 def test_an_update_rule_in_a_file_is_not_run_either(tmp_path: Path, capsys: Output) -> None:
     (tmp_path / "lion.py").write_text(f"import pathlib; pathlib.Path({str(tmp_path / 'ran')!r}).touch()\n")
     assert main(["config", "show", "preset:tiny", "--set", f"optimizer.rule={tmp_path}/lion.py:Lion"]) == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,30 @@ import pytest
 from tests.docs.quoted import pages, quotes, refreshed
 from tests.support.checkout import ROOT
 
-LINK = re.compile(r"\]\((?!https?://|mailto:)([^)#\s]+)(?:#[^)]*)?\)")
+#: A link to a file, to a heading of a page, or to one of its own.
+LINK = re.compile(r"\]\((?!https?://|mailto:)([^)#\s]*)(?:#([^)\s]*))?\)")
+CODE = re.compile(r"^(```|~~~).*?^\1", re.DOTALL | re.MULTILINE)
+HEADING = re.compile(r"^#+ +(.+?) *$", re.MULTILINE)
+#: Every page that may have links, those that quote nothing among them.
+LINKING = sorted({*pages(), *ROOT.glob("*.md"), *(ROOT / "benchmarks").rglob("*.md"), *(ROOT / "tests").rglob("*.md")})
+
+
+def lost(page: Path, text: str) -> list[str]:
+    """The links in ``text`` of ``page`` that lead to no file, or to no heading of their page."""
+    found = ((page.parent / target if target else page, anchor) for target, anchor in LINK.findall(text))
+    return [
+        f"{target}#{anchor}"
+        for target, anchor in found
+        if not target.exists() or (anchor and target.suffix == ".md" and anchor not in anchors(target))
+    ]
+
+
+@cache
+def anchors(page: Path) -> set[str]:
+    """The anchor of each heading: its words in lower case with hyphens; of one that is repeated, of the first."""
+    headings = HEADING.findall(CODE.sub("", page.read_text(encoding="utf-8")))
+    plain = (re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).lower() for heading in headings)
+    return {re.sub(r"[^\w -]", "", heading).strip().replace(" ", "-") for heading in plain}
 
 
 @pytest.mark.parametrize("page", pages(), ids=lambda page: str(page.relative_to(ROOT)))
@@ -20,10 +44,22 @@ def test_quotes_equal_their_files(page: Path) -> None:
     assert refreshed(text) == text, "run make docs"
 
 
-@pytest.mark.parametrize("page", pages(), ids=lambda page: str(page.relative_to(ROOT)))
+@pytest.mark.parametrize("page", LINKING, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_somewhere(page: Path) -> None:
-    targets = LINK.findall(page.read_text(encoding="utf-8"))
-    assert not [target for target in targets if not (page.parent / target).exists()]
+    assert not lost(page, page.read_text(encoding="utf-8"))
+
+
+def test_a_link_to_a_heading_that_moved_is_found() -> None:
+    page = ROOT / "SECURITY.md"
+    moved, there = (
+        "[rules](docs/trust.md#rules-that-tests-hold)",
+        "[rules](core/kernel/README.md#rules-that-tests-hold)",
+    )
+    assert lost(page, f"{moved} {there} [this](#security) [not](#nothing) [none](docs/none.md)") == [
+        f"{ROOT}/docs/trust.md#rules-that-tests-hold",
+        f"{page}#nothing",
+        f"{ROOT}/docs/none.md#",
+    ]
 
 
 def test_a_stale_quote_is_found() -> None:
@@ -35,6 +71,6 @@ def test_a_stale_quote_is_found() -> None:
 
 def test_every_page_is_in_the_index() -> None:
     index = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
-    linked = {(ROOT / "docs" / target).resolve() for target in LINK.findall(index)}
+    linked = {(ROOT / "docs" / target).resolve() for target, _ in LINK.findall(index)}
     missing = [page.name for page in (ROOT / "docs").glob("*.md") if page.name != "index.md" and page not in linked]
     assert not missing

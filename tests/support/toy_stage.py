@@ -97,8 +97,8 @@ def faults(
         wrong.append(f"peak {record.peak_in_flight}, planned {plan.peak_in_flight[stage]}")
     if bench.synced != syncs(plan, stage):
         wrong.append(f"gradient syncs {bench.synced}")
-    if messenger.held_sends:
-        wrong.append(f"{messenger.held_sends} sends left")
+    if messenger._sent:
+        wrong.append(f"{len(messenger._sent)} sends left")
     return wrong
 
 

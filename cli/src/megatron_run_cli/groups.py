@@ -17,6 +17,7 @@ from megatron_run.registry.commands import (
     missing_command,
     next_words,
     offered_twice,
+    words_of,
 )
 from megatron_run.registry.discover import Catalog, scan
 from megatron_run_cli.output import tell_error
@@ -46,6 +47,32 @@ def is_own(program: click.Command, place: Sequence[str]) -> bool:
     for name in place:
         found = found.commands.get(name) if isinstance(found, click.Group) else None
     return found is not None
+
+
+def obstacle(program: click.Command, catalog: Catalog, place: Sequence[str]) -> str:
+    """Why somebody who types ``place`` does not get the command that a package of ``catalog`` offers there, or empty.
+
+    The commands of packages above it are imported, as when it is typed; our own are known to reach theirs.
+    """
+    if is_own(program, place):
+        return "megatron-run has this command itself"
+    if known_summary(catalog, place):
+        return ""
+    context = click.Context(program, info_name="megatron-run")
+    context.meta[_CATALOG] = catalog
+    for depth, name in enumerate(place[:-1], 1):
+        try:
+            above = context.command.find_command(context, name) if isinstance(context.command, Commands) else None
+        except PluginError as error:
+            return str(error)
+        if above is not None and not isinstance(above, Commands):
+            kind = "a group without cls=Commands" if isinstance(above, click.Group) else "no group"
+            return f"packages add no commands to 'megatron-run {' '.join(place[:depth])}', which is {kind}"
+        context = click.Context(above or Commands(name), parent=context, info_name=name)
+    if place[-1] not in getattr(context.command, "commands", ()):
+        return ""
+    *_, group = (entry for depth in range(len(place)) if (entry := choose_command(catalog, place[:depth])))
+    return f"{group.source} has this command in its group {words_of(group)!r}: uninstall one"
 
 
 def example(words: str) -> str:

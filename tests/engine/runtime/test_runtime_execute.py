@@ -108,7 +108,7 @@ def held_sends(rank: int, world: int, microbatches: int) -> int:
 
     def watched(*arguments: Any) -> None:
         send(*arguments)
-        held[0] = max(held[0], messenger.held_sends)
+        held[0] = max(held[0], len(messenger._sent))
 
     cast("Any", messenger).send = watched
     bench.run()

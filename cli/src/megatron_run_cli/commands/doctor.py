@@ -8,6 +8,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal, cast
@@ -17,7 +18,7 @@ import click
 from megatron_run.errors import EngineMissingError, ExitCode
 from megatron_run.errors.install_hint import ENGINE, how_to_install
 from megatron_run_cli.grammar import debug_option, json_option
-from megatron_run_cli.groups import is_own
+from megatron_run_cli.groups import obstacle
 from megatron_run_cli.output import print_json, print_table
 
 
@@ -160,9 +161,9 @@ def _writable(runs: Path) -> str:
 
 
 def _plugins(program: click.Command | None) -> Iterator[Finding]:
-    from megatron_run_cli.reports.listing import list_plugins
+    from megatron_run_cli.reports.listing import list_plugins, no_obstacle
 
-    listing = list_plugins(check=True, is_own=lambda place: program is not None and is_own(program, place))
+    listing = list_plugins(check=True, obstacle=partial(obstacle, program) if program else no_obstacle)
     for each in listing.plugins:
         why = each.problem or each.refusal
         source = f"{each.distribution} {each.version}"

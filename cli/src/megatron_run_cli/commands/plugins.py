@@ -24,7 +24,7 @@ from megatron_run.files.publishing import publishing_folder
 from megatron_run.registry.discover import KERNEL, Catalog, scan
 from megatron_run_cli.completion import words as places
 from megatron_run_cli.grammar import debug_option, json_option, run_options
-from megatron_run_cli.groups import Commands, example, is_own
+from megatron_run_cli.groups import Commands, example, is_own, obstacle
 from megatron_run_cli.output import print_json, print_table, tell
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ def list_(context: click.Context, kind: str | None, *, check: bool, as_json: boo
     from megatron_run_cli.reports.listing import list_plugins
 
     wanted = check_kind(kind, "plugins list", _OFFERED) if kind else None
-    listing = list_plugins(check=check, is_own=partial(is_own, context.find_root().command))
+    listing = list_plugins(check=check, obstacle=partial(obstacle, context.find_root().command))
     found = [each for each in listing.plugins if wanted in (None, each.kind)]
     if as_json:
         print_json({"plugins": [{**vars(each), "state": each.state} for each in found], "notices": listing.notices})
@@ -119,7 +119,7 @@ def why(
     from megatron_run_cli.reports.listing import why as explain
 
     if kind == COMMAND:
-        candidates = command_candidates(scan(), partial(is_own, context.find_root().command))
+        candidates = command_candidates(scan(), partial(obstacle, context.find_root().command))
     else:
         kind = check_run_kind(kind, "plugins why")
         with no_files_run():
@@ -167,8 +167,16 @@ def new(context: click.Context, kind: str, name: str, folder: Path | None, *, as
 @click.option("--seed", type=int, metavar="N", help="With --compose: of the choices [default: 1].")
 @json_option
 @debug_option
+@click.pass_context
 def check(
-    target: str, sets: tuple[str, ...], *, compose: bool, count: int | None, seed: int | None, as_json: bool
+    context: click.Context,
+    target: str,
+    sets: tuple[str, ...],
+    *,
+    compose: bool,
+    count: int | None,
+    seed: int | None,
+    as_json: bool,
 ) -> int:
     """Run the conformance suite on a plugin, package folder or file."""
     from megatron_run_testing.conformance import check as run_suite
@@ -179,7 +187,7 @@ def check(
         raise InputError(
             "--count and --seed are of --compose", fix=f"add --compose: plugins check --compose {quote(target)}"
         )
-    reports = run_suite(target, sets)
+    reports = run_suite(target, sets, partial(obstacle, context.find_root().command))
     if as_json:
         print_json(reports)
     else:

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import PurePath
+from shlex import quote
 from types import NoneType
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args, get_origin
 
@@ -97,15 +98,15 @@ def explain(key: str, run: ResolvedRun | None = None) -> str:
 
     With ``run``, also the value it has there and where it came from. Options are those of the run's plugins, or of
     every installed plugin. Raises :class:`InputError` for an unknown key, and for an option that only the engine knows
-    :class:`EngineMissingError`.
+    :class:`EngineMissingError`; for one of a file of the run, which is not run, :class:`PluginError`.
     """
     first, *rest = key.split(".")
     wanted = dotted((section_of(first), *rest))
     plugins, lacking, _ = installed_plugins() if run is None else _of_run(run)
     known = list(all_keys(plugins))
     found = [info for info in known if f"{info.name}.".startswith(f"{wanted}.")]
-    if not found and (unknown := [plugin for plugin in lacking if plugin.startswith(f"{wanted.partition('.')[0]}=")]):
-        raise without_engine(unknown)
+    if not found and (unknown := [plugin for plugin in lacking if _section(plugin) == section_of(first)]):
+        raise _not_run(unknown, run) or without_engine(unknown)
     if not found:
         names = [info.name for info in known]
         sections = dict.fromkeys(name.partition(".")[0] for name in names)
@@ -120,6 +121,22 @@ def _of_run(run: ResolvedRun) -> Installed:
     """The plugins of ``run``."""
     plugins = tuple(plugin for stack in run.plugins.values() for plugin in stack)
     return Installed(plugins, tuple(map(str, run.unloaded)), ())
+
+
+def _section(plugin: str) -> str:
+    """The section of ``KIND=NAME``."""
+    return section_of(plugin.partition("=")[0])
+
+
+def _not_run(unknown: Sequence[str], run: ResolvedRun | None) -> PluginError | None:
+    """That options of the first file among the ``unknown`` plugins cannot be told; None where no file is."""
+    for plugin in run.unloaded if run is not None else ():
+        if str(plugin) in unknown and plugin.entry is not None and plugin.entry.file:
+            what = f"the options of {plugin} are not known"
+            why = f"it is a file, which was not run: {plugin.entry.file}"
+            command = f"megatron-run plugins info {plugin.kind}={quote(plugin.entry.value)}"
+            return PluginError(what, why=why, fix=f"to run it and see them, type: {command}")
+    return None
 
 
 def _with_value(info: KeyInfo, values: Mapping[str, Any]) -> str:

@@ -17,13 +17,13 @@ if TYPE_CHECKING:
     from megatron_run_cli.reports.keys import Description
 
 
-#: Whether the command line itself has a command at a place, the words after ``megatron-run``.
-IsOwn = Callable[[Sequence[str]], bool]
+#: Why somebody who types a place, the words after ``megatron-run``, does not get a package's command there, or empty.
+Obstacle = Callable[[Catalog, Sequence[str]], str]
 
 
-def nowhere(_place: Sequence[str]) -> bool:
-    """The command line has no command."""
-    return False
+def no_obstacle(_catalog: Catalog, _place: Sequence[str]) -> str:
+    """Without a command line nothing stands in the way."""
+    return ""
 
 
 @dataclass(frozen=True)
@@ -66,16 +66,16 @@ def list_plugins(
     catalog: Catalog | None = None,
     *,
     check: bool = False,
-    is_own: IsOwn = nowhere,
+    obstacle: Obstacle = no_obstacle,
 ) -> Listing:
     """The installed plugins and commands, from metadata alone.
 
-    With ``check`` each that fits this kernel is imported, in a child. ``is_own`` says at which places the command line
-    has commands itself.
+    With ``check`` each that fits this kernel is imported, in a child. ``obstacle`` says which commands cannot be typed;
+    it imports the packages' groups that hold commands of others.
     """
     catalog = scan() if catalog is None else catalog
     entries = [entry for kind in (*KINDS, COMMAND) for entry in catalog.of_kind(kind)]
-    listed = [_listed(entry, catalog, is_own) for entry in entries]
+    listed = [_listed(entry, catalog, obstacle) for entry in entries]
     if check:
         healthy = [entry for entry, each in zip(entries, listed, strict=True) if each.state != "BROKEN"]
         found = {each.entry: each for each in probe(healthy)}
@@ -132,19 +132,19 @@ def _checked(plugin: ListedPlugin, found: Probe | None) -> ListedPlugin:
     return replace(plugin, checked=True, problem=problem, ambiguous=ambiguous, refusal=found.refusal)
 
 
-def command_candidates(catalog: Catalog, is_own: IsOwn) -> tuple[Candidate, ...]:
+def command_candidates(catalog: Catalog, obstacle: Obstacle) -> tuple[Candidate, ...]:
     """The commands of packages, each with why somebody who types it gets it, or does not."""
-    listed = [_listed(entry, catalog, is_own) for entry in catalog.of_kind(COMMAND)]
+    listed = [_listed(entry, catalog, obstacle) for entry in catalog.of_kind(COMMAND)]
     return tuple(Candidate(each, not each.problem, each.problem or "no other package offers it") for each in listed)
 
 
-def _listed(entry: Entry, catalog: Catalog, is_own: IsOwn = nowhere) -> ListedPlugin:
+def _listed(entry: Entry, catalog: Catalog, obstacle: Obstacle = no_obstacle) -> ListedPlugin:
     others = [other.source for other in catalog.offering(entry.kind, entry.name) if other != entry]
     instead = "uninstall one" if entry.kind == COMMAND else f"choose {entry.distribution}:{entry.name}"
     shared = f"{' and '.join(others)} offers {entry} too: {instead}" if others else ""
     unfit = kernel_problem(entry)
-    if entry.kind == COMMAND and is_own(entry.name.split(".")):
-        unfit = unfit or "megatron-run has this command itself"
+    if entry.kind == COMMAND:
+        unfit = unfit or obstacle(catalog, entry.name.split("."))
     return ListedPlugin(
         entry.kind,
         entry.name,

@@ -10,5 +10,5 @@ from megatron_run.lazy import lazy_names
 
 __version__ = "0.1.0"
 
-__getattr__, __dir__ = lazy_names(__name__, {"megatron_run_engine.launch": ("train",)})
-__all__ = ["__version__", *__dir__()]  # noqa: PLE0604  # the names are those above
+__getattr__, __dir__, __all__ = lazy_names(__name__, {"megatron_run_engine.launch": ("train",)})
+__all__ += ["__version__"]

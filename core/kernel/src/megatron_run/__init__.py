@@ -9,7 +9,7 @@ from megatron_run.lazy import lazy_names
 
 __version__ = "0.1.0"
 
-__getattr__, __dir__ = lazy_names(
+__getattr__, __dir__, __all__ = lazy_names(
     __name__,
     {
         "megatron_run.contracts": ("PluginInfo",),
@@ -20,4 +20,4 @@ __getattr__, __dir__ = lazy_names(
         "megatron_run_inference": ("load",),
     },
 )
-__all__ = ["__version__", *__dir__()]  # noqa: PLE0604  # the names are those above
+__all__ += ["__version__"]

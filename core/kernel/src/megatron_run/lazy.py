@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from typing import Any
@@ -11,11 +12,12 @@ from megatron_run.errors.install_hint import check_installed
 
 def lazy_names(
     package: str, modules: Mapping[str, Sequence[str]]
-) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """The ``__getattr__`` and ``__dir__`` of ``package``; ``modules`` maps each module to those of its names.
+) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
+    """The ``__getattr__``, ``__dir__`` and ``__all__`` of ``package``; ``modules`` maps each module to its names.
 
-    Python calls a module's ``__getattr__`` only for names that the module lacks (PEP 562). Type checkers do not follow
-    it: a package that wants its names typed also imports them for these.
+    Python calls a module's ``__getattr__`` only for names that the module lacks (PEP 562), so a name that was loaded
+    becomes the module's own; none may be called like a submodule. Type checkers do not follow it: a package that wants
+    its names typed also imports them for these.
     """
     holders = {name: module for module, names in modules.items() for name in names}
 
@@ -23,9 +25,11 @@ def lazy_names(
         if name not in holders:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
         try:
-            return getattr(import_module(holders[name]), name)
+            value = getattr(import_module(holders[name]), name)
         except ModuleNotFoundError as missing:
             check_installed(missing, f"{package}.{name} cannot be used")
             raise
+        setattr(sys.modules[package], name, value)
+        return value
 
-    return load, lambda: sorted(holders)
+    return load, lambda: sorted({*vars(sys.modules[package]), *holders}), sorted(holders)

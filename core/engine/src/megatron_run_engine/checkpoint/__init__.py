@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from megatron_run_engine.checkpoint.shard_file import TensorEntry as TensorEntry
     from megatron_run_engine.checkpoint.shard_file import write_tensors as write_tensors
 
-__getattr__, __dir__ = lazy_names(
+__getattr__, __dir__, __all__ = lazy_names(
     __name__,
     {
         "megatron_run_engine.checkpoint.boxes": ("Box", "cover_fault"),

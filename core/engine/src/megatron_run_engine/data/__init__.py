@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from megatron_run_engine.data.tokenizer_folder.record import AUTO as AUTO
     from megatron_run_engine.data.tokenizer_training import train_tokenizer as train_tokenizer
 
-__getattr__, __dir__ = lazy_names(
+__getattr__, __dir__, __all__ = lazy_names(
     __name__,
     {
         "megatron_run_engine.data.documents": ("Document", "Shares", "find_documents", "require_within"),

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from megatron_run_engine.formats.gpt_tensors import options_class as options_class
     from megatron_run_engine.formats.gpt_tensors import shapes_fault as shapes_fault
 
-__getattr__, __dir__ = lazy_names(
+__getattr__, __dir__, __all__ = lazy_names(
     __name__,
     {
         "megatron_run_engine.formats.gpt_tensors": (

@@ -16,15 +16,16 @@ from typing import TYPE_CHECKING
 from megatron_run.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from megatron_run_engine.host.environments import LaunchMode
-    from megatron_run_engine.launch.api import FailedRunError, launch, run_task, train
-    from megatron_run_engine.launch.options import LaunchOptions
-    from megatron_run_engine.launch.rank import RankTask
-    from megatron_run_engine.launch.results import RunResult
+    from megatron_run_engine.host.environments import LaunchMode as LaunchMode
+    from megatron_run_engine.launch.api import FailedRunError as FailedRunError
+    from megatron_run_engine.launch.api import launch as launch
+    from megatron_run_engine.launch.api import run_task as run_task
+    from megatron_run_engine.launch.api import train as train
+    from megatron_run_engine.launch.options import LaunchOptions as LaunchOptions
+    from megatron_run_engine.launch.rank import RankTask as RankTask
+    from megatron_run_engine.launch.results import RunResult as RunResult
 
-__all__ = ["FailedRunError", "LaunchMode", "LaunchOptions", "RankTask", "RunResult", "launch", "run_task", "train"]
-
-__getattr__, __dir__ = lazy_names(
+__getattr__, __dir__, __all__ = lazy_names(
     __name__,
     {
         "megatron_run_engine.host.environments": ("LaunchMode",),

@@ -59,7 +59,7 @@ if TYPE_CHECKING:
     from megatron_run_engine.nn.spec import TransformerSpec as TransformerSpec
     from megatron_run_engine.nn.spec import check_heads as check_heads
 
-__getattr__, __dir__ = lazy_names(
+__getattr__, __dir__, __all__ = lazy_names(
     __name__,
     {
         "megatron_run_engine.nn.attention": (

@@ -55,11 +55,6 @@ class ExpertSpec:
     dispatch: Dispatch = "alltoall"
 
     @property
-    def ffn_features(self) -> int:
-        """Feed-forward features that process one token: its experts' and the shared expert's."""
-        return self.top_k * self.ffn + self.shared_ffn
-
-    @property
     def loss_names(self) -> tuple[str, ...]:
         """Names, as reported, of the auxiliary losses with a coefficient above 0."""
         return ("model/balance_loss",) * (self.balance > 0) + ("model/z_loss",) * (self.z > 0)

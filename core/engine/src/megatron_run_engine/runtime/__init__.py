@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from megatron_run_engine.runtime.transformer_engine import import_transformer_engine as import_transformer_engine
     from megatron_run_engine.runtime.transformer_engine import installed_version as installed_version
 
-__getattr__, __dir__ = lazy_names(
+__getattr__, __dir__, __all__ = lazy_names(
     __name__,
     {
         "megatron_run_engine.runtime.comm": ("ParallelGroup", "Pending"),

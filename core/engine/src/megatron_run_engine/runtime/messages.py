@@ -93,12 +93,7 @@ class Messenger:
         self._local: dict[Message, Tensors] = {}
         self._queued: defaultdict[int, deque[_QueuedReceive]] = defaultdict(deque)
         self._posted: dict[Message, tuple[_Transfer, ...]] = {}
-        self._sent: dict[Message, tuple[_Transfer, ...]] = {}
-
-    @property
-    def held_sends(self) -> int:
-        """Number of sends not yet retired, whose tensors the messenger still holds."""
-        return len(self._sent)
+        self._sent: dict[Message, tuple[_Transfer, ...]] = {}  # not yet retired: their tensors are held
 
     def post(self, message: Message, boundary: Boundary, *, one_order: bool = False) -> None:
         """Start receiving ``message`` into new tensors of its boundary's shapes and dtypes.

@@ -24,8 +24,8 @@ from megatron_run.contracts.plugin import COMMAND, KINDS, SEPARATORS, entry_poin
 from megatron_run.errors import EngineMissingError, Findings, InputError, PluginError, RunError
 from megatron_run.errors.install_hint import check_engine
 from megatron_run.registry.choose import choose
-from megatron_run.registry.commands import choose_command, missing_command
-from megatron_run.registry.discover import Entry, scan
+from megatron_run.registry.commands import choose_command, missing_command, words_of
+from megatron_run.registry.discover import Catalog, Entry, scan
 from megatron_run.registry.hooks import in_one_line
 from megatron_run.registry.load import load
 from megatron_run.registry.loaded_command import load_command
@@ -179,13 +179,18 @@ class _Network(BaseModel):
     vocab_size: int = _VOCABULARY
 
 
-def check(target: str, sets: Iterable[str] = ()) -> tuple[Report, ...]:
+#: Why somebody who types the words of a command does not get it, or empty.
+Obstacle = Callable[[Catalog, Sequence[str]], str]
+
+
+def check(target: str, sets: Iterable[str] = (), obstacle: Obstacle | None = None) -> tuple[Report, ...]:
     """Run the conformance suite on ``target``: ``KIND=NAME``, ``command=NAME``, the folder of a package, or a file.
 
     A file may be named as for a run, ``KIND=./mine.py``; so may layers that are stacked,
     ``parallel-layer=BELOW+NAME`` or ``BELOW+./mine.py``, and then the last is under test. A package may offer several
     plugins; each gets a report.
     ``sets`` are options, as in ``--set model.num_layers=2``, for a plugin that cannot be created with its defaults.
+    ``obstacle`` is the command line's, which alone knows whether somebody who types a command's words gets it.
     Raises :class:`RunError` if there is nothing to check.
     """
     findings = Findings()
@@ -203,13 +208,13 @@ def check(target: str, sets: Iterable[str] = ()) -> tuple[Report, ...]:
         *below, top = (choose(scan(), kind, reference, f"plugins check {target}") for reference in name.split("+"))
         return (_report(top, options, below),)
     if equals and kind == COMMAND:
-        return (_report_command(_installed_command(name)),)
+        return (_report_command(_installed_command(name), obstacle),)
     if equals:
         return (_report(choose(scan(), kind, name, f"plugins check {target}"), options),)
     if path.is_dir():
         with _importable(path):
             entries = project_entries(path)
-            commands = tuple(_report_command(entry) for entry in entries if entry.kind == COMMAND)
+            commands = tuple(_report_command(entry, obstacle) for entry in entries if entry.kind == COMMAND)
             return (*(_report(entry, options) for entry in entries if entry.kind != COMMAND), *commands)
     raise InputError(
         f"{target!r} is nothing to check",
@@ -287,17 +292,23 @@ def _installed_command(name: str) -> Entry:
     raise missing_command(catalog, place, exact=True) or PluginError(f"no installed package has the command {name!r}")
 
 
-def _report_command(entry: Entry) -> Report:
+def _report_command(entry: Entry, obstacle: Obstacle | None) -> Report:
     from megatron_run_testing.conformance.commands import command_checks
 
     results: list[Result] = []
     with _recorded(results, "its module gives the command that its entry point names"):
         load_command(entry)
+    if results[-1].passed and obstacle is not None:
+        results.append(_reached(entry, obstacle(scan(kind=COMMAND), entry.name.split("."))))
     if results[-1].passed:
         for check in command_checks(entry):
             with _recorded(results, check.name) as untried:
                 untried.append(check.run() or "")
     return Report(str(entry), entry.source, tuple(results))
+
+
+def _reached(entry: Entry, problem: str) -> Result:
+    return Result(f"typing megatron-run {words_of(entry)} reaches it", not problem, problem)
 
 
 @contextmanager

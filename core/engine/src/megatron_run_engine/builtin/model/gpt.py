@@ -29,7 +29,7 @@ __all__ = [
     "RopeOptions",
     "expert_notices",
 ]
-__getattr__, _ = lazy_names(__name__, {"megatron_run_engine.builtin.model.decoder": ("Gpt",)})
+__getattr__, *_ = lazy_names(__name__, {"megatron_run_engine.builtin.model.decoder": ("Gpt",)})
 
 
 @hookimpl

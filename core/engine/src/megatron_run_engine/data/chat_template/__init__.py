@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from megatron_run_engine.data.chat_template.template import Templates as Templates
     from megatron_run_engine.data.chat_template.template import template_source as template_source
 
-__getattr__, __dir__ = lazy_names(
+__getattr__, __dir__, __all__ = lazy_names(
     __name__,
     {
         "megatron_run_engine.data.chat_template.messages": (
