@@ -132,3 +132,9 @@ def test_a_lazy_package_offers_and_shows_its_names(package: str, file: Path) -> 
     assert not {
         name for name in module.__all__ if (file.parent / name).is_dir() or (file.parent / f"{name}.py").exists()
     }
+
+
+def test_the_package_of_indexed_data_offers_its_options_and_loads_them_late() -> None:
+    package = "megatron_run_data_indexed"
+    assert f"{package}.options" not in loaded_by(f"import {package}")
+    assert f"{package}.options" in loaded_by(f"from {package} import IndexedOptions")

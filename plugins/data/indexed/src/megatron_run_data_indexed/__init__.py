@@ -16,10 +16,19 @@ if TYPE_CHECKING:
     from megatron_run.contracts.schema import Config
     from megatron_run_data_indexed.options import IndexedOptions
 
-__all__ = ["megatron_run_create_data", "megatron_run_plugin_info"]
+__all__ = ["IndexedOptions", "megatron_run_create_data", "megatron_run_plugin_info"]
 
 #: Seeds of NumPy's RandomState, which shuffles for megatron-core, lie below.
 _SEEDS = 2**32
+
+
+def __getattr__(name: str) -> object:
+    """The options, which pydantic reads: loaded when somebody asks for them."""
+    if name != "IndexedOptions":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from megatron_run_data_indexed.options import IndexedOptions
+
+    return IndexedOptions
 
 
 def check_config(config: Config, options: IndexedOptions) -> Iterator[str]:
