@@ -18,11 +18,10 @@ from megatron_run_engine.data.tokenizer_folder.record import DECIDING
 from megatron_run_engine.data.tokenizer_training import train_tokenizer
 from megatron_run_engine.launch.watchdog.connection import Connection, join_hub
 from megatron_run_engine.launch.watchdog.hub import Hub
-from megatron_run_engine.run_folder import open_run_folder
 from tests.campaigns.figures import Figures, campaign, some
 from tests.support.forked import Ran, run_forked, tiny
 from tests.support.processes import wait_until
-from tests.support.start_windows import killed_before
+from tests.support.start_windows import changes_of, goes_on_after
 
 #: What somebody puts in the place of a file, beside a folder of the user's.
 PLANTS: dict[str, Callable[[Path, Path], object]] = {
@@ -103,25 +102,16 @@ def prepared(folder: Path, share: float = 1.0) -> Figures:
 
 def starts(folder: Path, share: float = 1.0) -> Figures:
     """The launcher is killed before each change that it makes to the disk at its start; the same command goes on."""
-    run = load_config("preset:tiny", sets={"run.folder": folder / "run"})
-    count = 0
-    while not killed_before(count, run):
-        count += 1
-        shutil.rmtree(folder / "run", ignore_errors=True)
+    home = folder / "run"
+    run = load_config("preset:tiny", sets={"run.folder": home})
+    cases = [(attempts, at) for attempts in (0, 1) for at in range(changes_of(run, home, attempts))]
 
     def trial(index: int) -> Sequence[str]:
-        attempts, at = divmod(index, count)
-        shutil.rmtree(folder / "run", ignore_errors=True)
-        for _ in range(attempts):
-            open_run_folder(run).lock.release()
-        killed_before(at, run)
-        opened = open_run_folder(run)
-        opened.lock.release()
-        record = json.loads((folder / "run" / "run.json").read_text())
-        return [] if len(record["attempts"]) == opened.folder.attempt else [f"change {at}: {record['attempts']}"]
+        attempts, at = cases[index]
+        return [] if goes_on_after(at, run, home, attempts) else [f"after {attempts} attempts, change {at}"]
 
     what = "a launcher killed before each change of its start: the same command goes on"
-    return campaign(what, trial, some(2 * count, share))
+    return campaign(what, trial, some(len(cases), share))
 
 
 def floods(count: int, seed: int) -> Figures:

@@ -88,6 +88,34 @@ def test_what_is_too_large_is_not_read(files: SafeFolder) -> None:
 def test_json_that_is_no_mapping_is_nothing(files: SafeFolder, content: bytes) -> None:
     files.replace("x.json", content)
     assert files.read_json("x.json") is None
+    with pytest.raises(OSError, match="no mapping"):
+        files.kept_json("x.json")
+
+
+def test_what_is_written_anew_forgets_nothing_because_a_read_fails(
+    files: SafeFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert files.kept_json("x.json") == {}
+    files.write_json("x.json", {"one": 1})
+
+    def fails(*_: object) -> bytes:
+        raise OSError(errno.EIO, "Input/output error")
+
+    assert files.kept_json("x.json") == {"one": 1}
+    monkeypatch.setattr(SafeFolder, "read", fails)
+    assert files.read_json("x.json") is None
+    with pytest.raises(OSError, match="Input/output error"):
+        files.kept_json("x.json")
+
+
+@pytest.mark.parametrize("write", [SafeFolder.replace, lambda files, name, _: files.remove(name)])
+def test_what_the_system_refuses_is_told_with_the_whole_path(
+    files: SafeFolder, write: Callable[[SafeFolder, str, bytes], object]
+) -> None:
+    files.make("a/x.json/in it")
+    with pytest.raises(OSError, match=r"a/x\.json") as caught:
+        write(files, "a/x.json", b"{}")
+    assert caught.value.filename == str(files.path / "a" / "x.json")
 
 
 def test_what_is_written_is_read_again_and_nothing_else_is_left(files: SafeFolder) -> None:

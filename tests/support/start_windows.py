@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import sys
+from pathlib import Path
 from typing import Any
 
 from megatron_run.planning import ResolvedRun
@@ -36,3 +39,33 @@ def killed_before(count: int, run: ResolvedRun) -> bool:
     status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     assert status in (0, 9)
     return status == 0
+
+
+def goes_on_after(count: int, run: ResolvedRun, folder: Path, attempts: int) -> bool:
+    """After ``attempts`` in ``folder`` one is killed before its change ``count``; whether the next is counted right."""
+    shutil.rmtree(folder, ignore_errors=True)
+    for _ in range(attempts):
+        _opened(run)
+    killed_before(count, run)
+    attempt = _opened(run)
+    listed = json.loads((folder / "run.json").read_text())["attempts"]
+    return len(listed) == attempt in (attempts + 1, attempts + 2)
+
+
+def _opened(run: ResolvedRun) -> int:
+    """Open the folder of ``run``, begin and leave it; the number of the attempt."""
+    opened = open_run_folder(run)
+    opened.folder.begin(0)
+    opened.lock.release()
+    return opened.folder.attempt
+
+
+def changes_of(run: ResolvedRun, folder: Path, attempts: int) -> int:
+    """The number of changes that a start makes after ``attempts`` in ``folder``."""
+    for count in range(1000):
+        shutil.rmtree(folder, ignore_errors=True)
+        for _ in range(attempts):
+            _opened(run)
+        if killed_before(count, run):
+            return count
+    raise AssertionError("a start does not come to its end")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 
 from megatron_run.errors import InputError
+from megatron_run.files.safe_folder import SafeFolder
 from megatron_run.planning import ResolvedRun, load_config
 from megatron_run_engine.builtin.observer.jsonl import LineFile
 from megatron_run_engine.launch.rank_output import redirect_output
@@ -20,7 +22,7 @@ from megatron_run_engine.run_folder import History, RunFolder, open_run_folder
 from megatron_run_engine.run_folder.folder import DESCRIPTION, last_config
 from megatron_run_observer_tensorboard.events import EventFile
 from megatron_run_observer_trace import trace_path, write_new
-from tests.support.start_windows import killed_before
+from tests.support.start_windows import changes_of, goes_on_after, killed_before
 
 
 def tiny(path: Path, **sets: Any) -> ResolvedRun:
@@ -152,19 +154,11 @@ def test_a_pipe_in_the_place_of_a_record_is_not_waited_for(run: Path, name: str)
 
 @pytest.mark.parametrize("attempts", [pytest.param(0, marks=pytest.mark.nightly), 1])
 def test_whenever_the_launcher_is_killed_at_its_start_the_same_command_goes_on(tmp_path: Path, attempts: int) -> None:
-    run = tiny(tmp_path / "run")
-    for count in range(200):
-        shutil.rmtree(tmp_path / "run", ignore_errors=True)
-        for _ in range(attempts):
-            open_run_folder(run).lock.release()
-        if killed_before(count, run):
-            break
-        opened = open_run_folder(run)
-        opened.folder.begin(0)
-        opened.lock.release()
-        assert opened.folder.attempt in (attempts + 1, attempts + 2)
-        assert len(json.loads((opened.folder.path / "run.json").read_text())["attempts"]) == opened.folder.attempt
-    assert 15 < count < 199, "every change was tried"
+    run, folder = tiny(tmp_path / "run"), tmp_path / "run"
+    count = changes_of(run, folder, attempts)
+    assert count > 15, "a start writes that many files"
+    for at in range(count):
+        assert goes_on_after(at, run, folder, attempts), f"before change {at}"
 
 
 def test_a_start_that_was_killed_before_anything_was_trained_binds_nobody(tmp_path: Path) -> None:
@@ -176,6 +170,50 @@ def test_a_start_that_was_killed_before_anything_was_trained_binds_nobody(tmp_pa
     opened = open_run_folder(tiny(tmp_path / "run", **{"train.lr": 0.5}))
     opened.lock.release()
     assert opened.folder.attempt == 1
+
+
+@pytest.mark.parametrize("name", [*DESCRIPTION, "run.json", "logs/attempt-001"])
+def test_an_attempt_that_cannot_begin_is_refused_and_the_run_is_what_it_was(
+    run: Path, tmp_path: Path, name: str
+) -> None:
+    early_version(run)
+    shutil.rmtree(run / "logs")
+    opened = open_run_folder(tiny(run, **{"train.lr": 0.5}))
+    before = {each: (run / each).read_bytes() for each in (*DESCRIPTION, "run.json")}
+    (run / name).rename(tmp_path / "elsewhere") if (run / name).exists() else None
+    (run / name).symlink_to(tmp_path / "elsewhere")
+    with (
+        pytest.raises(InputError, match=f"cannot be used: it is a symbolic link: .*{name}") as caught,
+        opened.folder.in_use(),
+    ):
+        opened.folder.begin(0)
+    assert opened.end(caught.value.exit_code, str(caught.value)), "it is taken back"
+    opened.lock.release()
+    assert {each: (run / each).read_bytes() for each in before if each != name} == {
+        each: content for each, content in before.items() if each != name
+    }
+
+
+def test_a_record_that_cannot_be_read_is_not_written_anew(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened = open_run_folder(tiny(run))
+    before, read = (run / "run.json").read_bytes(), SafeFolder.read
+
+    def fails(files: SafeFolder, name: str, *more: int) -> bytes:
+        if name == "run.json":
+            raise OSError(errno.EIO, "Input/output error", str(files.path / name))
+        return read(files, name, *more)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(SafeFolder, "read", fails)
+        with pytest.raises(InputError, match="Input/output error"), opened.folder.in_use():
+            opened.folder.begin(0)
+    opened.lock.release()
+    assert (run / "run.json").read_bytes() == before
+
+
+def test_an_error_of_another_folder_is_not_the_run_folders(run: Path, tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError), RunFolder(run, 1).in_use():
+        (tmp_path / "absent").read_bytes()
 
 
 @pytest.mark.parametrize("link", ["logs", "logs/attempt-002", "logs/attempt-002/config.yaml"])

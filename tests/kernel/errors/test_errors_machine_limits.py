@@ -24,6 +24,16 @@ from megatron_run.errors.machine_limits import system_limit
         (RuntimeError("can't start new thread"), 2, "allow more: ulimit -u 4096"),
         (RuntimeError("Resource temporarily unavailable"), 2, "allow more: ulimit -u 4096"),  # torch's threads
         (OSError(errno.ENOMEM, "Cannot allocate memory"), 7, "the host ran out of memory"),
+        (
+            ImportError("libtorch_cpu.so: failed to map segment from shared object"),
+            7,
+            r"the host ran out of memory: libtorch_cpu\.so: failed to map segment",
+        ),
+        (
+            ImportError("READ THIS!\nOriginal error was: libgfortran.so.5: failed to map segment from shared object\n"),
+            7,
+            r"the host ran out of memory: libgfortran\.so\.5: failed to map segment from shared object; free",
+        ),
         (MemoryError(), 7, "the host ran out of memory; free"),
         (
             MemoryError("Unable to allocate 8 TiB for an array"),
@@ -62,6 +72,7 @@ def test_what_the_machine_refuses_is_a_line_that_says_what_to_allow(error: Excep
         OSError(errno.ENOENT, "No such file"),
         RuntimeError("a plugin's own: Cannot allocate memory"),
         ValueError("DefaultCPUAllocator"),
+        ImportError("_C.so: failed to map segment from shared object: Operation not permitted"),  # mounted with noexec
     ],
 )
 def test_any_other_error_is_no_limit(error: Exception) -> None:

@@ -241,7 +241,8 @@ def train_in_folder(run: ResolvedRun, world: World, folder: RunFolder, activity:
     tells = world.rank == 0 and world.launcher != "local"  # our launcher answers for its ranks
     with stopping_on_signals(stop, tells=tells, borrowed=world.launcher == "python"):
         try:
-            code = train_rank(run, world, folder, stop, activity)
+            with folder.in_use():
+                code = train_rank(run, world, folder, stop, activity)
             if tells and code is not ExitCode.DONE:
                 print(f"stopped by {code.stopped_by}", flush=True)  # noqa: T201  # beside what the observers print
             return code

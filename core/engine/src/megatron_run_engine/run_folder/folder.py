@@ -5,14 +5,15 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from megatron_run.errors import CheckpointError, ExitCode, InputError
+from megatron_run.errors import CheckpointError, ExitCode, InputError, RunError
+from megatron_run.errors.machine_limits import system_limit
 from megatron_run.files.latest_run import follow_latest, is_unnamed, point_latest_at
 from megatron_run.files.safe_folder import SafeFolder, parse_json
 from megatron_run_engine.checkpoint.step_folder import CHECKPOINTS, Checkpoints
@@ -61,6 +62,15 @@ def last_config(folder: Path) -> SavedConfig | None:
         with suppress(OSError):
             return SavedConfig(folder / name, files.read(name).decode(errors="replace"))
     return None
+
+
+def unusable(path: Path, error: OSError) -> RunError:
+    """The message where a call that reads or writes in the run folder ``path`` raises ``error``."""
+    return system_limit(error) or InputError(
+        f"run folder {path} cannot be used",
+        why=f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}",
+        fix="choose another run.folder",
+    )
 
 
 def open_log(log: Path, flags: int = os.O_WRONLY | os.O_APPEND | os.O_CREAT) -> int:
@@ -126,6 +136,16 @@ class RunFolder:
         attempts = (self.files.read_json("run.json") or {}).get("attempts", [])
         return frozenset(key for attempt in attempts for key in attempt.get("changes", {}))
 
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Within: what is refused in this folder, whoever reads or writes there, raises what :func:`unusable` says."""
+        try:
+            yield
+        except OSError as error:
+            if not (isinstance(error.filename, str) and Path(error.filename).is_relative_to(self.path)):
+                raise
+            raise unusable(self.path, error) from error
+
     @property
     def records(self) -> str:
         """The folder of what describes this attempt, by its name in the run folder."""
@@ -157,8 +177,8 @@ class RunFolder:
         self._step = step
         if self.rank:
             return
-        prepared = self.files.read_json(f"{self.records}/{ATTEMPT}")
-        if prepared is not None:  # else nobody has opened the folder: it is a scratch folder
+        prepared = self.files.kept_json(f"{self.records}/{ATTEMPT}")
+        if prepared:  # else nobody has opened the folder: it is a scratch folder
             found = prepared["entry"]["changes"] | {change.key: [change.before, change.now] for change in changes}
             prepared |= {"entry": prepared["entry"] | {"step": step, "changes": found}, "begun": True}
             self.publish(prepared)
@@ -168,13 +188,22 @@ class RunFolder:
     def publish(self, prepared: Mapping[str, Any]) -> None:
         """Let the run be what the ``prepared`` record of this attempt says; ``run.json`` comes last, in one rename."""
         self._keep_first()
-        for name in DESCRIPTION:
-            self.show_record(name)
-        self._list(prepared, prepared["becomes"])
+        shown = {}
+        try:
+            for name in DESCRIPTION:
+                with suppress(FileNotFoundError):
+                    shown[name] = self.files.read(name)
+                self.show_record(name)
+            self._list(prepared, prepared["becomes"])
+        except OSError:  # the run is what it was
+            for name, content in shown.items():
+                with suppress(OSError):
+                    self.files.replace(name, content)
+            raise
 
     def _list(self, prepared: Mapping[str, Any], becomes: Mapping[str, Any]) -> None:
         """Add this attempt to ``run.json`` unless it has it, with what the run ``becomes`` by it."""
-        record = self.files.read_json("run.json") or {}
+        record = self.files.kept_json("run.json")
         others = record.get("attempts", [])[: self.attempt - 1]
         entry = dict(prepared["entry"])
         self.files.write_json("run.json", record | {"attempts": [*others, entry]} | dict(becomes))
@@ -256,9 +285,9 @@ class RunFolder:
 
     def _list_ended(self) -> None:
         """Let ``run.json`` have this attempt though it has not begun, so that the next one gets another number."""
-        attempts = (self.files.read_json("run.json") or {}).get("attempts", [])
-        prepared = self.files.read_json(f"{self.records}/{ATTEMPT}")
-        if self.rank == 0 and prepared is not None and len(attempts) < self.attempt:
+        attempts = self.files.kept_json("run.json").get("attempts", [])
+        prepared = self.files.kept_json(f"{self.records}/{ATTEMPT}")
+        if self.rank == 0 and prepared and len(attempts) < self.attempt:
             self._list(prepared | {"entry": prepared["entry"] | {"changes": {}}}, {})
 
     def _write(self, status: Status) -> None:

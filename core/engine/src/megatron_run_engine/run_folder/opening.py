@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_run.contracts.meaning import LENGTH
 from megatron_run.errors import ExitCode, InputError
-from megatron_run.errors.machine_limits import system_limit
 from megatron_run.files.safe_folder import SafeFolder
 from megatron_run_engine.run_folder.changes import (
     Change,
@@ -28,7 +27,7 @@ from megatron_run_engine.run_folder.changes import (
     with_added_options,
     with_moved_tokenizer,
 )
-from megatron_run_engine.run_folder.folder import ATTEMPT, RunFolder, is_run_id
+from megatron_run_engine.run_folder.folder import ATTEMPT, RunFolder, is_run_id, unusable
 from megatron_run_engine.run_folder.length import check_length
 from megatron_run_engine.run_folder.lock import FolderLock
 from megatron_run_engine.run_folder.permissions import sound_permissions
@@ -88,11 +87,7 @@ def open_run_folder(run: ResolvedRun, arguments: Sequence[str] = (), base: Path 
             lock.release()
             raise
     except OSError as error:
-        raise system_limit(error) or InputError(
-            f"run folder {wanted or base} cannot be used",
-            why=f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}",
-            fix="choose another run.folder",
-        ) from error
+        raise unusable(wanted or base, error) from error
     return opened
 
 

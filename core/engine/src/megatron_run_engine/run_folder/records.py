@@ -88,15 +88,23 @@ def attempt_record(
 
 
 def git_record() -> dict[str, Any] | None:
-    """Return the commit of the current folder, and whether tracked files differ from it; None outside a repository.
-
-    The comparison is made from a repository of our own, which borrows the objects and the index of that one: its
-    configuration may name programs (filters, ``core.fsmonitor``), and git would run them.
-    """
+    """Return the commit of the current folder, and whether tracked files differ from it; None outside a repository."""
     found = _git({}, "rev-parse", "HEAD", "--show-toplevel", "--git-path", "objects", "--git-path", "index")
     if found is None or found.returncode:
         return None
     commit, tree, objects, index = found.stdout.splitlines()
+    changed = None
+    with suppress(OSError):  # no room for temporary files
+        changed = _differs(commit, tree, objects, index)
+    return {"commit": commit, "changed": changed}
+
+
+def _differs(commit: str, tree: str, objects: str, index: str) -> bool | None:
+    """Whether tracked files differ from ``commit``; None where git does not tell. Raises OSError.
+
+    The comparison is made from a repository of our own, which borrows the objects and the index of that one: its
+    configuration may name programs (filters, ``core.fsmonitor``), and git would run them.
+    """
     with tempfile.TemporaryDirectory(prefix="megatron-run-git-") as repository:
         for folder in ("refs", "objects"):
             Path(repository, folder).mkdir()
@@ -115,7 +123,7 @@ def git_record() -> dict[str, Any] | None:
             borrowed, "diff", "--quiet", "--no-ext-diff", "--no-textconv", "--ignore-submodules=dirty", "HEAD"
         )
     known = changed is not None and changed.returncode in (0, 1)
-    return {"commit": commit, "changed": bool(changed.returncode) if changed is not None and known else None}
+    return bool(changed.returncode) if changed is not None and known else None
 
 
 def _git(variables: Mapping[str, str], *arguments: str) -> subprocess.CompletedProcess[str] | None:

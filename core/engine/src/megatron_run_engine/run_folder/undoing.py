@@ -76,7 +76,7 @@ def _forget_first(files: SafeFolder) -> None:
     over: without that file it would be no run folder, and with the attempt one of which nothing is known.
     """
     with suppress(OSError):
-        files.write_json("run.json", (files.read_json("run.json") or {}) | {"attempts": []})
+        files.write_json("run.json", files.kept_json("run.json") | {"attempts": []})
     left = [name for name in _FIRST if not _removed(files, name)]
     if not left:
         _removed(files, "run.json")

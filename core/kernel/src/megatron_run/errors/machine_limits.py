@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import resource
 
 from megatron_run.errors import InputError, OutOfMemoryError, RunError
@@ -12,6 +13,10 @@ from megatron_run.errors.wording import LONGEST_WORD
 #: In torch's error where the host has no memory, and in NCCL's where InfiniBand's library gets none: other errors have
 #: the system's words for it too.
 _ALLOCATOR, _VERBS = "DefaultCPUAllocator", "ibv_"
+
+#: The loader's words where a library gets no memory; the file system's, where it forbids to run what lies there, go on.
+_UNMAPPED = re.compile(r"[^\s:]+: failed to map segment from shared object(?!: )")
+_MORE = "free some, or allow more with ulimit -v"
 
 
 def system_limit(error: BaseException) -> RunError | None:
@@ -22,10 +27,12 @@ def system_limit(error: BaseException) -> RunError | None:
         return _too_few("files are open", resource.RLIMIT_NOFILE, "ulimit -n")
     if number == errno.EAGAIN or os.strerror(errno.EAGAIN) in text or "can't start new thread" in text:
         return _too_few("processes or threads run", resource.RLIMIT_NPROC, "ulimit -u")
+    if isinstance(error, ImportError) and (unmapped := _UNMAPPED.search(str(error))):
+        return OutOfMemoryError("the host ran out of memory", why=unmapped[0], fix=_MORE)
     refused = isinstance(error, MemoryError) or _ALLOCATOR in text
     if refused or number == errno.ENOMEM:
         why = next(iter(str(error).splitlines()), "") if refused else ""  # how much was asked for
-        return OutOfMemoryError("the host ran out of memory", why=why, fix="free some, or allow more with ulimit -v")
+        return OutOfMemoryError("the host ran out of memory", why=why, fix=_MORE)
     if _VERBS in text and os.strerror(errno.ENOMEM) in text:
         why = next(line for line in text.splitlines() if _VERBS in line)
         return InputError("the network may lock too little memory", why=why, fix="allow more: ulimit -l unlimited")

@@ -56,6 +56,21 @@ class SafeFolder:
             return None
         return content if isinstance(content, dict) else None
 
+    def kept_json(self, name: str) -> dict[str, Any]:
+        """Return the mapping in the file ``name``, an empty one where there is no such file.
+
+        For a file that is written anew with all that it held. Raises OSError if it cannot be read (EINVAL: is none).
+        """
+        try:
+            content = parse_json(self.read(name))
+        except FileNotFoundError:
+            return {}
+        except ValueError:
+            content = None
+        if not isinstance(content, dict):
+            raise OSError(errno.EINVAL, "it holds no mapping", str(self.path / name))
+        return content
+
     def append(self, name: str) -> BinaryIO:
         """Open the file ``name`` for appending and reading, created if it is missing."""
         return os.fdopen(self.open(name, os.O_RDWR | os.O_APPEND | os.O_CREAT), "ab+")
@@ -131,6 +146,10 @@ class SafeFolder:
                 outer, handle = handle, self._enter(handle, part, "/".join(folders[:count]))
                 os.close(outer)  # what fails to close is closed: a second time would be another file's end
             yield handle, last
+        except OSError as error:
+            if error.errno is None or str(error.filename).startswith(f"{self.path}/"):
+                raise
+            raise self._named(error, name) from None  # of a call that knows the last part alone, or no name
         finally:
             os.close(handle)
 

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 from megatron_run.contracts.plugin import entry_point_group
 from megatron_run.errors import PluginError, let_end
 from megatron_run.errors.install_hint import check_engine
+from megatron_run.errors.machine_limits import system_limit
 from megatron_run.registry.hooks import in_one_line
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ def import_entry(entry: Entry, what: str, origin: str, instead: str) -> tuple[ob
     """The object that ``entry`` refers to, a module or an attribute of one, and the module.
 
     Raises :class:`PluginError` with ``what``, whatever the module raises, and as its fix the line to correct and what
-    to do ``instead``; and :class:`~megatron_run.errors.EngineMissingError`.
+    to do ``instead``; :class:`~megatron_run.errors.EngineMissingError`; and what :func:`system_limit` tells.
     """
     try:
         return _file_as_plugin(entry.file) if entry.file else _import_installed(entry)
@@ -36,6 +37,8 @@ def import_entry(entry: Entry, what: str, origin: str, instead: str) -> tuple[ob
         raise
     except BaseException as cause:
         let_end(cause)
+        if limit := system_limit(cause):
+            raise limit from cause
         check_engine(cause, what, origin)
         place = _own_line(cause, entry)
         fix = f"{f'correct {place}, ' if place else ''}{instead}, or see the whole cause with --debug"
