@@ -188,3 +188,14 @@ def test_a_reader_is_found(source: str) -> None:
 )
 def test_other_calls_are_none(source: str) -> None:
     assert not list(readings(ast.parse(source)))
+
+
+def test_a_tokenizer_becomes_json_in_one_place() -> None:
+    """The library goes through all ids up to the highest, and one of a file may be 10^9: that is looked at first."""
+    writers = [
+        file.relative_to(ROOT).as_posix()
+        for file in SOURCES
+        for node in ast.walk(ast.parse(file.read_text("utf-8")))
+        if isinstance(node, ast.Attribute) and node.attr == "to_str"
+    ]
+    assert writers == [f"{_ENGINE}/data/tokenizer_json.py"]

@@ -19,6 +19,7 @@ from megatron_run_engine.data.tokenizer_files import SENTENCEPIECE, find_file, f
 from megatron_run_engine.data.tokenizer_folder import FolderTokenizer
 from megatron_run_engine.data.tokenizer_folder.folder_files import read_tokenizer_file, template_beside
 from megatron_run_engine.data.tokenizer_folder.record import CHAT_TEMPLATE, TOKENIZER, TOKENIZER_CONFIG
+from megatron_run_engine.data.tokenizer_json import to_json
 
 #: The names under which a tokenizer is kept, by its form.
 SENTENCEPIECE_MODEL = f"tokenizer{SENTENCEPIECE}"
@@ -37,7 +38,7 @@ def byte_tokenizer_json() -> bytes:
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     made.decoder = decoders.ByteLevel()
     made.add_special_tokens([END_OF_DOCUMENT[0]])  # gets the next id, ByteTokenizer.end_of_document
-    return str(made.to_str(pretty=True)).encode()
+    return to_json(made, pretty=True).encode()
 
 
 def reads_bytes(identity: Mapping[str, Any]) -> bool:
@@ -75,7 +76,7 @@ def standalone_files(name: str | Path, template: str | None = None) -> dict[str,
         files = {SENTENCEPIECE_MODEL: read_tokenizer_file(path)}
         return files if rendering is None else {**files, CHAT_TEMPLATE: rendering}
     derived = path.name.endswith((".txt", "vocab.json"))
-    content = read_tokenizer(path).to_str().encode() if derived else read_tokenizer_file(path)
+    content = to_json(read_tokenizer(path)).encode() if derived else read_tokenizer_file(path)
     return {TOKENIZER: content} if template is None else _as_folder(name, content).rendering(template).files()
 
 

@@ -18,6 +18,7 @@ from megatron_run_engine.data.sentencepiece_tokenizer import SentencePieceTokeni
 from megatron_run_engine.data.tokenizer_base import Tokenizer, library_identity, text_bytes, utf8_text
 from megatron_run_engine.data.tokenizer_files import SENTENCEPIECE, find_tokenizer, opened
 from megatron_run_engine.data.tokenizer_folder import FolderTokenizer, template_for
+from megatron_run_engine.data.tokenizer_json import to_json
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -89,7 +90,7 @@ class JsonTokenizer(Tokenizer):
     @cached_property
     def identity(self) -> str:
         """Library, version, and the hash of the whole tokenizer."""
-        content = self._tokenizer.to_str()
+        content = to_json(self._tokenizer)
         if self._folder is not None:  # its JSON however it was written
             content = replace(self._folder, backend=content).to_json()
         return library_identity(content.encode(), "tokenizers")

@@ -22,6 +22,7 @@ from megatron_run.files.safe_folder import parse_json
 from megatron_run_engine.data.tokenizer_folder import FolderTokenizer, files_decide, read_folder
 from megatron_run_engine.data.tokenizer_folder.folder_files import LARGEST, not_read, read_tokenizer_file
 from megatron_run_engine.data.tokenizer_folder.record import TOKENIZER, TOKENIZER_CONFIG
+from megatron_run_engine.data.tokenizer_json import check_ids
 from megatron_run_engine.data.user_files import refuse_pointer, start_of
 
 if TYPE_CHECKING:
@@ -37,8 +38,6 @@ _TIKTOKEN = re.compile(rb"[A-Za-z0-9+/]+=* \d+\r?\n")
 SENTENCEPIECE = ".model"
 #: Special tokens of BPE vocabularies, GPT-2's one and RoBERTa's, and those of BERT.
 _END, _BPE = "<|endoftext|>", ("<s>", "<pad>", "</s>", "<unk>", "<mask>")
-#: No vocabulary has as many ids.
-_MOST_IDS = 1 << 24
 _BERT = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 
 
@@ -137,14 +136,13 @@ def opened(path: Path, folder: FolderTokenizer | None) -> tokenizers.Tokenizer:
             tokenizer = _bert(path)
         else:
             tokenizer = tokenizers.Tokenizer.from_file(str(path))
+        check_ids(tokenizer)
     except DataError:
         raise
     except Exception as cause:  # the library raises a bare Exception
         if path.suffix == ".json" and _lacks_model(path):
             raise _fault(f"{path} is no tokenizer", why="it is JSON without the key model") from cause
         raise _fault(f"tokenizer file {path} is broken", why=" ".join(str(cause).split())) from cause
-    if max(tokenizer.get_vocab().values(), default=0) >= _MOST_IDS:  # to_str() goes through all ids up to the highest
-        raise _fault(f"tokenizer file {path} is broken", why=f"it has an id above {_MOST_IDS}")
     tokenizer.no_truncation()  # they would drop the rest of every document
     tokenizer.no_padding()
     return tokenizer

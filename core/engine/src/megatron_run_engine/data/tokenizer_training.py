@@ -8,6 +8,7 @@ from typing import Any
 
 from megatron_run.errors import DataError, InputError
 from megatron_run.files.publishing import publishing
+from megatron_run_engine.data.tokenizer_json import to_json
 
 #: The special tokens of each kind, which get the first ids. The end of a document is among them.
 SPECIAL = {
@@ -50,7 +51,7 @@ def train_tokenizer(texts: Iterable[str], kind: str, vocab_size: int, out: Path)
         raise _too_few(kind, vocab_size, "characters of these texts", size)
     try:
         with publishing(out) as (file,):
-            file.write(tokenizer.to_str(pretty=True).encode())
+            file.write(to_json(tokenizer, pretty=True).encode())
     except OSError as cause:
         raise DataError(f"{out} cannot be written", why=cause.strerror or str(cause)) from cause
     return size

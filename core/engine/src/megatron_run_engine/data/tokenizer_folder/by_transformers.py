@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_run_engine.data.tokenizer_folder.record import DEFAULT, FolderTokenizer
+from megatron_run_engine.data.tokenizer_json import to_json
 
 
 def read_by_transformers(folder: Path) -> FolderTokenizer:
@@ -26,7 +27,7 @@ def read_by_transformers(folder: Path) -> FolderTokenizer:
     forced = getattr(found, "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output", False)
     bpe = type(backend.model).__name__ == "BPE"
     return FolderTokenizer(
-        backend=str(backend.to_str()),
+        backend=to_json(backend),
         special={key: str(value) for key, value in found.special_tokens_map.items() if not isinstance(value, list)},
         templates=dict(_templates(found.chat_template)),
         splits_special=bool(getattr(found, "split_special_tokens", False)),
