@@ -32,6 +32,12 @@ def parse_json(content: bytes | str) -> Any:
         raise ValueError("it is nested too deeply") from error
 
 
+def _let_go(folder: int) -> None:
+    """Close a folder's descriptor: where that fails it is closed all the same, and nothing was written by it."""
+    with suppress(OSError):
+        os.close(folder)
+
+
 class SafeFolder:
     """The folder ``path``, below which no link is followed and nothing is opened but regular files.
 
@@ -121,7 +127,7 @@ class SafeFolder:
             with self._parent(part) as (folder, last):
                 with suppress(FileExistsError):
                     os.mkdir(last, dir_fd=folder)
-                os.close(self._enter(folder, last, part))
+                _let_go(self._enter(folder, last, part))
         return self.path / name
 
     def open(self, name: str, flags: int, mode: int = 0o644) -> int:
@@ -144,14 +150,14 @@ class SafeFolder:
         try:
             for count, part in enumerate(folders, 1):
                 outer, handle = handle, self._enter(handle, part, "/".join(folders[:count]))
-                os.close(outer)  # what fails to close is closed: a second time would be another file's end
+                _let_go(outer)
             yield handle, last
         except OSError as error:
             if error.errno is None or str(error.filename).startswith(f"{self.path}/"):
                 raise
             raise self._named(error, name) from None  # of a call that knows the last part alone, or no name
         finally:
-            os.close(handle)
+            _let_go(handle)
 
     def _enter(self, folder: int, part: str, name: str) -> int:
         try:
