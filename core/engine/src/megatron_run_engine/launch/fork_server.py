@@ -26,7 +26,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from megatron_run.errors import ExitCode
-from megatron_run_engine.launch.rank import RANK_PROGRAM, Job, failed_start, main
+from megatron_run_engine.launch.job import Job
+from megatron_run_engine.launch.rank import RANK_PROGRAM, failed_start, main
 from megatron_run_engine.launch.rank_output import flush_output, redirect_output
 from megatron_run_engine.launch.start import RankProcess, SpawnedRank, spawn
 
@@ -227,7 +228,7 @@ def _report(control: socket.socket, wakeup: socket.socket, processes: Sequence[i
 
 
 def preload(job: Job) -> ResolvedRun | None:
-    """Import what every rank of ``job`` will, and resolve the run that all of them would resolve alike.
+    """Import what every rank of ``job`` will, and take over its run, which all of them share.
 
     None if something is wrong with it: each rank finds that by itself, and says so.
     """
@@ -236,7 +237,7 @@ def preload(job: Job) -> ResolvedRun | None:
     with suppress(Exception):
         from megatron_run_engine.launch import worker  # noqa: F401  # all that trains
 
-        run = job.resolve_run()
+        run = job.take_over()
         # torch's compiler is two seconds of imports: torch's optimizers import most of it when the first is made, and
         # its choice of deterministic kernels the rest.
         import torch._inductor  # noqa: F401
@@ -269,7 +270,7 @@ def can_fork() -> bool:
 def become_rank(path: Path, job: Job, rank: int, run: ResolvedRun | None = None) -> NoReturn:
     """Be what ``python -m megatron_run_engine.launch.rank JOB`` would be, in a process that was just forked.
 
-    It need not resolve the ``run`` that is given.
+    The ``run`` of the job may have been taken over before the fork.
     """
     try:
         os.setsid()  # a process group of its own, which is killed with all that the rank has started

@@ -23,7 +23,7 @@ from megatron_run.files.safe_folder import SafeFolder
 from megatron_run_engine.run_folder.folder import open_log
 
 if TYPE_CHECKING:
-    from megatron_run_engine.launch.rank import Job
+    from megatron_run_engine.launch.job import Job
 
 
 class RankProcess(Protocol):
