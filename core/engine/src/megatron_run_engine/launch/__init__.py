@@ -12,7 +12,7 @@ text, so that a rank imports and creates, and decides nothing anew::
         handover.hand_over              the resolved run as text (megatron_run.planning)
         job.Job.write                   it and all else that a rank is told
         local.run_local
-          fork_server.forked_ranks      ranks on CPUs: a process imports all and takes the run over, then forks them
+          start.forked_ranks            ranks on CPUs: ``fork_server`` imports all, takes the run over, and forks them
           start.spawned_ranks           or each has an interpreter of its own
           local._Ranks.wait             the watchdog (``watchdog``) looks for ranks that hang
           local._run_result             who failed first (``failures``)

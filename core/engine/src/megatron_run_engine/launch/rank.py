@@ -25,10 +25,6 @@ if TYPE_CHECKING:
 
     from megatron_run.planning import ResolvedRun
 
-#: What each rank runs, with the job's path as its last argument. With -P no module lying in the current folder is taken
-#: for one of Python's or torch's.
-RANK_PROGRAM = (sys.executable, "-P", "-m", "megatron_run_engine.launch.rank")
-
 
 def main(path: Path, run: ResolvedRun | None = None) -> int:
     """Run the rank that the environment names for the job at ``path``, whose ``run`` may be known; its exit code."""
