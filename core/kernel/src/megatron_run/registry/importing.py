@@ -72,6 +72,7 @@ class FileNotRunError(PluginError):
     """A configuration names a Python file, and who reads it wants none to be run."""
 
 
+#: No argument: a plugin's validators, which pydantic calls, import files too (``optimizer.rule``).
 _RUN: ContextVar[bool] = ContextVar("files_are_run", default=True)
 
 
