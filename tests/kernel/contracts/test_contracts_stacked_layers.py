@@ -26,6 +26,6 @@ def test_a_change_in_the_middle_is_seen_from_above() -> None:
             return p
 
     base = mock.Mock()
-    top = StackedLayers(Changed(base))
+    top: Any = StackedLayers(Changed(base))
     assert top.dropout(0.5) == 0.5
     assert top.norm("layernorm", 4) is base.norm.return_value
