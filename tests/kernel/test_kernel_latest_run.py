@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,6 @@ import pytest
 from megatron_run.config.request import Request
 from megatron_run.files.latest_run import LATEST_RUN, follow_latest, is_unnamed, point_latest_at
 from megatron_run.planning import resolve
-from megatron_run.planning.decided import pinned
 
 OLD, NEW = "20261126-120000-00aa", "20261126-130000-00bb"
 
@@ -91,7 +91,7 @@ def test_whoever_resolves_a_resolved_request_again_reads_of_the_same_run(
     typed = Request(configs=("preset:tiny", "runs/latest/config.yaml"), sets=(named,))
     first = resolve(typed)
     point_latest_at(tmp_path / "runs" / NEW)
-    again = resolve(Request.from_json(pinned(typed, first).to_json()))
+    again = resolve(replace(typed, latest=first.request.latest))
     assert again.config == first.config
     assert again.config.train.steps == 3
     assert resolve(typed).config.train.steps == 4

@@ -3,7 +3,7 @@
 Everything is as the command does it, the local launcher, its watching, the rendezvous, the run folder, but that
 processes are forked and not started. A server that has torch loaded and has never computed, so that it has one thread,
 forks the launcher; that one forks its ranks before it starts a thread. :class:`ForkedCommand` takes the command's
-words, :class:`ForkedRun` a request, which its ranks find resolved.
+words, :class:`ForkedRun` a request.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from unittest import mock
 from megatron_run.config.request import Request
 from megatron_run_engine.checkpoint.step_folder import Checkpoints
 from megatron_run_engine.launch.fork_server import become_rank
-from megatron_run_engine.launch.rank import Job
+from megatron_run_engine.launch.job import Job
 from tests.support.processes import alive, wait_until
 from tests.support.ranks import CONTEXT, start_server
 from tests.support.resuming import COMPARED
@@ -236,7 +236,7 @@ def _launch(pipe: Connection, request: str, environment: Mapping[str, str], max_
     told: list[str] = []
     asked = replace(Request.from_json(request), environment=environment)
     try:
-        with _resolving_once(), _forking_ranks(lambda pid: pipe.send(("rank", pid))):
+        with _forking_ranks(lambda pid: pipe.send(("rank", pid))):
             result = launch(asked, LaunchOptions(quiet=True, max_restarts=max_restarts, tell=told.append), "local")
         pipe.send(("ended", (int(result.code), result.message, told)))
     except RunError as error:
@@ -258,24 +258,6 @@ def _forking_ranks(tell: Callable[[int], None]) -> Iterator[None]:
         yield ranks
 
     with mock.patch("megatron_run_engine.launch.local.forked_ranks", started):
-        yield
-
-
-@contextmanager
-def _resolving_once() -> Iterator[None]:
-    """Within: what is resolved stays so, in processes that are forked here too."""
-    import megatron_run.planning
-
-    resolve = megatron_run.planning.resolve
-    known: dict[str, Any] = {}
-
-    def remembering(request: Request, objects: Sequence[object] = ()) -> Any:
-        key = replace(request, nproc=None).to_json()
-        if key not in known:
-            known[key] = resolve(request, objects)
-        return known[key]
-
-    with mock.patch("megatron_run.planning.resolve", remembering):
         yield
 
 

@@ -11,10 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from megatron_run.config.request import Request
+from megatron_run_engine.launch.job import Job, RunResult
 from megatron_run_engine.launch.local import run_local
-from megatron_run_engine.launch.rank import Job
-from megatron_run_engine.launch.results import RunResult
 from megatron_run_engine.run_folder import RunFolder
 from tests.support.processes import alive, process_ids, wait_until
 
@@ -35,7 +33,7 @@ class Launcher:
     def __call__(self, *behaviours: str, size: int = 2, grace: float = 1.0, **changes: Any) -> RunResult:
         program = sys.executable, str(STAND_IN), str(self.pids), *behaviours
         show, environment = changes.pop("show", self.shown.append), changes.pop("environment", os.environ)
-        job = Job(Request(), self.folder.path, self.folder.attempt, size, **changes)
+        job = Job("", self.folder.path, self.folder.attempt, size, **changes)
         return run_local(job, self.told.append, show, program=program, environment=environment, grace=grace)
 
     def ready(self, ranks: int = 2) -> bool:

@@ -43,7 +43,7 @@ def leave(code: str) -> None:
 
 def report(job: Path, rest: str) -> None:
     """``CODE first|second MESSAGE``: the second one complains at once, the first cause a little later."""
-    from megatron_run_engine.launch.results import RankResult
+    from megatron_run_engine.launch.job import RankResult
 
     code, turn, message = rest.split(" ", 2)
     time.sleep(0.3 if turn == "first" else 0.0)
@@ -135,12 +135,12 @@ def keep_page(folder: Path, job: Path, rest: str) -> None:
     With ``after`` before it, once rank 0 waits.
     """
     from megatron_run.contracts.activity import Activity
-    from megatron_run_engine.launch.results import RankResult
+    from megatron_run_engine.launch.job import RankResult
     from megatron_run_engine.launch.watchdog.page import PageWriter
 
     activity = Activity()
     activity.members["world"] = (0, 1)
-    PageWriter(job.with_name(f"page-{RANK}"), activity)  # rank.page_path, whose module imports much
+    PageWriter(job.with_name(f"page-{RANK}"), activity)  # job.page_path
     activity.step(3)
     activity.enter("optimizer")
     if rest == "wait":
@@ -166,9 +166,10 @@ def keep_page(folder: Path, job: Path, rest: str) -> None:
 
 def hold_lifeline(job: Path) -> None:
     """End with the launcher, as a rank does."""
-    from megatron_run_engine.launch import rank
+    from megatron_run_engine.launch.job import Job
+    from megatron_run_engine.launch.rank import hold_lifeline
 
-    rank.hold_lifeline(rank.Job.read(job).lifeline)
+    hold_lifeline(Job.read(job).lifeline)
 
 
 def main() -> None:

@@ -17,7 +17,7 @@ from types import SimpleNamespace
 from unittest import mock
 
 from megatron_run_engine.launch import fork_server
-from megatron_run_engine.launch.rank import Job
+from megatron_run_engine.launch.job import Job
 from tests.engine.launch import stand_in_rank
 
 _, PIDS, HOW, *TOLD, JOB, CONTROL, LAUNCHER = sys.argv

@@ -26,8 +26,8 @@ from megatron_run_engine.launch.failures import (
     last_saved,
     one_line,
 )
+from megatron_run_engine.launch.job import RankResult
 from megatron_run_engine.launch.rank_output import last_log_line
-from megatron_run_engine.launch.results import RankResult
 from megatron_run_engine.launch.worker import RankWorker
 from megatron_run_engine.run_folder import RunFolder, open_run_folder
 from megatron_run_engine.runtime.world import World

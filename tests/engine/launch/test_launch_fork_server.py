@@ -17,8 +17,10 @@ from unittest import mock
 import pytest
 
 from megatron_run.errors import ExitCode
-from megatron_run_engine.launch import fork_server
-from megatron_run_engine.launch.results import RunResult
+from megatron_run.planning import load_config
+from megatron_run.planning.handover import hand_over
+from megatron_run_engine.launch import fork_server, start
+from megatron_run_engine.launch.job import RunResult
 from tests.engine.launch.launcher import Launcher, no_process_left
 from tests.support.processes import kill_when_begun, wait_until
 
@@ -32,7 +34,7 @@ def forked(launcher: Launcher, *behaviours: str, how: str = "plain", **changes: 
     program = (sys.executable, str(STAND_IN), str(launcher.pids), how, *behaviours)
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fork_server, "_PROGRAM", program)
+        patch.setattr(start, "SERVER_PROGRAM", program)
         return launcher(fork=True, environment=environment, **changes)
 
 
@@ -131,11 +133,10 @@ def test_ranks_of_several_threads_are_forked_once_all_that_they_need_is_imported
     code = """
 import os, sys
 from pathlib import Path
-from megatron_run.config.request import Request
 from megatron_run_engine.launch.fork_server import can_fork, preload
-from megatron_run_engine.launch.rank import Job
+from megatron_run_engine.launch.job import Job
 before = dict(os.environ)
-assert preload(Job(Request(configs=("preset:tiny",)), Path("run"), 1, 2)) is not None
+assert preload(Job(sys.argv[1], Path("run"), 1, 2)) is not None
 os.environ.pop("TORCHINDUCTOR_CACHE_DIR")  # which torch's compiler sets in every process
 assert os.environ == before
 print(can_fork())
@@ -149,7 +150,7 @@ print(*(set(sys.modules) - loaded))
     environment = {**os.environ, "OMP_NUM_THREADS": "2", "MKL_NUM_THREADS": "2"}
     for name in ("OPENBLAS_NUM_THREADS", "TORCHINDUCTOR_CACHE_DIR"):
         environment.pop(name, None)
-    words = [sys.executable, "-c", code]
+    words = [sys.executable, "-c", code, hand_over(load_config("preset:tiny", nproc=2))]
     done = subprocess.run(words, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=50)
     assert (done.stdout, done.stderr) == ("True\n\n", "")
 
@@ -184,7 +185,7 @@ def test_a_server_that_is_killed_takes_its_ranks_along_and_the_run_is_lost(launc
 
 def test_an_import_that_ends_the_server_is_named(launcher: Launcher, monkeypatch: pytest.MonkeyPatch) -> None:
     program = (sys.executable, "-c", "raise ValueError('strange things')")
-    monkeypatch.setattr(fork_server, "_PROGRAM", program)
+    monkeypatch.setattr(start, "SERVER_PROGRAM", program)
     result = launcher(fork=True)
     assert result.code == ExitCode.BUG
     assert "ValueError: strange things" in result.message
@@ -234,7 +235,7 @@ def test_a_launcher_that_has_more_files_open_than_select_can_count_hears_its_ser
     ours, theirs = socket.socketpair()
     try:
         with ours, theirs, socket.socket(fileno=fcntl.fcntl(ours, fcntl.F_DUPFD_CLOEXEC, beyond)) as control:
-            server = fork_server._Server(mock.Mock(), control, 1)
+            server = start._Server(mock.Mock(), control, 1)
             assert not server.hear(0.0)
             theirs.sendall(b"started 0 77\n")
             assert server.hear(10.0)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron_run.errors import ExitCode
-from megatron_run_engine.launch.rank import RankTask
+from megatron_run_engine.launch.job import RankTask
 from megatron_run_engine.launch.signals import SAVING, STARTING
 from tests.engine.launch.launcher import Launcher, no_process_left, send_when
 from tests.support.processes import on_signals

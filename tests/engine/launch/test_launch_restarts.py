@@ -10,6 +10,7 @@ from megatron_run.config.request import Request
 from megatron_run.errors import ExitCode, InputError
 from megatron_run.files.latest_run import point_latest_at
 from megatron_run.planning import ResolvedRun, resolve
+from megatron_run.planning.handover import hand_over, take_over
 from megatron_run_engine.launch import LaunchOptions, RunResult, launch
 from megatron_run_engine.launch.failures import Restarts, resumed
 
@@ -47,10 +48,9 @@ def test_the_line_counts_the_starts_and_says_from_where(tmp_path: Path) -> None:
 
 
 def test_what_goes_on_is_the_same_run_in_the_same_folder_from_its_newest_step(tmp_path: Path) -> None:
-    request = Request(configs=("preset:tiny",), sets=("train.lr=0.5",), resume="10")
-    run, again = resumed(resolve(request), request, tmp_path)
+    run = resumed(resolve(Request(configs=("preset:tiny",), sets=("train.lr=0.5",), resume="10")), tmp_path)
     assert (run.config.run.folder, run.config.train.lr) == (tmp_path, 0.5)
-    assert (run.request.resume, again.resume, again.sets) == ("auto", "auto", ("train.lr=0.5",))
+    assert (run.request.resume, run.request.sets) == ("auto", ("train.lr=0.5",))
 
 
 @pytest.mark.parametrize(("launcher", "advice"), [("torchrun", "torchrun --max-restarts N"), ("slurm", "--requeue")])
@@ -79,9 +79,9 @@ def test_a_start_again_reads_the_run_that_was_the_latest_when_the_command_was_ty
     point_latest_at(tmp_path / "runs" / A)
     read: list[Path | None] = []
 
-    def lost_once(run: ResolvedRun, request: Request, *_: object, **__: object) -> RunResult:
+    def lost_once(run: ResolvedRun, *_: object, **__: object) -> RunResult:
         point_latest_at(tmp_path / "runs" / B)  # as the first step of this very run does
-        read.append(resolve(request).config.run.init_from)  # as its ranks do
+        read.append(take_over(hand_over(run)).config.run.init_from)  # as its ranks do
         return RunResult(ExitCode.DONE if len(read) > 1 else ExitCode.RANK_LOST, tmp_path / "mine", "lost", steps=1)
 
     monkeypatch.setattr("megatron_run_engine.launch.api._attempt", lost_once)

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 from megatron_run.contracts import (
     Boundary,
+    BuildContext,
     Chunk,
     ChunkOut,
     Init,
@@ -25,7 +26,6 @@ from megatron_run.contracts import (
 )
 from megatron_run.contracts.costs import FeedForwardCosts, LayerCosts, ModelCosts
 from megatron_run.hookspecs import hookimpl
-from megatron_run_engine.runtime import BuildContext
 
 INIT = Init("normal", 0.02)
 

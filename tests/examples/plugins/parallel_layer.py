@@ -5,10 +5,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from megatron_run.contracts import Init, NormKind, ParallelLayers, ParameterSpec, PluginInfo, StackedLayers
+from megatron_run.contracts import (
+    BuildContext,
+    Init,
+    NormKind,
+    ParallelLayers,
+    ParameterSpec,
+    PluginInfo,
+    StackedLayers,
+)
 from megatron_run.hookspecs import hookimpl
 from megatron_run_engine.nn import empty_parameter
-from megatron_run_engine.runtime import BuildContext
 
 
 class PreciseRmsNorm(nn.Module):

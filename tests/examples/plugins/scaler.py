@@ -7,9 +7,8 @@ from collections.abc import Mapping
 import torch
 from pydantic import BaseModel, ConfigDict, Field
 
-from megatron_run.contracts import PluginInfo, Scaler
+from megatron_run.contracts import BuildContext, PluginInfo, Scaler
 from megatron_run.hookspecs import hookimpl
-from megatron_run_engine.runtime import BuildContext
 
 
 class Options(BaseModel):

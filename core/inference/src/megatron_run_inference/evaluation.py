@@ -6,14 +6,15 @@ import json
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from megatron_run.config.request import Request
 from megatron_run.planning import resolve
 from megatron_run.registry.importing import no_files_run
 from megatron_run_engine.run_folder.folder import last_config
-from megatron_run_inference.job import open_source, resolve_run
+from megatron_run_inference.generating import open_source
 from megatron_run_inference.loaded_model import LoadedModel
+from megatron_run_inference.network import objects
 
 if TYPE_CHECKING:
     from megatron_run.contracts import EvalMetrics, Observer
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from megatron_run_engine.runtime.world import World
     from megatron_run_inference.source import Source
 
-__all__ = ["record", "resolve_run", "work"]
+__all__ = ["objects", "record", "work"]
 
 
 def work(run: ResolvedRun, world: World, activity: Activity, arguments: Mapping[str, Any]) -> None:
@@ -61,7 +62,7 @@ def record(source: Source, results: Iterable[EvalMetrics]) -> Path | None:
     with no_files_run():
         run = resolve(Request((str(config.path),)), plan_only=True)
     known = (plugin for plugin in run.plugins["observer"] if plugin.entry is None or not plugin.entry.file)
-    observers = [cast("Observer", plugin.create()) for plugin in known]
+    observers: list[Observer] = [plugin.create() for plugin in known]
     for metrics in results:
         for observer in observers:
             observer.on_later_eval(folder, metrics)

@@ -85,6 +85,11 @@ class _RoundingExecutor(Executor):
             return super().run(program, inputs, clock)
 
 
+def objects() -> list[object]:
+    """The plugins that :func:`plan` hands to a run besides those that a configuration names."""
+    return [_ForwardOnly(), _NoText()]
+
+
 def plan(source: Source, request: Request) -> ResolvedRun:
     """The run in which the model of ``source`` is put to use, as ``request`` changes it: sets, plugins, nproc.
 

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from pydantic import BaseModel
 
     from megatron_run.contracts import (
+        BuildContext,
         DataSource,
         Format,
         GraphCapture,
@@ -33,8 +34,6 @@ if TYPE_CHECKING:
         Schedule,
     )
 
-    #: `megatron_run_engine.runtime.BuildContext`. Its fields need torch, so the kernel cannot import it.
-    BuildContext: TypeAlias = Any
     #: `click.Command`. The kernel needs no click.
     Command: TypeAlias = Any
 

@@ -16,10 +16,9 @@ from pydantic import ValidationError
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from megatron_run import load_config
-from megatron_run.config.request import Request
 from megatron_run.contracts import DataSource
 from megatron_run.errors import DataError
-from megatron_run.planning.decided import pinned
+from megatron_run.planning.handover import hand_over, take_over
 from megatron_run_data_instruct import InstructOptions, megatron_run_create_data
 from megatron_run_engine.data.chat_template.renderer import Broken, Refused, Renderer
 from megatron_run_testing import Check
@@ -184,7 +183,7 @@ def test_a_run_has_one_date_which_it_records(tmp_path: Path, monkeypatch: pytest
 
     assert planned().config.data.options["date"] == date.today().isoformat()
     assert planned("data.date=2001-02-03").config.data.options["date"] == "2001-02-03"
-    assert pinned(Request(), planned()).values == {"data.date": date.today().isoformat()}
+    assert take_over(hand_over(planned())).config.data.options["date"] == date.today().isoformat()
     for name, keys, expected in (("r", {"data.date": "1999-12-31"}, "1999-12-31"), ("r", {}, None)):
         Path(name).mkdir(exist_ok=True)
         Path(name, "run.json").write_text(json.dumps({"identity": keys}))

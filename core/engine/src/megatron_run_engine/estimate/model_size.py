@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from math import prod
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -23,12 +23,12 @@ from megatron_run_engine.runtime.parameter_init import (
     trained,
 )
 from megatron_run_engine.training.build import build_chunks, check_fields, make_context, make_layers, with_vocabulary
+from megatron_run_engine.training.checked_plugins import module_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from pydantic import BaseModel
-    from torch import nn
     from torch.nn import Parameter
 
     from megatron_run.contracts import CaptureSize, Chunk, DataSource, Model, ParamInfo
@@ -118,7 +118,7 @@ def _model_size(run: ResolvedRun) -> ModelSize:
     _check_segments(run, chunks)
     # What one stage lacks may be of another: only a rank with all chunks can refuse a name.
     alone = replace(context, topology=Topology(Sizes(), 0))
-    make_layers(run, alone).check_names(cast("list[nn.Module]", chunks))
+    make_layers(run, alone).check_names([module_of(chunk) for chunk in chunks])
     _check_capture(run, alone, chunks)
     mixture, beside = _mixture(options, everyone), _beside(run, on_ranks[0].model) if run.sizes.pipeline > 1 else 0
     counts = (context.vocab_size, padded)

@@ -9,7 +9,7 @@ posted and sends that are not retired. Parameters, gradients and state are ``Opt
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch.autograd.graph import get_gradient_edge
@@ -35,9 +35,10 @@ from megatron_run_engine.training.build import (
     make_layers,
     with_vocabulary,
 )
+from megatron_run_engine.training.checked_plugins import module_of
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import Tensor
 
     from megatron_run.contracts import Boundary, Chunk, ChunkOut
     from megatron_run.contracts.schedule import Action
@@ -222,7 +223,7 @@ def count_chunks(
 
 def _shapes(chunk: Chunk) -> object:
     """Equal for chunks that hold as many bytes: the kinds of their modules, and the shapes of their parameters."""
-    module = cast("nn.Module", chunk)  # as every chunk of the engine's models
+    module = module_of(chunk)
     return tuple(map(type, module.modules())), tuple(each.shape for each in module.parameters())
 
 

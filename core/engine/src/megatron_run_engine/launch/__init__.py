@@ -1,9 +1,38 @@
 """Launches the ranks of a run, or joins those that torchrun or Slurm started, and returns how the run ended.
 
+A start, from the command to the last step. Of local ranks the launcher decides everything, once, and hands it over as
+text, so that a rank imports and creates, and decides nothing anew::
+
+    api.launch                          what the command and ``train`` call
+      environments.find_world           the world of torchrun or Slurm; None: its ranks are started here
+      resolver.resolve                  the only time: sources, plugins, options, plans (megatron_run.planning)
+      api._checked                      its layers are made on the meta device, its initial weights found
+      api._attempt                      each time that the ranks are started
+        opening.open_run_folder         the lock, the records
+        handover.hand_over              the resolved run as text (megatron_run.planning)
+        job.Job.write                   it and all else that a rank is told
+        local.run_local
+          start.forked_ranks            ranks on CPUs: ``fork_server`` imports all, takes the run over, and forks them
+          start.spawned_ranks           or each has an interpreter of its own
+          local._Ranks.wait             the watchdog (``watchdog``) looks for ranks that hang
+          local._run_result             who failed first (``failures``)
+
+    rank.main                           a local rank
+      job.Job.read
+      handover.take_over                as the launcher resolved it
+      worker.RankWorker.run             the work, whoever started the rank
+        rendezvous.agree_on_run
+        rendezvous.check_digests        all run the same code
+        worker.train_in_folder
+          trainer.train_rank            builds and trains (``training``)
+      job.RankResult.write              how it ended, for the launcher
+
+A rank of torchrun or Slurm is its own launcher: :func:`api.launch` resolves and checks there, once a process, and goes
+on with ``RankWorker.run``, which opens the run folder. It resolves once more only if another run has become
+``runs/latest`` since rank 0 looked.
+
 Importing this package is instant, because the sidecar of each rank imports it: public names are loaded when first
-used, torch by the ranks, or by ``launch`` when it resolves the run. Reading order: ``api`` (where ranks come from),
-``rank`` (the job), ``local`` and ``fork_server`` (how it starts), ``worker`` (a rank's work), ``rank_output`` (where
-its words go), ``failures`` (how its failure reaches the user), ``watchdog`` (how a hang is noticed).
+used, torch by the ranks, or by ``launch`` when it resolves the run.
 
 Imports: checkpoint, config, contracts, errors, estimate, files, host, lazy, planning, registry, run_folder, runtime,
 signal_bell, training.
@@ -21,17 +50,15 @@ if TYPE_CHECKING:
     from megatron_run_engine.launch.api import launch as launch
     from megatron_run_engine.launch.api import run_task as run_task
     from megatron_run_engine.launch.api import train as train
-    from megatron_run_engine.launch.options import LaunchOptions as LaunchOptions
-    from megatron_run_engine.launch.rank import RankTask as RankTask
-    from megatron_run_engine.launch.results import RunResult as RunResult
+    from megatron_run_engine.launch.job import LaunchOptions as LaunchOptions
+    from megatron_run_engine.launch.job import RankTask as RankTask
+    from megatron_run_engine.launch.job import RunResult as RunResult
 
 __getattr__, __dir__, __all__ = lazy_names(
     __name__,
     {
         "megatron_run_engine.host.environments": ("LaunchMode",),
         "megatron_run_engine.launch.api": ("FailedRunError", "launch", "run_task", "train"),
-        "megatron_run_engine.launch.options": ("LaunchOptions",),
-        "megatron_run_engine.launch.rank": ("RankTask",),
-        "megatron_run_engine.launch.results": ("RunResult",),
+        "megatron_run_engine.launch.job": ("LaunchOptions", "RankTask", "RunResult"),
     },
 )

@@ -14,7 +14,6 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_run.config.request import Request
 from megatron_run.errors import CheckpointError, ExitCode, InputError, RunError
 from megatron_run_engine.host.environments import LaunchMode, find_world
 from megatron_run_engine.host.process import (
@@ -35,15 +34,15 @@ from megatron_run_engine.launch.failures import (
     resumed,
     without_logs,
 )
-from megatron_run_engine.launch.options import LaunchOptions
+from megatron_run_engine.launch.job import Job, LaunchOptions, RunResult
 from megatron_run_engine.launch.rank_output import flush_output, terminal_environment, terminal_writer
-from megatron_run_engine.launch.results import RunResult
 from megatron_run_engine.runtime.cuda_libraries import environment_kept
 from megatron_run_engine.runtime.world import World
 
 if TYPE_CHECKING:
+    from megatron_run.config.request import Request
     from megatron_run.planning import ResolvedRun
-    from megatron_run_engine.launch.rank import Job, RankTask
+    from megatron_run_engine.launch.job import RankTask
     from megatron_run_engine.launch.rendezvous import ResolveRun
     from megatron_run_engine.run_folder import OpenedFolder, RunFolder
 
@@ -73,7 +72,7 @@ def launch(request: Request, options: LaunchOptions, mode: LaunchMode = "auto") 
     if world is None:
         from megatron_run.planning import resolve
 
-        return _start_local(_checked(resolve(request)), request, options)
+        return _start_local(_checked(resolve(request)), options)
     with environment_kept():
         return _launch_joined(request, world, options)
 
@@ -131,7 +130,8 @@ def train(
     elif here:
         result = _train_here(_checked(run))
     else:
-        result = _start_local(_checked(run), _as_request(run), LaunchOptions())
+        _refuse_objects(run)
+        result = _start_local(_checked(run), LaunchOptions())
     if result.code == ExitCode.SIGINT:
         raise KeyboardInterrupt
     if result.code and not here:
@@ -187,27 +187,15 @@ def _checked(run: ResolvedRun) -> ResolvedRun:
     return run
 
 
-def _as_request(run: ResolvedRun) -> Request:
-    """The record by which another process resolves ``run`` again. Objects of this process cannot be handed over."""
-    from megatron_run.planning import to_yaml
-
-    handed_in = [str(plugin) for stack in run.plugins.values() for plugin in stack if plugin.origin == "python"]
+def _refuse_objects(run: ResolvedRun) -> None:
+    """Raise :class:`InputError` for plugins that are objects of this process, which cannot be handed over."""
+    handed_in = [str(plugin) for stack in run.plugins.values() for plugin in stack if plugin.entry is None]
     if handed_in:
         raise InputError(
             f"a run of {run.sizes.world} ranks cannot use {', '.join(handed_in)}",
             why="the ranks are processes of their own, and cannot see an object of this one",
             fix="write the plugin into a file and name the file, as in schedule=./mine.py, or start with torchrun",
         )
-    asked = run.request
-    return Request(
-        configs=("-",),
-        stdin=to_yaml(run),
-        nproc=run.sizes.world,
-        resume=asked.resume,
-        extend=asked.extend,
-        allow_change=asked.allow_change,
-        allow_plugin_change=asked.allow_plugin_change,
-    )
 
 
 def _train_here(run: ResolvedRun) -> RunResult:
@@ -234,28 +222,23 @@ def _train_here(run: ResolvedRun) -> RunResult:
         return RunResult(code, opened.folder.path, message, steps=_last_step(opened.folder))
 
 
-def _start_local(run: ResolvedRun, request: Request, options: LaunchOptions) -> RunResult:
+def _start_local(run: ResolvedRun, options: LaunchOptions) -> RunResult:
     """Start the ranks, and start them again as often as ``options`` allow and it makes sense."""
-    from megatron_run.planning.decided import pinned
-
-    request = pinned(request, run)
     fork = forks_ranks(run.config.run.start_method, check_local_devices(run))
     for notice in run.notices:
         options.tell(notice)
     restarts, typed = Restarts(options.max_restarts), run
-    result = _attempt(run, request, options, typed, fork=fork)
+    result = _attempt(run, options, typed, fork=fork)
     while result.folder is not None and (line := restarts.next(result)) is not None:
         options.tell(line)
-        run, request = resumed(run, request, result.folder)
-        result = _attempt(run, request, options, typed, fork=fork)
+        run = resumed(run, result.folder)
+        result = _attempt(run, options, typed, fork=fork)
     if result.folder is not None and result.code.retry and (step := last_saved(result.folder)) is not None:
         options.tell(f"step {step} is saved: {how_to_resume(result.folder, typed)}")
     return result
 
 
-def _attempt(
-    run: ResolvedRun, request: Request, options: LaunchOptions, typed: ResolvedRun, *, fork: bool
-) -> RunResult:
+def _attempt(run: ResolvedRun, options: LaunchOptions, typed: ResolvedRun, *, fork: bool) -> RunResult:
     """One attempt in the run folder, from its opening to its end; ``typed`` is what the first one was of."""
     from megatron_run_engine.launch.local import run_local
     from megatron_run_engine.run_folder import open_run_folder
@@ -264,7 +247,7 @@ def _attempt(
     with opened.lock:
         if opened.finished:
             return _already_finished(opened, options.tell)
-        job = _job(run, request, opened.folder, options, fork=fork)
+        job = _job(run, opened.folder, options, fork=fork)
         job = job if options.quiet else replace(job, shown=terminal_environment())
         try:
             result = run_local(job, options.tell, None if options.quiet else terminal_writer())
@@ -281,19 +264,18 @@ def _attempt(
     return result
 
 
-def _job(run: ResolvedRun, request: Request, folder: RunFolder, options: LaunchOptions, *, fork: bool) -> Job:
-    from megatron_run_engine.launch.rank import Job
+def _job(run: ResolvedRun, folder: RunFolder, options: LaunchOptions, *, fork: bool) -> Job:
+    from megatron_run.planning.handover import hand_over
 
     size, asked = run.sizes.world, run.config.run
     threads = threads_per_rank(asked.threads, size)
-    return Job(request, folder.path, folder.attempt, size, threads, fork, options.debug, asked.timeout)
+    return Job(hand_over(run), folder.path, folder.attempt, size, threads, fork, options.debug, asked.timeout)
 
 
-def run_task(run: ResolvedRun, request: Request, task: RankTask, options: LaunchOptions) -> RunResult:
+def run_task(run: ResolvedRun, task: RankTask, options: LaunchOptions) -> RunResult:
     """Do ``task`` on local ranks, as many as ``run`` has, and return how it ended; its run folder is temporary.
 
-    ``request`` is what every rank resolves again. Raises :class:`RunError` for what is found before a rank starts, and
-    :class:`FailedRunError` when one fails.
+    Raises :class:`RunError` for what is found before a rank starts, and :class:`FailedRunError` when one fails.
     """
     from megatron_run_engine.launch.local import run_local
     from megatron_run_engine.run_folder import RunFolder
@@ -301,14 +283,11 @@ def run_task(run: ResolvedRun, request: Request, task: RankTask, options: Launch
     if (world := find_world(os.environ)) is not None:
         why = f"{world.launcher} has started this process as one of {world.size} ranks"
         raise InputError("this command starts its ranks itself", why=why, fix=f"leave {world.launcher} out")
-    from megatron_run.planning.decided import pinned
-
-    request = pinned(request, run)
     fork = forks_ranks(run.config.run.start_method, check_local_devices(run))
     with tempfile.TemporaryDirectory(prefix="megatron-run-task-") as scratch:
         folder = RunFolder(Path(scratch), 1)
         folder.logs.mkdir(parents=True)
-        job = replace(_job(run, request, folder, options, fork=fork), task=task)
+        job = replace(_job(run, folder, options, fork=fork), task=task)
         result = run_local(job, options.tell, None if options.quiet else terminal_writer())
         if result.code == ExitCode.SIGINT:
             raise KeyboardInterrupt

@@ -42,11 +42,10 @@ from megatron_run.errors import ExitCode, OutOfMemoryError, PluginError, RankLos
 from megatron_run.errors.machine_limits import system_limit
 from megatron_run.registry.hooks import in_one_line
 from megatron_run_engine.checkpoint.step_folder import CHECKPOINTS, Checkpoints
+from megatron_run_engine.launch.job import RankResult, RunResult
 from megatron_run_engine.launch.rank_output import last_log_line
-from megatron_run_engine.launch.results import RankResult, RunResult
 
 if TYPE_CHECKING:
-    from megatron_run.config.request import Request
     from megatron_run.planning import ResolvedRun
     from megatron_run_engine.run_folder import RunFolder
 
@@ -229,8 +228,8 @@ class Restarts:
         return f"{lost}; starting again, {self.used} of {self.most}, {start}"
 
 
-def resumed(run: ResolvedRun, request: Request, folder: Path) -> tuple[ResolvedRun, Request]:
-    """``run`` and ``request`` changed to resume in ``folder`` from its newest saved step, whatever they asked for."""
+def resumed(run: ResolvedRun, folder: Path) -> ResolvedRun:
+    """``run`` changed to resume in ``folder`` from its newest saved step, whatever it asked for."""
     section = run.config.run.model_copy(update={"folder": folder})
-    request = replace(request, resume="auto")
-    return replace(run, config=run.config.model_copy(update={"run": section}), request=request), request
+    config, request = run.config.model_copy(update={"run": section}), replace(run.request, resume="auto")
+    return replace(run, config=config, request=request)

@@ -1,5 +1,8 @@
 """Forks the ranks of one host from a process that has imported everything, so that they share one import.
 
+``python -m megatron_run_engine.launch.fork_server JOB SOCKET LAUNCHER`` gets the job's path, the descriptor of its end
+of a socket, and the number of its launcher, whose side is ``start.forked_ranks``.
+
 Imports are four seconds of processor time, most of a rank's start. The server is a fresh process, because OpenMP, glibc
 and torch read their variables when they are loaded. It imports torch and the chosen plugins, forks while it has one
 thread, and tells the launcher what becomes of the ranks, as it is their parent. When the launcher is gone it kills
@@ -16,9 +19,8 @@ import gc
 import os
 import signal
 import socket
-import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from multiprocessing.connection import wait
@@ -26,118 +28,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from megatron_run.errors import ExitCode
-from megatron_run_engine.launch.rank import RANK_PROGRAM, Job, failed_start, main
+from megatron_run_engine.launch.job import Job
+from megatron_run_engine.launch.rank import failed_start, main
 from megatron_run_engine.launch.rank_output import flush_output, redirect_output
-from megatron_run_engine.launch.start import RankProcess, SpawnedRank, spawn
+from megatron_run_engine.launch.start import RANK_PROGRAM, spawn
 
 if TYPE_CHECKING:
     from megatron_run.planning import ResolvedRun
 
-#: What the server runs, with the job's path, its end of the socket and its launcher's number as the last arguments.
-_PROGRAM = (sys.executable, "-P", "-m", "megatron_run_engine.launch.fork_server")
-#: Seconds until a server that does not answer is killed, and its ranks with it.
-_PATIENCE = 5.0
 #: ``PR_SET_PDEATHSIG`` of Linux's ``prctl``.
 _DEATH_SIGNAL = 1
-
-
-# --- The launcher's side ---
-
-
-@contextmanager
-def forked_ranks(path: Path, job: Job, environment: Mapping[str, str]) -> Iterator[Sequence[RankProcess]]:
-    """One process for each rank of ``job``, which lies at ``path``, forked once a server has imported all.
-
-    None is left when the block ends. What the server itself prints, as the warnings of an import, is in the first log.
-    """
-    parent_end, child_end = socket.socketpair()
-    with parent_end:
-        with child_end:
-            words = [*_PROGRAM, str(path), str(child_end.fileno()), str(os.getpid())]
-            process = spawn(words, environment, job.log(0), (job.lifeline, child_end.fileno()))
-        server = _Server(process, parent_end, job.size)
-        try:
-            yield server.ranks
-        finally:
-            server.end()
-
-
-class ForkedRank:
-    """A rank whose parent is the server. Its process id is not used again before the server has ended."""
-
-    def __init__(self, server: _Server) -> None:
-        self._server = server
-        self.pid: int | None = None
-        self.returncode: int | None = None
-
-    def poll(self) -> int | None:
-        """Look whether it has ended: ``returncode``."""
-        if self.returncode is None:
-            self._server.hear(0.0)
-        return self.returncode
-
-    def wait(self) -> int:
-        """``returncode``, once it has ended. A server that says nothing of a rank which was killed is killed too."""
-        while self.returncode is None:
-            if not self._server.hear(_PATIENCE):
-                self._server.process.kill()
-        return self.returncode
-
-    def send_signal(self, number: int) -> None:
-        """Send it a signal if it still runs; before it is forked, to the server, which then forks no rank."""
-        if self.poll() is None:
-            os.kill(self._server.process.pid if self.pid is None else self.pid, number)
-
-    def kill_group(self) -> None:
-        """Kill it and what it has started, if any of that still runs; before it is forked, the server."""
-        if self.pid is None:
-            self._server.process.kill_group()
-        else:
-            with suppress(ProcessLookupError):
-                os.killpg(self.pid, signal.SIGKILL)
-
-
-class _Server:
-    """The server's process, as the launcher sees it."""
-
-    def __init__(self, process: SpawnedRank, control: socket.socket, size: int) -> None:
-        self.process, self._control, self._rest = process, control, b""
-        self.ranks = [ForkedRank(self) for _ in range(size)]
-
-    def hear(self, patience: float) -> bool:
-        """Take in what the server says within so many seconds; whether it said anything. Its end ends all its ranks."""
-        if not wait([self._control], patience):
-            return False
-        said = b""
-        with suppress(ConnectionResetError):  # it ended before it has read what it was told
-            said = self._control.recv(1 << 16)
-        *lines, self._rest = (self._rest + said).split(b"\n")
-        for event, rank, number in map(bytes.split, lines):
-            if event == b"started":
-                self.ranks[int(rank)].pid = int(number)
-            else:
-                self.ranks[int(rank)].returncode = int(number)
-        if not said:
-            status = self.process.wait()
-            for each in self.ranks:
-                if each.returncode is None:
-                    each.kill_group()
-                    each.returncode = status
-        return True
-
-    def end(self) -> None:
-        """End the server, and with it what still runs of its ranks."""
-        self._control.close()
-        try:
-            self.process.wait(_PATIENCE)
-        except subprocess.TimeoutExpired:
-            for rank in self.ranks:
-                rank.kill_group()
-            self.process.kill_group()
-            self.process.wait()
-
-
-# --- The server's side ---
 
 
 def serve(path: Path, control: socket.socket, launcher: int) -> int:
@@ -227,7 +127,7 @@ def _report(control: socket.socket, wakeup: socket.socket, processes: Sequence[i
 
 
 def preload(job: Job) -> ResolvedRun | None:
-    """Import what every rank of ``job`` will, and resolve the run that all of them would resolve alike.
+    """Import what every rank of ``job`` will, and take over its run, which all of them share.
 
     None if something is wrong with it: each rank finds that by itself, and says so.
     """
@@ -236,7 +136,7 @@ def preload(job: Job) -> ResolvedRun | None:
     with suppress(Exception):
         from megatron_run_engine.launch import worker  # noqa: F401  # all that trains
 
-        run = job.resolve_run()
+        run = job.take_over()
         # torch's compiler is two seconds of imports: torch's optimizers import most of it when the first is made, and
         # its choice of deterministic kernels the rest.
         import torch._inductor  # noqa: F401
@@ -269,7 +169,7 @@ def can_fork() -> bool:
 def become_rank(path: Path, job: Job, rank: int, run: ResolvedRun | None = None) -> NoReturn:
     """Be what ``python -m megatron_run_engine.launch.rank JOB`` would be, in a process that was just forked.
 
-    It need not resolve the ``run`` that is given.
+    The ``run`` of the job may have been taken over before the fork.
     """
     try:
         os.setsid()  # a process group of its own, which is killed with all that the rank has started

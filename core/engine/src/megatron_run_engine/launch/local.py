@@ -19,12 +19,17 @@ from pathlib import Path
 from megatron_run.errors import ExitCode, RankLostError
 from megatron_run_engine.host.rank_environment import available_cores, rank_environment
 from megatron_run_engine.launch.failures import describe, first_cause
-from megatron_run_engine.launch.fork_server import forked_ranks
-from megatron_run_engine.launch.rank import RANK_PROGRAM, Job, page_path
+from megatron_run_engine.launch.job import Job, RankResult, RunResult, has_reported, page_path
 from megatron_run_engine.launch.rank_output import Relay, count_warnings
-from megatron_run_engine.launch.results import RankResult, RunResult, has_reported
 from megatron_run_engine.launch.signals import AFTER_THE_STEP, SAVING, STARTING, caught_signals
-from megatron_run_engine.launch.start import RankProcess, scratch_folder, spawned_ranks, starting
+from megatron_run_engine.launch.start import (
+    RANK_PROGRAM,
+    RankProcess,
+    forked_ranks,
+    scratch_folder,
+    spawned_ranks,
+    starting,
+)
 from megatron_run_engine.launch.watchdog.monitor import Watchdog
 from megatron_run_engine.launch.watchdog.page import Page
 from megatron_run_engine.launch.watchdog.verdict import IN_ORDER

@@ -1,7 +1,4 @@
-"""The processes of local ranks: what the launcher does with one, and how each starts anew.
-
-``fork_server`` is the faster way, by which they share one import.
-"""
+"""The processes of local ranks, as their launcher starts them: each anew, or forked from a server (``fork_server``)."""
 
 from __future__ import annotations
 
@@ -9,11 +6,13 @@ import fcntl
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -23,7 +22,16 @@ from megatron_run.files.safe_folder import SafeFolder
 from megatron_run_engine.run_folder.folder import open_log
 
 if TYPE_CHECKING:
-    from megatron_run_engine.launch.rank import Job
+    from megatron_run_engine.launch.job import Job
+
+
+#: What each rank runs, with the job's path as its last argument. With -P no module lying in the current folder is taken
+#: for one of Python's or torch's.
+RANK_PROGRAM = (sys.executable, "-P", "-m", "megatron_run_engine.launch.rank")
+#: What a server runs that forks them, with the job's path, its end of a socket and its launcher's number after it.
+SERVER_PROGRAM = (sys.executable, "-P", "-m", "megatron_run_engine.launch.fork_server")
+#: Seconds until a server that does not answer is killed, and its ranks with it.
+_PATIENCE = 5.0
 
 
 class RankProcess(Protocol):
@@ -132,6 +140,99 @@ def spawned_ranks(
                 if process.poll() is None:
                     process.kill_group()
                     process.wait()
+
+
+@contextmanager
+def forked_ranks(path: Path, job: Job, environment: Mapping[str, str]) -> Iterator[Sequence[RankProcess]]:
+    """One process for each rank of ``job``, which lies at ``path``, forked once a server has imported all.
+
+    None is left when the block ends. What the server itself prints, as the warnings of an import, is in the first log.
+    """
+    parent_end, child_end = socket.socketpair()
+    with parent_end:
+        with child_end:
+            words = [*SERVER_PROGRAM, str(path), str(child_end.fileno()), str(os.getpid())]
+            process = spawn(words, environment, job.log(0), (job.lifeline, child_end.fileno()))
+        server = _Server(process, parent_end, job.size)
+        try:
+            yield server.ranks
+        finally:
+            server.end()
+
+
+class ForkedRank:
+    """A rank whose parent is the server. Its process id is not used again before the server has ended."""
+
+    def __init__(self, server: _Server) -> None:
+        self._server = server
+        self.pid: int | None = None
+        self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        """Look whether it has ended: ``returncode``."""
+        if self.returncode is None:
+            self._server.hear(0.0)
+        return self.returncode
+
+    def wait(self) -> int:
+        """``returncode``, once it has ended. A server that says nothing of a rank which was killed is killed too."""
+        while self.returncode is None:
+            if not self._server.hear(_PATIENCE):
+                self._server.process.kill()
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        """Send it a signal if it still runs; before it is forked, to the server, which then forks no rank."""
+        if self.poll() is None:
+            os.kill(self._server.process.pid if self.pid is None else self.pid, number)
+
+    def kill_group(self) -> None:
+        """Kill it and what it has started, if any of that still runs; before it is forked, the server."""
+        if self.pid is None:
+            self._server.process.kill_group()
+        else:
+            with suppress(ProcessLookupError):
+                os.killpg(self.pid, signal.SIGKILL)
+
+
+class _Server:
+    """The server's process, as the launcher sees it."""
+
+    def __init__(self, process: SpawnedRank, control: socket.socket, size: int) -> None:
+        self.process, self._control, self._rest = process, control, b""
+        self.ranks = [ForkedRank(self) for _ in range(size)]
+
+    def hear(self, patience: float) -> bool:
+        """Take in what the server says within so many seconds; whether it said anything. Its end ends all its ranks."""
+        if not wait([self._control], patience):
+            return False
+        said = b""
+        with suppress(ConnectionResetError):  # it ended before it has read what it was told
+            said = self._control.recv(1 << 16)
+        *lines, self._rest = (self._rest + said).split(b"\n")
+        for event, rank, number in map(bytes.split, lines):
+            if event == b"started":
+                self.ranks[int(rank)].pid = int(number)
+            else:
+                self.ranks[int(rank)].returncode = int(number)
+        if not said:
+            status = self.process.wait()
+            for each in self.ranks:
+                if each.returncode is None:
+                    each.kill_group()
+                    each.returncode = status
+        return True
+
+    def end(self) -> None:
+        """End the server, and with it what still runs of its ranks."""
+        self._control.close()
+        try:
+            self.process.wait(_PATIENCE)
+        except subprocess.TimeoutExpired:
+            for rank in self.ranks:
+                rank.kill_group()
+            self.process.kill_group()
+            self.process.wait()
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from megatron_run.errors import CheckpointError, ExitCode, RankLostError
 from megatron_run.planning.run import comparison_table
 from megatron_run_engine.host.process import assign_device, gpu_name, set_threads, start_device
 from megatron_run_engine.launch.failures import classify, exit_code, last_line
-from megatron_run_engine.launch.options import LaunchOptions
+from megatron_run_engine.launch.job import LaunchOptions, RankResult
 from megatron_run_engine.launch.rank_output import append_line, redirect_output, shown_log
 from megatron_run_engine.launch.rendezvous import (
     PeerError,
@@ -30,7 +30,6 @@ from megatron_run_engine.launch.rendezvous import (
     check_digests,
     check_gpus,
 )
-from megatron_run_engine.launch.results import RankResult
 from megatron_run_engine.launch.signals import stopping_on_signals
 from megatron_run_engine.launch.watchdog.page import PageWriter
 from megatron_run_engine.launch.watchdog.sidecar_client import SidecarClient

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 if TYPE_CHECKING:
-    from megatron_run_engine.runtime.context import BuildContext
+    from megatron_run.contracts import BuildContext
 
 
 def build_device(context: BuildContext) -> torch.device:

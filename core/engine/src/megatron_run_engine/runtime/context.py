@@ -1,4 +1,4 @@
-"""The context that a plugin's factory receives: everything it may need, passed as an argument, never global."""
+"""The engine's :class:`megatron_run.contracts.BuildContext`: what that promises, and what the engine's parts need."""
 
 from __future__ import annotations
 

@@ -6,12 +6,13 @@ import logging
 from dataclasses import dataclass
 from datetime import timedelta
 from types import MappingProxyType
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from megatron_run.config.origin import DEFAULT
+from megatron_run.contracts import ModelOptions
 from megatron_run.contracts.activity import Activity
 from megatron_run.contracts.data import DOCUMENTS, LABELS, LOSS_MASK, TOKENS, as_fields
 from megatron_run.contracts.topology import Topology
@@ -29,7 +30,7 @@ from megatron_run_engine.runtime.offload import make_offload
 from megatron_run_engine.runtime.parameter_init import describe_parameters, initialise, trained
 from megatron_run_engine.runtime.rng import RandomStreams
 from megatron_run_engine.runtime.segments import SegmentRunner
-from megatron_run_engine.training.checked_plugins import CheckedLayers, CheckedScaler
+from megatron_run_engine.training.checked_plugins import CheckedLayers, CheckedScaler, module_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -43,7 +44,6 @@ if TYPE_CHECKING:
         Field,
         GraphCapture,
         Model,
-        ModelOptions,
         Optimizer,
         ParallelLayers,
         ParamInfo,
@@ -121,7 +121,8 @@ class Assembly:
     @property
     def flops_per_token(self) -> float:
         """FLOPs of a token's forward and backward, as the model's options tell its costs."""
-        options, length = cast("ModelOptions", self.context.model), self.context.train.sequence_length
+        options, length = self.context.model, self.context.train.sequence_length
+        assert isinstance(options, ModelOptions)  # planning has checked them
         return options.costs(length, self.context.vocab_size).flops_per_token
 
     def wait_for_parameters(self) -> None:
@@ -141,7 +142,7 @@ def build(run: ResolvedRun, world: World, activity: Activity | None = None) -> A
     context = make_context(run, topology, groups, torch.device(world.device), with_vocabulary(run, data), data.fields)
     layers = make_layers(run, context)
     model, positions, chunks = build_chunks(run, context, layers)
-    layers.check_names(cast("list[nn.Module]", chunks))
+    layers.check_names([module_of(chunk) for chunk in chunks])
     check_fields(run, model, data)
     modules = (module for chunk in chunks for _, module in chunk.named_modules())
     context.segments.keep_on_device(buffer for module in modules for buffer in module.buffers(recurse=False))
@@ -194,8 +195,8 @@ def with_vocabulary(run: ResolvedRun, data: DataSource) -> BaseModel:
     Raises :class:`InputError` if the data has token ids that the model lacks.
     """
     options = run.one("model").options
-    assert options is not None  # planning has validated them
-    chosen = cast("ModelOptions", options).vocab_size
+    assert isinstance(options, ModelOptions)  # planning has checked them
+    chosen = options.vocab_size
     if chosen is None:
         return options.model_copy(update={"vocab_size": data.vocab_size})
     if chosen < data.rows:
@@ -266,7 +267,7 @@ def make_layers(run: ResolvedRun, context: BuildContext) -> CheckedLayers:
     """Return the factory of layers: the chosen ones, each stacked on the one before."""
     layers: ParallelLayers | None = None
     for plugin in run.plugins["parallel-layer"]:
-        layers = cast("ParallelLayers", plugin.create(context=context, base=layers))
+        layers = plugin.create(context=context, base=layers)
     assert layers is not None  # planning adds the default factory
     return CheckedLayers(layers, f"parallel-layer={'+'.join(plugin.name for plugin in run.plugins['parallel-layer'])}")
 
@@ -278,7 +279,7 @@ def build_chunks(
 
     Raises :class:`InputError` for a tensor whose size in bytes no 64-bit integer holds, on the meta device too.
     """
-    model = cast("Model", run.one("model").with_options(context.model).create(context=context))
+    model = run.make_model(context)
     places = [(place.chunk, index) for index, place in enumerate(run.layout) if place.stage == context.topology.stage]
     positions = tuple(position for _, position in sorted(places))
     shared: dict[str, nn.Parameter] = {}  # tied parameters: one Parameter for all chunks of this rank that hold it
@@ -293,7 +294,7 @@ def build_chunks(
             fix="lower model.hidden_size, or what else is large among the keys of model and train.sequence_length",
         ) from cause
     for chunk in chunks:
-        layers.finish(cast("nn.Module", chunk))
+        layers.finish(module_of(chunk))
     return model, positions, chunks
 
 

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from functools import wraps
 from math import isfinite
 from shlex import quote
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Concatenate, ParamSpec
 
 import numpy as np
 import torch
@@ -29,28 +29,36 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from torch import Tensor
 
-    from megatron_run.contracts import Dataset, DataSource, Field
+    from megatron_run.contracts import Chunk, Dataset, DataSource, Field
     from megatron_run.contracts.data import Split
     from megatron_run.registry.loaded_plugin import Plugin
 
-#: The methods of a factory that make a layer.
-LAYER_METHODS = (
-    "column_linear",
-    "row_linear",
-    "vocab_embedding",
-    "output_layer",
-    "norm",
-    "dropout",
-    "core_attention",
-    "cross_entropy",
-    "expert_column_linear",
-    "expert_row_linear",
-)
 #: Fields of a sample that index a table of the size of the vocabulary, and must therefore lie within it.
 _IDS = ("tokens", "labels")
 #: What a plugin's code raises and torch, whose errors have other causes too, does not; and all that either may raise.
 _RAISED = (ArithmeticError, AttributeError, LookupError, SystemExit, TypeError, ValueError)
 _ANY = (Exception, SystemExit)
+P = ParamSpec("P")
+
+
+def _checked(
+    make: Callable[Concatenate[StackedLayers, P], nn.Module],
+) -> Callable[Concatenate[CheckedLayers, P], nn.Module]:
+    """``make``, a method of :class:`StackedLayers`, for :class:`CheckedLayers`, which looks at the layer."""
+
+    @wraps(make)
+    def made_and_checked(self: CheckedLayers, /, *arguments: P.args, **options: P.kwargs) -> nn.Module:
+        try:
+            layer = make(self, *arguments, **options)
+        except (RunError, MemoryError):
+            raise
+        except (AttributeError, LookupError, SystemExit, TypeError) as cause:  # what a plugin's code raises, not torch
+            missing = getattr(cause, "name", "") == "base"
+            hint = "; call super().__init__(base) in the factory's __init__" if missing else ""
+            raise self.failed(make.__name__, in_one_line(cause) + hint) from cause
+        return self.check(make.__name__, layer)
+
+    return made_and_checked
 
 
 class CheckedLayers(StackedLayers):
@@ -87,29 +95,25 @@ class CheckedLayers(StackedLayers):
             fix="correct the plugin, or see the whole cause with --debug",
         )
 
-
-def _checked(method: str) -> Callable[..., nn.Module]:
-    """Return ``method`` of ``StackedLayers`` with its result checked."""
-    make: Callable[..., nn.Module] = getattr(StackedLayers, method)
-
-    @wraps(make)
-    def made_and_checked(self: CheckedLayers, *arguments: Any, **options: Any) -> nn.Module:
-        try:
-            layer = make(self, *arguments, **options)
-        except (RunError, MemoryError):
-            raise
-        except (AttributeError, LookupError, SystemExit, TypeError) as cause:  # what a plugin's code raises, not torch
-            missing = getattr(cause, "name", "") == "base"
-            hint = "; call super().__init__(base) in the factory's __init__" if missing else ""
-            raise self.failed(method, in_one_line(cause) + hint) from cause
-        return self.check(method, layer)
-
-    return made_and_checked
+    column_linear = _checked(StackedLayers.column_linear)
+    row_linear = _checked(StackedLayers.row_linear)
+    vocab_embedding = _checked(StackedLayers.vocab_embedding)
+    output_layer = _checked(StackedLayers.output_layer)
+    norm = _checked(StackedLayers.norm)
+    dropout = _checked(StackedLayers.dropout)
+    core_attention = _checked(StackedLayers.core_attention)
+    cross_entropy = _checked(StackedLayers.cross_entropy)
+    expert_column_linear = _checked(StackedLayers.expert_column_linear)
+    expert_row_linear = _checked(StackedLayers.expert_row_linear)
 
 
-# One loop instead of ten methods that differ in nothing but their signatures. The type checker sees the inherited ones.
-for _method in LAYER_METHODS:
-    setattr(CheckedLayers, _method, _checked(_method))
+def module_of(chunk: Chunk) -> nn.Module:
+    """``chunk`` as the module that it is in practice. Raises :class:`PluginError` if it is none."""
+    module: object = chunk
+    if not isinstance(module, nn.Module):
+        fix = "derive the chunk from torch.nn.Module"
+        raise PluginError(f"the model built {said_type(chunk)}, which is no torch.nn.Module", fix=fix)
+    return module
 
 
 class CheckedDataset:

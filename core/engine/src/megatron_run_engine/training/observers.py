@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from operator import index
-from typing import TYPE_CHECKING, Any, NamedTuple, cast, get_args
+from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
 import torch
 
@@ -142,7 +142,7 @@ def start_observers(run: ResolvedRun, assembly: Assembly, folder: RunFolder, beg
     record = device_record(assembly.context.device, run.config.train.precision, beginning.peak)
     folder.write_record("device.json", record)
     folder.show_record("device.json")
-    made = [(plugin.name, cast("Observer", plugin.create())) for plugin in run.plugins["observer"]]
+    made: list[tuple[str, Observer]] = [(plugin.name, plugin.create()) for plugin in run.plugins["observer"]]
     observers = Observers(made, assembly.context.log)
     observers.on_train_start(summarise(run, assembly, folder, parameters, beginning))
     return observers

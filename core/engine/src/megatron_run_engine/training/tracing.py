@@ -23,8 +23,9 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from megatron_run.contracts.topology import Scope
     from megatron_run.pipeline.plan import Plan
-    from megatron_run_engine.runtime.comm import Groups, Scope
+    from megatron_run_engine.runtime.comm import Groups
     from megatron_run_engine.runtime.context import BuildContext
     from megatron_run_engine.training.observers import Observers
 

@@ -86,12 +86,8 @@ class Trainer:
         self._run, self._assembly, self._folder, self._stop = run, assembly, folder, stop
         train, self._context, self._activity = run.config.train, assembly.context, assembly.context.groups.activity
         self._batches = BatchSizes(train, run.sizes.data)
-        self._last = self._batches.steps()  # the number of the last step; steps count from 1
+        self._go_on(Resumed(Progress()))
         self._eval_interval = run.config.eval.interval.steps(self._last, train.global_batch_size)
-        self._learning_rate = LearningRate.from_config(train)
-        self._weight_decay = WeightDecay.from_config(train)
-        self._progress = Progress()
-        self._resumed = Resumed(self._progress)
         self._flops = assembly.flops_per_token
         self._losses = Losses(assembly.model, self._context.metrics)
         self._weights = LossWeights(run, assembly)
@@ -130,8 +126,11 @@ class Trainer:
 
     def resume(self) -> None:
         """Load the checkpoint to resume from, if there is one."""
-        self._resumed = self._checkpoints.resume()
-        self._progress, train = self._resumed.progress, self._run.config.train
+        self._go_on(self._checkpoints.resume())
+
+    def _go_on(self, resumed: Resumed) -> None:
+        """Go on from there: set the number of the last step (they count from 1), and the rates until then."""
+        self._resumed, self._progress, train = resumed, resumed.progress, self._run.config.train
         # The steps so far may have had other batches: a run that goes on may change its batch.
         self._last, total = run_length(train, self._progress.step, self._progress.samples)
         self._learning_rate = LearningRate.from_config(train, total)

@@ -95,7 +95,7 @@ def model(
     run = plan(source, request)
     if run.sizes.world > 1:
         given = {"path": str(model.expanduser()), "step": step, "tasks": tasks, "stride": stride, "batch": batch}
-        results = [TaskResult(**each) for each in _on_ranks(run, request, given)]
+        results = [TaskResult(**each) for each in _on_ranks(run, given)]
     else:
         results = load_here(run, source).evaluate(*tasks, stride=stride, batch=batch, progress=ProgressLines())
     if as_json:
@@ -174,7 +174,7 @@ def harness(  # noqa: PLR0913  # one argument an option
     run = plan(source, request)
     how: dict[str, Any] = {"names": names, "shots": shots, "batch": batch, "chat": chat}
     if run.sizes.world > 1:
-        results = _on_ranks(run, request, {"path": str(model.expanduser()), "step": step, "folder": folder, **how})
+        results = _on_ranks(run, {"path": str(model.expanduser()), "step": step, "folder": folder, **how})
     else:
         results = run_harness(load_here(run, source), found, **how)
     if as_json:
@@ -199,14 +199,14 @@ class ProgressLines:
             tell(f"{task}: {scored:,} of {windows:,} windows")
 
 
-def _on_ranks(run: ResolvedRun, request: Request, arguments: dict[str, Any]) -> Any:
+def _on_ranks(run: ResolvedRun, arguments: dict[str, Any]) -> Any:
     """Evaluate on local ranks; what the first one answers."""
     from megatron_run_engine.launch import LaunchOptions, RankTask, run_task
 
     with tempfile.TemporaryDirectory(prefix="megatron-run-eval-") as folder:
         result = Path(folder) / "results.json"
         task = RankTask("megatron_run_inference.evaluation", {**arguments, "result": str(result)})
-        run_task(run, request, task, LaunchOptions(quiet=True, tell=tell))
+        run_task(run, task, LaunchOptions(quiet=True, tell=tell))
         return json.loads(result.read_text(encoding="utf-8"))
 
 

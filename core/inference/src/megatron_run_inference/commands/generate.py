@@ -108,7 +108,7 @@ def generate(
     streams = len(given) * writing.num == 1 and not as_json and not as_tokens
     if run.sizes.world > 1:
         where = {"path": str(model.expanduser()), "step": step}
-        texts = _on_ranks(run, request, where, given, writing, streams=streams)
+        texts = _on_ranks(run, where, given, writing, streams=streams)
     else:
         loaded = load_here(run, source)
         if loops:
@@ -164,7 +164,6 @@ def _here(model: LoadedModel, prompts: Sequence[Any], writing: Writing, *, strea
 
 def _on_ranks(
     run: ResolvedRun,
-    request: Request,
     where: dict[str, Any],
     prompts: Sequence[Any],
     writing: Writing,
@@ -178,8 +177,8 @@ def _on_ranks(
     with tempfile.TemporaryDirectory(prefix="megatron-run-generate-") as folder:
         result = Path(folder) / "texts.json"
         arguments = {**where, "prompts": prompts, "writing": asdict(writing), "stream": streams, "result": str(result)}
-        task = RankTask("megatron_run_inference.job", arguments)
-        run_task(run, request, task, LaunchOptions(quiet=not streams, tell=tell))
+        task = RankTask("megatron_run_inference.generating", arguments)
+        run_task(run, task, LaunchOptions(quiet=not streams, tell=tell))
         answer = json.loads(result.read_text(encoding="utf-8"))
     if streams:
         click.echo()

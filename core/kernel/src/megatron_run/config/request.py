@@ -1,4 +1,4 @@
-"""The user's request as typed: all that a rank process needs to resolve the same run again."""
+"""The user's request as typed: all that another process needs to resolve the same run."""
 
 from __future__ import annotations
 

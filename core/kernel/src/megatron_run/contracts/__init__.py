@@ -3,6 +3,7 @@
 Imports: errors.
 """
 
+from megatron_run.contracts.build_context import BuildContext
 from megatron_run.contracts.data import Dataset, DataSource, Field, Judge, Recipe, Split
 from megatron_run.contracts.format import (
     AdapterWeights,
@@ -66,6 +67,7 @@ __all__ = [
     "AttentionShape",
     "Bar",
     "Boundary",
+    "BuildContext",
     "CaptureMetrics",
     "CaptureSize",
     "CheckpointMetrics",

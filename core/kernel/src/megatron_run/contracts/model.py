@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast, runtime_checkable
 
 if TYPE_CHECKING:
     import torch
@@ -161,6 +161,7 @@ class Segment:
     decodes: bool = False
 
 
+@runtime_checkable
 class ModelOptions(Protocol):
     """The part of a model's options that the kernel reads, whatever else they hold.
 

@@ -7,9 +7,11 @@ size.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from functools import wraps
+from typing import TYPE_CHECKING, Concatenate, Literal, ParamSpec, TypeVar
 
 from megatron_run.contracts.parameters import Init
 from megatron_run.errors import InputError, PluginError
@@ -19,6 +21,9 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch import Tensor, nn
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 @dataclass(frozen=True)
@@ -296,76 +301,37 @@ class ParallelLayers(ABC):
         return None
 
 
+def _of_base(method: Callable[Concatenate[ParallelLayers, P], R]) -> Callable[Concatenate[StackedLayers, P], R]:
+    """``method`` of a factory that passes its arguments on to the factory below."""
+
+    @wraps(method, updated=())  # without the mark of an abstract method
+    def passed_on(self: StackedLayers, /, *arguments: P.args, **options: P.kwargs) -> R:
+        result: R = getattr(self.base, method.__name__)(*arguments, **options)
+        return result
+
+    return passed_on
+
+
 class StackedLayers(ParallelLayers):
     """Passes every call to ``base``. Derive from it to change some layers of the factory below."""
 
     def __init__(self, base: ParallelLayers) -> None:
         self.base = base
 
-    def column_linear(self, spec: LinearSpec, norm: nn.Module | None = None) -> nn.Module:
-        """As ``base``."""
-        return self.base.column_linear(spec, norm)
-
-    def row_linear(self, spec: LinearSpec) -> nn.Module:
-        """As ``base``."""
-        return self.base.row_linear(spec)
-
-    def vocab_embedding(self, vocab: int, hidden: int, *, init: Init) -> nn.Module:
-        """As ``base``."""
-        return self.base.vocab_embedding(vocab, hidden, init=init)
-
-    def output_layer(self, vocab: int, hidden: int, *, init: Init, weight: nn.Parameter | None = None) -> nn.Module:
-        """As ``base``."""
-        return self.base.output_layer(vocab, hidden, init=init, weight=weight)
-
-    def norm(self, kind: NormKind, size: int, eps: float = 1e-5) -> nn.Module:
-        """As ``base``."""
-        return self.base.norm(kind, size, eps)
-
-    def dropout(self, p: float) -> nn.Module:
-        """As ``base``."""
-        return self.base.dropout(p)
-
-    def core_attention(self, shape: AttentionShape, dropout: float) -> nn.Module:
-        """As ``base``."""
-        return self.base.core_attention(shape, dropout)
-
-    def cross_entropy(self, vocab: int, label_smoothing: float = 0.0) -> nn.Module:
-        """As ``base``."""
-        return self.base.cross_entropy(vocab, label_smoothing)
-
-    def linear_cross_entropy(self, vocab: int, label_smoothing: float, chunks: int) -> nn.Module:
-        """As ``base``."""
-        return self.base.linear_cross_entropy(vocab, label_smoothing, chunks)
-
-    def enter_region(self, x: Tensor) -> Tensor:
-        """As ``base``."""
-        return self.base.enter_region(x)
-
-    def leave_region(self, x: Tensor) -> Tensor:
-        """As ``base``."""
-        return self.base.leave_region(x)
-
-    def expert_column_linear(self, experts: range, spec: LinearSpec) -> nn.Module:
-        """As ``base``."""
-        return self.base.expert_column_linear(experts, spec)
-
-    def expert_row_linear(self, experts: range, spec: LinearSpec) -> nn.Module:
-        """As ``base``."""
-        return self.base.expert_row_linear(experts, spec)
-
-    def forward_pass(self) -> AbstractContextManager[object]:
-        """As ``base``."""
-        return self.base.forward_pass()
-
-    def finish(self, chunk: nn.Module) -> None:
-        """As ``base``."""
-        self.base.finish(chunk)
-
-    def check_names(self, chunks: Sequence[nn.Module]) -> None:
-        """As ``base``."""
-        self.base.check_names(chunks)
-
-    def adapters(self) -> Adapters | None:
-        """As ``base``."""
-        return self.base.adapters()
+    column_linear = _of_base(ParallelLayers.column_linear)
+    row_linear = _of_base(ParallelLayers.row_linear)
+    vocab_embedding = _of_base(ParallelLayers.vocab_embedding)
+    output_layer = _of_base(ParallelLayers.output_layer)
+    norm = _of_base(ParallelLayers.norm)
+    dropout = _of_base(ParallelLayers.dropout)
+    core_attention = _of_base(ParallelLayers.core_attention)
+    cross_entropy = _of_base(ParallelLayers.cross_entropy)
+    linear_cross_entropy = _of_base(ParallelLayers.linear_cross_entropy)
+    enter_region = _of_base(ParallelLayers.enter_region)
+    leave_region = _of_base(ParallelLayers.leave_region)
+    expert_column_linear = _of_base(ParallelLayers.expert_column_linear)
+    expert_row_linear = _of_base(ParallelLayers.expert_row_linear)
+    forward_pass = _of_base(ParallelLayers.forward_pass)
+    finish = _of_base(ParallelLayers.finish)
+    check_names = _of_base(ParallelLayers.check_names)
+    adapters = _of_base(ParallelLayers.adapters)

@@ -13,6 +13,8 @@ from megatron_run.errors import InputError
 #: Axes of groups: `tensor`, `data` and `pipeline`, from the fastest-varying to the slowest, and others. `expert` and
 #: `expert_data` split `data`; `tie` joins the stages at the ends of the pipeline.
 Axis = Literal["tensor", "data", "pipeline", "expert", "expert_data", "tie"]
+#: Where a collective runs: along one axis, or over every rank.
+Scope = Axis | Literal["world"]
 #: Axes whose ranks may hold the same parameter; an expert's parameters are on fewer ranks (``expert_data``).
 Replicas = Literal["data", "expert_data"]
 

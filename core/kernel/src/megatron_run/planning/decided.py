@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,8 +12,6 @@ from megatron_run.config.run_home import run_and_step
 from megatron_run.files.safe_folder import SafeFolder
 
 if TYPE_CHECKING:
-    from megatron_run.config.request import Request
-    from megatron_run.planning.run import ResolvedRun
     from megatron_run.registry.loaded_plugin import Plugin
 
 #: The origin of such a value.
@@ -38,13 +35,6 @@ def apply_decided(merged: ConfigSource, plugins: Mapping[str, tuple[Plugin, ...]
             if value is not None:
                 decided.put(key, value, START)
     return merge((decided, merged))
-
-
-def pinned(request: Request, run: ResolvedRun) -> Request:
-    """``request`` for the ranks of ``run``: they may resolve it when another day, or another latest run, has begun."""
-    keys = [key for key, origin in run.origins.items() if origin == START]
-    found = {dotted(key): run.config.data.options[key[-1]] for key in keys if key[0] == "data"}
-    return replace(request, values={**request.values, **found}, latest=run.request.latest)
 
 
 def _begun(merged: ConfigSource) -> Mapping[str, Any] | None:

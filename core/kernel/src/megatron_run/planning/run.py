@@ -20,7 +20,7 @@ from megatron_run.registry.discover import KERNEL, source_digest
 
 if TYPE_CHECKING:
     from megatron_run.config.origin import Key, Origin
-    from megatron_run.contracts import DataSource, GraphCapture, Optimizer, Scaler
+    from megatron_run.contracts import BuildContext, DataSource, GraphCapture, Model, Optimizer, Scaler
     from megatron_run.contracts.schedule import Place
     from megatron_run.contracts.schema import Config
     from megatron_run.contracts.topology import Sizes
@@ -62,18 +62,23 @@ class ResolvedRun:
         made: DataSource = self.one("data").create()
         return made
 
-    def make_optimizer(self, context: object) -> Optimizer:
-        """A new optimizer of a rank, whose ``context`` is a ``megatron_run_engine.runtime.BuildContext``."""
+    def make_model(self, context: BuildContext) -> Model:
+        """A new model of a rank, with the options of its ``context``."""
+        made: Model = self.one("model").with_options(context.model).create(context=context)
+        return made
+
+    def make_optimizer(self, context: BuildContext) -> Optimizer:
+        """A new optimizer of a rank."""
         made: Optimizer = self.one("optimizer").create(context=context)
         return made
 
-    def make_scaler(self, context: object) -> Scaler:
-        """A new scaler, with ``context`` as above."""
+    def make_scaler(self, context: BuildContext) -> Scaler:
+        """A new scaler."""
         made: Scaler = self.one("scaler").create(context=context)
         return made
 
-    def make_graph_capture(self, context: object) -> GraphCapture:
-        """A new graph capture, with ``context`` as above."""
+    def make_graph_capture(self, context: BuildContext) -> GraphCapture:
+        """A new graph capture."""
         made: GraphCapture = self.one("graph-capture").create(context=context)
         return made
 

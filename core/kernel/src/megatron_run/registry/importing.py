@@ -75,6 +75,7 @@ class FileNotRunError(PluginError):
     """A configuration names a Python file, and who reads it wants none to be run."""
 
 
+#: No argument: a plugin's validators, which pydantic calls, import files too (``optimizer.rule``).
 _RUN: ContextVar[bool] = ContextVar("files_are_run", default=True)
 
 
@@ -91,8 +92,9 @@ def no_files_run() -> Iterator[None]:
 def import_file(path: Path) -> ModuleType:
     """Run the file as a module of its own name, so that two files of one name do not collide.
 
-    It may import its neighbours, which hide no module that is installed: their folder comes last in the search.
-    Every file that a configuration names is run here, and not within :func:`no_files_run`.
+    It may import its neighbours, which hide no module that is installed: their folder comes last in the search. There
+    it stays, since a function of the file may import one later. Every file that a configuration names is run here, and
+    not within :func:`no_files_run`.
     """
     if not _RUN.get():
         raise FileNotRunError(f"the file {path} is not run", why="this command reads a configuration and runs nothing")

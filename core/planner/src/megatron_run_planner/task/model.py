@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, cast
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from megatron_run.config.merge import ConfigSource
 from megatron_run.config.validate import validate
+from megatron_run.contracts import ModelOptions
 from megatron_run.contracts.costs import AttentionCosts, Divided, FeedForwardCosts, LayerCosts, ModelCosts
 from megatron_run.contracts.schema import TrainSection
 from megatron_run.errors import Findings
 from megatron_run.planning.choosing import choose_plugins, with_options
 from megatron_run.planning.plans import MAX_LAYERS, layers_of
 from megatron_run.registry.discover import scan
-
-if TYPE_CHECKING:
-    from megatron_run.contracts import ModelOptions
 
 #: GPT-2's, where nothing says it.
 VOCABULARY = 50257
@@ -72,11 +69,11 @@ def read_model(merged: ConfigSource, train: TrainSection, findings: Findings, no
         known = {key: value for key, value in values.items() if key[0] in PlainDecoder.model_fields}
         options = validate(PlainDecoder, ("model",), known, findings, fix_missing=f"a plan of {plugin} needs it")
     findings.settle()
-    described = cast("ModelOptions", options)
-    vocabulary = described.vocab_size or _vocabulary(merged)
+    assert isinstance(options, ModelOptions)  # by its contract, and as the plain decoder has it
+    vocabulary = options.vocab_size or _vocabulary(merged)
     if vocabulary is None:
         approximations.append(f"{VOCABULARY} words because neither model.vocab_size nor data.vocab_size says how many")
-    found = described.costs(train.sequence_length, vocabulary or VOCABULARY)
+    found = options.costs(train.sequence_length, vocabulary or VOCABULARY)
     return replace(found, approximations=(*approximations, *found.approximations))
 
 

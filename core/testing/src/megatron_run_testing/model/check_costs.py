@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from math import isclose, prod
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
+from megatron_run.contracts import ModelOptions
 from megatron_run_testing import CheckFailed
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
 
-    from megatron_run.contracts import ModelOptions, ParamInfo
+    from megatron_run.contracts import ParamInfo
 
 #: Share of the matrices that costs may leave out: small tables, as of position biases.
 _SMALL_TABLES = 0.05
@@ -19,8 +20,8 @@ _SMALL_TABLES = 0.05
 
 def check_costs(options: BaseModel, built: Iterable[ParamInfo]) -> None:
     """Raise :class:`CheckFailed` unless weights are those of the matrices ``built``, and FLOPs grow with a sample."""
-    described = cast("ModelOptions", options)
-    costs, longer = (described.costs(length, described.vocab_size or 0) for length in (16, 32))
+    assert isinstance(options, ModelOptions), "planning refuses others"
+    costs, longer = (options.costs(length, options.vocab_size or 0) for length in (16, 32))
     shapes = (part.shape for info in built if info.counted for part in info.parts)
     matrices = sum(prod(shape) for shape in shapes if len(shape) > 1)
     if not isclose(costs.parameters, matrices, rel_tol=_SMALL_TABLES):

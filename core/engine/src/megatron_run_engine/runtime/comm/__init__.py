@@ -4,7 +4,7 @@ A single rank needs no process group: its collectives return at once.
 """
 
 from megatron_run_engine.runtime.comm.gloo import passes_host
-from megatron_run_engine.runtime.comm.groups import Channels, Groups, Scope, create_aside, create_groups, patience
+from megatron_run_engine.runtime.comm.groups import Channels, Groups, create_aside, create_groups, patience
 from megatron_run_engine.runtime.comm.parallel_group import ALONE, ParallelGroup, Pending
 
 __all__ = [
@@ -13,7 +13,6 @@ __all__ = [
     "Groups",
     "ParallelGroup",
     "Pending",
-    "Scope",
     "create_aside",
     "create_groups",
     "passes_host",

@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import TYPE_CHECKING, get_args
 
 import torch
 import torch.distributed as dist
 
 from megatron_run.contracts.activity import Activity
-from megatron_run.contracts.topology import Axis
+from megatron_run.contracts.topology import Axis, Scope
 from megatron_run_engine.runtime.comm.gloo import passes_host, start
 from megatron_run_engine.runtime.comm.parallel_group import ParallelGroup
 
@@ -21,10 +21,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from megatron_run.contracts.topology import Topology
-
-
-#: Where a collective runs: along one axis, or over every rank.
-Scope = Axis | Literal["world"]
 
 
 @dataclass(frozen=True)

@@ -10,21 +10,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_run_inference.loaded_model import LoadedModel
-from megatron_run_inference.network import plan
+from megatron_run_inference.network import objects
 from megatron_run_inference.source import find_source
 from megatron_run_inference.writing import Writing
 
 if TYPE_CHECKING:
-    from megatron_run.config.request import Request
     from megatron_run.contracts.activity import Activity
     from megatron_run.planning import ResolvedRun
     from megatron_run_engine.runtime.world import World
     from megatron_run_inference.source import Source
 
 
-def resolve_run(request: Request, arguments: Mapping[str, Any]) -> ResolvedRun:
-    """The run of a rank; the launcher has verified the files."""
-    return plan(open_source(arguments), request)
+__all__ = ["objects", "open_source", "work"]
 
 
 def work(run: ResolvedRun, world: World, activity: Activity, arguments: Mapping[str, Any]) -> None:
