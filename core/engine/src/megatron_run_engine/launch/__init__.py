@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from megatron_run.lazy import lazy_names
+from megatron_run.lazy import typed_names
 
 if TYPE_CHECKING:
     from megatron_run_engine.host.environments import LaunchMode as LaunchMode
@@ -25,13 +25,4 @@ if TYPE_CHECKING:
     from megatron_run_engine.launch.rank import RankTask as RankTask
     from megatron_run_engine.launch.results import RunResult as RunResult
 
-__getattr__, __dir__, __all__ = lazy_names(
-    __name__,
-    {
-        "megatron_run_engine.host.environments": ("LaunchMode",),
-        "megatron_run_engine.launch.api": ("FailedRunError", "launch", "run_task", "train"),
-        "megatron_run_engine.launch.options": ("LaunchOptions",),
-        "megatron_run_engine.launch.rank": ("RankTask",),
-        "megatron_run_engine.launch.results": ("RunResult",),
-    },
-)
+__getattr__, __dir__, __all__ = typed_names(__name__)
