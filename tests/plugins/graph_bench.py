@@ -34,7 +34,7 @@ LR = 0.05
 def partial_capture(context: BuildContext, **options: Any) -> PartialCapture:
     """The plugin's object; ``options`` are its options."""
     chosen = PartialOptions.model_validate({"scope": ("attn", "mlp"), **options})
-    return PartialCapture(context, chosen, lambda: backend_for(context, chosen.executor))
+    return PartialCapture(context, chosen, lambda: backend_for(context))
 
 
 class SharedDropout(TensorLayers):
