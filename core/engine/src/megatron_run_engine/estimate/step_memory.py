@@ -4,6 +4,9 @@ Each chunk runs one forward and one backward on fake tensors, with the run's own
 recomputation, and the bytes alive are watched after every operator. A walk over the stage's lowered instructions then
 adds up what is alive at once: the microbatches in flight, what the running action takes for itself, receives that are
 posted and sends that are not retired. Parameters, gradients and state are ``Optimizer.memory``'s.
+
+It counts what any layers of one run save, on a CPU too and with biases, norms and masks, but takes seconds and torch.
+``ModelCosts`` are a closed form of a GPU's layers, for ``plan``, which asks for thousands of splits without torch.
 """
 
 from __future__ import annotations
