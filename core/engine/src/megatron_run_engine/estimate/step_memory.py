@@ -53,7 +53,7 @@ Received = tuple["Tensor | None", dict[str, "Tensor"]]
 
 
 class LiveBytes(TorchDispatchMode):
-    """Watches the tensors that operators make within the block, each by its storage, as long as they exist."""
+    """Watches the tensors with values that operators make within the block, each by its storage, while they exist."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch has no annotations there
@@ -74,7 +74,7 @@ class LiveBytes(TorchDispatchMode):
         for tensor in _tensors(result):
             storage = tensor.untyped_storage()
             place = StorageWeakRef(storage)
-            if place not in given and place not in self._made:
+            if place not in given and place not in self._made and tensor.device.type != "meta":
                 self._made[place] = storage.nbytes()
                 self._most += storage.nbytes()
         if self._most > self.peak:  # only then it matters what of it is gone
