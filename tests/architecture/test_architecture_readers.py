@@ -61,7 +61,6 @@ ALLOWED = {
         f"{_KERNEL}/errors/install_hint.py",
         f"{_KERNEL}/registry/discover.py",
         f"{_KERNEL}/registry/importing.py",
-        "plugins/graph-capture/partial/src/megatron_run_graph_capture_partial/native.py",
     ),
     "the operating system": (
         "cli/src/megatron_run_cli/streams.py",
@@ -86,7 +85,6 @@ ALLOWED = {
         f"{_KERNEL}/errors/machine_limits.py",
         "plugins/format/distributed/src/megatron_run_format_distributed/__init__.py",
         "plugins/format/megatron/src/megatron_run_format_megatron/rank_files.py",
-        "plugins/graph-capture/partial/src/megatron_run_graph_capture_partial/__init__.py",
         "plugins/observer/tensorboard/src/megatron_run_observer_tensorboard/__init__.py",
     ),
     "presets, which come with the program; words of YAML": (

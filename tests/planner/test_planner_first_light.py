@@ -42,7 +42,9 @@ def tensors(run: ResolvedRun) -> float:
     return float(found) / GIB
 
 
-@pytest.mark.parametrize("size", MEASURED)
+@pytest.mark.parametrize(
+    "size", [pytest.param(size, marks=[pytest.mark.nightly] * (size in ("350m", "3b"))) for size in MEASURED]
+)
 def test_memory_is_what_was_measured_without_the_kernels(size: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, module in list(sys.modules.items()):
         if name.startswith("megatron_run_engine.nn.") and hasattr(module, "fuses"):

@@ -9,7 +9,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import wraps
+from functools import reduce, wraps
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -135,10 +135,14 @@ def option_meant(option: str) -> str:
 
 Command = Callable[..., Any]
 
+
+def with_options(command: Command, *options: Callable[[Command], Command]) -> Command:
+    """``command`` with ``options``, which its help lists in this order."""
+    return reduce(lambda decorated, option: option(decorated), reversed(options), command)
+
+
 overwrite_option = click.option("--overwrite", is_flag=True, help="Replace what is there.")
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON on standard output.")
-#: ``main`` looks for it among the words, since it must hold for every error, those of parsing included.
-debug_option = click.option("--debug", is_flag=True, expose_value=False, help="Show tracebacks of errors.")
 
 
 def _cores(context: click.Context, _parameter: click.Parameter, workers: int | None) -> int:
@@ -244,10 +248,7 @@ def rank_options(command: Command) -> Command:
 
         return command(request=Request((), sets, plugins, nproc), **others)
 
-    decorated: Command = with_request
-    for decorator in reversed(_RUN_OPTIONS[1:]):
-        decorated = decorator(decorated)
-    return decorated
+    return with_options(with_request, *_RUN_OPTIONS[1:])
 
 
 def run_options(command: Command) -> Command:
@@ -262,7 +263,4 @@ def run_options(command: Command) -> Command:
         stdin = sys.stdin.read() if "-" in configs else None
         return command(request=Request(configs, sets, plugins, nproc, stdin, os.environ), **others)
 
-    decorated: Command = with_request
-    for decorator in reversed(_RUN_OPTIONS):
-        decorated = decorator(decorated)
-    return decorated
+    return with_options(with_request, *_RUN_OPTIONS)

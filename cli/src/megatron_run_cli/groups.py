@@ -23,6 +23,8 @@ from megatron_run.registry.discover import Catalog, scan
 from megatron_run_cli.output import tell_error
 
 _CATALOG = "megatron_run_cli.catalog"
+#: ``main`` looks for it among the words, since it must hold for every error, those of parsing included.
+_DEBUG = click.Option(["--debug"], is_flag=True, expose_value=False, help="Show tracebacks of errors.")
 
 
 def catalog_of(context: click.Context) -> Catalog:
@@ -85,6 +87,13 @@ def example_of(command: click.Command) -> str:
     return " ".join((command.epilog or "").partition(EXAMPLE)[2].split())
 
 
+def with_debug(command: click.Command) -> click.Command:
+    """``command``, which has ``--debug`` unless it is a group or has one of its own."""
+    if not (isinstance(command, click.Group) or any("--debug" in each.opts for each in command.params)):
+        command.params.append(_DEBUG)
+    return command
+
+
 class Commands(click.Group):
     """A group to which packages may add commands, and that tells which it has to whoever names another one.
 
@@ -136,18 +145,18 @@ class Commands(click.Group):
         place = (*place_of(ctx), name)
         own, program = self.commands.get(name), ctx.find_root().command
         if own is not None and place[0] in getattr(program, "commands", ()):
-            return own
+            return with_debug(own)
         catalog = catalog_of(ctx)
         entry = choose_command(catalog, place)
         if own is not None and entry is not None:
             group = choose_command(catalog, place[:1])
             raise offered_twice(place, [each.source for each in (group, entry) if each])
         if own is not None:
-            return own
+            return with_debug(own)
         if entry is not None:
             from megatron_run.registry.loaded_command import load_command
 
-            return load_command(entry)
+            return with_debug(load_command(entry))
         sources = next_words(catalog, place[:-1]).get(name)
         return Commands(name, help=f"Commands of {' and '.join(sources)}.") if sources else None
 

@@ -23,7 +23,7 @@ from megatron_run.errors import ExitCode, InputError, taken
 from megatron_run.files.publishing import publishing_folder
 from megatron_run.registry.discover import KERNEL, Catalog, scan
 from megatron_run_cli.completion import words as places
-from megatron_run_cli.grammar import debug_option, json_option, run_options
+from megatron_run_cli.grammar import json_option, run_options
 from megatron_run_cli.groups import Commands, example, is_own, obstacle
 from megatron_run_cli.output import print_json, print_table, tell
 
@@ -46,7 +46,6 @@ def plugins() -> None:
 @click.argument("kind", required=False, shell_complete=places.offered_kinds)
 @click.option("--check", is_flag=True, help="Also import each plugin, in its own process.")
 @json_option
-@debug_option
 @click.pass_context
 def list_(context: click.Context, kind: str | None, *, check: bool, as_json: bool) -> None:
     """List installed plugins of KIND, or all, and commands (KIND: command), without importing them."""
@@ -73,7 +72,6 @@ def list_(context: click.Context, kind: str | None, *, check: bool, as_json: boo
 @plugins.command(epilog=example("plugins info schedule=1f1b"))
 @click.argument("plugin", metavar="KIND=NAME", shell_complete=places.plugin_name)
 @json_option
-@debug_option
 @click.pass_context
 def info(context: click.Context, plugin: str, *, as_json: bool) -> None:
     """Show what a plugin provides and needs, and its options; of command=NAME, what it does and who brings it."""
@@ -102,7 +100,6 @@ def info(context: click.Context, plugin: str, *, as_json: bool) -> None:
 @click.argument("kind", shell_complete=places.run_kinds)
 @run_options
 @json_option
-@debug_option
 @click.pass_context
 def why(
     context: click.Context,
@@ -141,7 +138,6 @@ def why(
 @click.argument("name")
 @click.option("--folder", type=click.Path(path_type=Path), help="New folder [default: named like the distribution].")
 @json_option
-@debug_option
 @click.pass_context
 def new(context: click.Context, kind: str, name: str, folder: Path | None, *, as_json: bool) -> None:
     """Write a package with a working plugin, or with a command (KIND: command), and its test."""
@@ -166,7 +162,6 @@ def new(context: click.Context, kind: str, name: str, folder: Path | None, *, as
 @click.option("--count", type=click.IntRange(min=1), metavar="N", help="With --compose: how many [default: 20].")
 @click.option("--seed", type=int, metavar="N", help="With --compose: of the choices [default: 1].")
 @json_option
-@debug_option
 @click.pass_context
 def check(
     context: click.Context,

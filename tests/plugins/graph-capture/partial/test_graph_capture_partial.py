@@ -15,7 +15,7 @@ from megatron_run.builtin.schedule.sequential import Sequential
 from megatron_run.contracts import Microbatch, Schedule, Segment
 from megatron_run.contracts.schedule import Action
 from megatron_run.errors import InputError
-from megatron_run_engine.builtin.model.gpt import ExpertOptions, GptOptions
+from megatron_run_engine.builtin.model.gpt import GptOptions
 from megatron_run_engine.builtin.parallel_layer.dense import DenseLayers
 from megatron_run_engine.nn import LayerNorm, attention
 from megatron_run_engine.nn.linear import linear
@@ -26,7 +26,7 @@ from megatron_run_schedule_zero_bubble.h1 import ZeroBubbleH1
 from megatron_run_testing import Check
 from megatron_run_testing.build_contexts import single_process_context
 from megatron_run_testing.graph_capture import graph_capture_checks
-from tests.plugins.graph_bench import Pipeline, one_region, partial_capture
+from tests.plugins.graph_bench import EXPERTS, Pipeline, one_region, partial_capture
 from tests.support.changed_options import changed
 
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -171,14 +171,6 @@ def test_w_that_follows_at_once_reads_what_the_backward_gave_out() -> None:
 
 #: An expert takes at most its even share of tokens.
 CAPACITY = {"experts.capacity_factor": 1.0, "experts.shared.ffn_size": 16}
-EXPERTS = GptOptions(
-    num_layers=2,
-    hidden_size=16,
-    num_heads=2,
-    vocab_size=32,
-    dropout=0.1,
-    experts=ExpertOptions(count=4, z_loss_coeff=1e-3),
-)
 MIXTURES = {"dropless": EXPERTS, "capacity": changed(EXPERTS, CAPACITY)}
 #: How many of them are captured.
 SEGMENTS = ("attn", "moe_router", "moe_preprocess", "moe_combine")

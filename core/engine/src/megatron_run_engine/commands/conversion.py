@@ -10,7 +10,7 @@ import click
 
 from megatron_run.errors import InputError
 from megatron_run_cli.completion import words as places
-from megatron_run_cli.grammar import debug_option, json_option, step_option
+from megatron_run_cli.grammar import json_option, step_option
 from megatron_run_cli.groups import example
 from megatron_run_cli.output import print_json, tell
 
@@ -35,7 +35,6 @@ _PATH = click.Path(path_type=Path)
     help="Imported folder or run whose weights the adapters at SOURCE adapt [default: the folder that they name].",
 )
 @json_option
-@debug_option
 def import_(
     source: Path, folder: Path, *, name: str | None, trust_pickle: bool, base: Path | None, as_json: bool
 ) -> None:
@@ -75,7 +74,6 @@ def import_(
 )
 @step_option("SOURCE")
 @json_option
-@debug_option
 def export(words: tuple[Path, ...], *, name: str, step: int | None, as_json: bool) -> None:
     """Write a saved step as the new FOLDER, in another format.
 

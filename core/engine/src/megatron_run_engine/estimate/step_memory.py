@@ -4,6 +4,9 @@ Each chunk runs one forward and one backward on fake tensors, with the run's own
 recomputation, and the bytes alive are watched after every operator. A walk over the stage's lowered instructions then
 adds up what is alive at once: the microbatches in flight, what the running action takes for itself, receives that are
 posted and sends that are not retired. Parameters, gradients and state are ``Optimizer.memory``'s.
+
+It counts what any layers of one run save, on a CPU too and with biases, norms and masks, but takes seconds and torch.
+``ModelCosts`` are a closed form of a GPU's layers, for ``plan``, which asks for thousands of splits without torch.
 """
 
 from __future__ import annotations
@@ -51,7 +54,7 @@ Received = tuple["Tensor | None", dict[str, "Tensor"]]
 
 
 class LiveBytes(TorchDispatchMode):
-    """Watches the tensors that operators make within the block, each by its storage, as long as they exist."""
+    """Watches the tensors with values that operators make within the block, each by its storage, while they exist."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch has no annotations there
@@ -72,7 +75,7 @@ class LiveBytes(TorchDispatchMode):
         for tensor in _tensors(result):
             storage = tensor.untyped_storage()
             place = StorageWeakRef(storage)
-            if place not in given and place not in self._made:
+            if place not in given and place not in self._made and tensor.device.type != "meta":
                 self._made[place] = storage.nbytes()
                 self._most += storage.nbytes()
         if self._most > self.peak:  # only then it matters what of it is gone

@@ -42,7 +42,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from megatron_run.lazy import lazy_names
+from megatron_run.lazy import typed_names
 
 if TYPE_CHECKING:
     from megatron_run_engine.host.environments import LaunchMode as LaunchMode
@@ -54,11 +54,4 @@ if TYPE_CHECKING:
     from megatron_run_engine.launch.job import RankTask as RankTask
     from megatron_run_engine.launch.job import RunResult as RunResult
 
-__getattr__, __dir__, __all__ = lazy_names(
-    __name__,
-    {
-        "megatron_run_engine.host.environments": ("LaunchMode",),
-        "megatron_run_engine.launch.api": ("FailedRunError", "launch", "run_task", "train"),
-        "megatron_run_engine.launch.job": ("LaunchOptions", "RankTask", "RunResult"),
-    },
-)
+__getattr__, __dir__, __all__ = typed_names(__name__)

@@ -15,7 +15,7 @@ import click
 
 from megatron_run.errors import DataError, InputError
 from megatron_run.files.safe_folder import parse_json
-from megatron_run_cli.grammar import debug_option, json_option, rank_options, step_option
+from megatron_run_cli.grammar import json_option, rank_options, step_option
 from megatron_run_cli.groups import example
 from megatron_run_cli.output import print_json, show_piece, tell
 from megatron_run_cli.streams import typed_text
@@ -64,7 +64,6 @@ if TYPE_CHECKING:
 )
 @rank_options
 @json_option
-@debug_option
 def generate(
     request: Request,
     model: Path,

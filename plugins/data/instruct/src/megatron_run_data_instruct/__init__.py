@@ -6,7 +6,6 @@ here tokens and samples.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import date, datetime
 from functools import cached_property
@@ -31,17 +30,15 @@ from megatron_run_engine.data import (
     SplitShares,
     TokenizedSource,
     best_fit,
+    check_split,
     find_documents,
     one_a_row,
     require_within,
-    validation_notice,
 )
 from megatron_run_engine.data.chat_template import NoConversation, Templates, template_source
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
-
-    from megatron_run.contracts.schema import Config
 
 
 def _moment(text: str | None) -> str | None:
@@ -219,11 +216,6 @@ def _summary(dataset: PackedDocuments, cut: int, silent: int, malformed: int, lo
     return summary + (f"; {plural(malformed, 'malformed line')} left out" if malformed else "")
 
 
-def check_config(config: Config, options: InstructOptions) -> Iterator[str]:  # noqa: ARG001  # the contract's
-    """A notice where nothing is kept for validation."""
-    return validation_notice(options.split)
-
-
 @hookimpl
 def megatron_run_plugin_info() -> PluginInfo:
     """Plugin instruct of kind data.
@@ -233,7 +225,7 @@ def megatron_run_plugin_info() -> PluginInfo:
     """
     suggests, decides = {"train.loss_mean": "token"}, {"date": lambda: date.today().isoformat()}
     return PluginInfo(
-        "data", "instruct", options=InstructOptions, suggests=suggests, decides=decides, check_config=check_config
+        "data", "instruct", options=InstructOptions, suggests=suggests, decides=decides, check_config=check_split
     )
 
 

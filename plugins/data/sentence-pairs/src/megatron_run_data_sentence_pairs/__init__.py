@@ -19,7 +19,7 @@ from megatron_run.hookspecs import hookimpl
 from megatron_run_data_sentence_pairs.masking import Masking
 from megatron_run_data_sentence_pairs.pairs import LEAST, SPECIALS, Documents, Pairs
 from megatron_run_data_sentence_pairs.vocabulary import PairVocabulary, pair_vocabulary
-from megatron_run_engine.data import SPLITS, PreparedTextOptions, PreparedTexts, check_prepared_texts
+from megatron_run_engine.data import SPLITS, PreparedTextOptions, PreparedTexts, check_split
 
 #: A sample ends with padding, which is a document of its own: no token sees another's.
 _BOUNDS = BatchField("documents", shape=(None,))
@@ -83,7 +83,7 @@ class SentencePairs(PreparedTexts):
 @hookimpl
 def megatron_run_plugin_info() -> PluginInfo:
     """Plugin sentence-pairs of kind data."""
-    return PluginInfo("data", "sentence-pairs", options=PairOptions, check_config=check_prepared_texts)
+    return PluginInfo("data", "sentence-pairs", options=PairOptions, check_config=check_split)
 
 
 @hookimpl

@@ -3,8 +3,6 @@
 During recording, operations run below autograd and their results move into the arena; the tape keeps their addresses
 without keeping them alive. A replay runs the same operations on the same addresses, without a module's Python. So
 results equal those of eager steps bit for bit, and a wrong order corrupts memory exactly as it would on a GPU.
-
-A loop in Python replays a tape; ``native`` compiles the same loop in C++.
 """
 
 from __future__ import annotations
@@ -43,15 +41,11 @@ class Operation(NamedTuple):
     results: tuple[Tensor | None, ...]
 
 
-#: Turns operations into a function that replays them.
-Executor = Callable[[Sequence[Operation]], Callable[[], None]]
-
-
 class TapeBackend:
-    """Makes tapes, which ``executor`` replays; operations may draw from ``generators``."""
+    """Makes tapes, whose operations may draw from ``generators``."""
 
-    def __init__(self, generators: Sequence[torch.Generator], executor: Executor) -> None:
-        self._generators, self._executor = generators, executor
+    def __init__(self, generators: Sequence[torch.Generator]) -> None:
+        self._generators = generators
 
     def pool(self) -> Arena:
         """A new arena."""
@@ -59,7 +53,7 @@ class TapeBackend:
 
     def graph(self) -> Tape:
         """An empty tape."""
-        return Tape(self._generators, self._executor)
+        return Tape(self._generators)
 
     def pool_bytes(self, pools: Iterable[Arena]) -> int:
         """The sum of the arenas' peaks."""
@@ -130,11 +124,11 @@ class Tape:
 
     recorder = Recorder
 
-    def __init__(self, generators: Sequence[torch.Generator], executor: Executor) -> None:
-        self._generators, self._executor = generators, executor
+    def __init__(self, generators: Sequence[torch.Generator]) -> None:
+        self._generators = generators
         self._pool: Arena | None = None
         self._kept: dict[int, Tensor] = {}
-        self._run: Callable[[], None] = _nothing
+        self._steps: list[Callable[[], object]] = []
         self.operations: tuple[Operation, ...] = ()
 
     @contextmanager
@@ -150,15 +144,13 @@ class Tape:
                 gc.enable()
         self._pool, self._kept = pool, recorder.kept
         self.operations = tuple(recorder.operations)
-        self._run = self._executor(self.operations)
+        self._steps = [_step(call_of(operation)) for operation in self.operations]
 
     def replay(self) -> None:
-        """Run the operations below autograd."""
-        self._run()
-
-
-def _nothing() -> None:
-    """Replay an empty tape."""
+        """Run the operations below autograd, where they were recorded: a replay leaves no history."""
+        with torch._C._AutoDispatchBelowAutograd():
+            for step in self._steps:
+                step()
 
 
 class _Moved(NamedTuple):
@@ -196,18 +188,6 @@ class Call(NamedTuple):
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     copies: tuple[Tensor | None, ...]
-
-
-def in_python(operations: Sequence[Operation]) -> Callable[[], None]:
-    """Replay by calling one operation after the other."""
-    calls = [_step(call_of(operation)) for operation in operations]
-
-    def replay() -> None:
-        with torch._C._AutoDispatchBelowAutograd():  # the tape was recorded below autograd; record no history
-            for call in calls:
-                call()
-
-    return replay
 
 
 def call_of(operation: Operation) -> Call:

@@ -92,7 +92,7 @@ class BertOptions(BaseModel):
                 f"model.choices={self.choices} is more than train.sequence_length={sequence_length}",
                 why="each choice is a part of the sequence",
             )
-        spec = self.model_copy(update={"vocab_size": vocab_size}).spec(row)
+        spec = self.spec(row, vocab_size)
         found = replace(spec, sequence_length=row).costs(tied=True)
         matrix, words = float(self.hidden_size**2), self.head in OVER_WORDS
         rows = f"rows of a {self.choices}th of the sequence, one a sample, because choices are not batched"
@@ -105,20 +105,15 @@ class BertOptions(BaseModel):
             approximations=(rows,) if self.choices > 1 else (),
         )
 
-    def spec(self, row: int) -> TransformerSpec:
-        """Return the network that these options describe, for rows of ``row`` tokens.
-
-        Raises ValueError while ``vocab_size`` is unset.
-        """
-        if self.vocab_size is None:
-            raise ValueError("vocab_size is unset: fill it in from the data first")
+    def spec(self, row: int, vocab_size: int) -> TransformerSpec:
+        """Return the network that these options describe, for rows of ``row`` tokens."""
         return TransformerSpec(
             layers=self.num_layers,
             hidden=self.hidden_size,
             heads=self.num_heads,
             kv_heads=self.num_heads,
             ffn=self.ffn_size or 4 * self.hidden_size,
-            vocab=self.vocab_size,
+            vocab=vocab_size,
             sequence_length=self.max_positions or row,
             norm_eps=self.norm.eps,
             activation=self.activation,

@@ -79,7 +79,7 @@ class T5Options(BaseModel):
 
     def costs(self, sequence_length: int, vocab_size: int) -> ModelCosts:
         """The encoder's layers read a text of their own, and the decoder's attend to it besides."""
-        spec = self.model_copy(update={"vocab_size": vocab_size}).spec(sequence_length)
+        spec = self.spec(sequence_length, vocab_size)
         plain, reads, length = spec.costs(tied=self.tie_embeddings), self.first_decoder_layer, self.encoder_length
         attention, feed = plain.layers[0].parts
         across = AttentionCosts.over(length, spec.heads, spec.head_size)
@@ -94,20 +94,15 @@ class T5Options(BaseModel):
             approximations=("attention without its biases because what they cost is the kernel's",),
         )
 
-    def spec(self, length: int) -> TransformerSpec:
-        """Return the layers that these options describe, for a decoder that reads ``length`` tokens.
-
-        Raises ValueError while ``vocab_size`` is unset.
-        """
-        if self.vocab_size is None:
-            raise ValueError("vocab_size is unset: fill it in from the data first")
+    def spec(self, length: int, vocab_size: int) -> TransformerSpec:
+        """Return the layers that these options describe, for a decoder that reads ``length`` tokens."""
         return TransformerSpec(
             layers=self.num_layers,
             hidden=self.hidden_size,
             heads=self.num_heads,
             kv_heads=self.num_heads,
             ffn=self.ffn_size or 2 * round(4 * self.hidden_size / 3),
-            vocab=self.vocab_size,
+            vocab=vocab_size,
             sequence_length=length,
             head_features=self.head_size,
             norm="rmsnorm",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from itertools import chain, islice
 from math import ceil
@@ -24,7 +24,7 @@ from megatron_run_engine.data.documents import (
     find_documents,
     standard_library,
 )
-from megatron_run_engine.data.option_types import Paths, SplitShares, validation_notice
+from megatron_run_engine.data.option_types import Paths, SplitShares, check_split
 from megatron_run_engine.data.packing import PACKED_FIELDS, PackedDocuments, bounds_of
 from megatron_run_engine.data.token_cache import open_streams
 from megatron_run_engine.data.tokenized_source import TokenizedSource
@@ -34,8 +34,6 @@ if TYPE_CHECKING:
     from typing import Any
 
     from numpy.typing import NDArray
-
-    from megatron_run.contracts.schema import Config
 
 
 #: The most tokens on which the bigram baseline is fitted: two seconds and half a gigabyte.
@@ -174,15 +172,10 @@ class Text(TokenizedSource):
         return self.tokenizer.end_of_document
 
 
-def check_config(config: Config, options: TextOptions) -> Iterator[str]:  # noqa: ARG001  # the contract's
-    """A notice where nothing is kept for validation."""
-    return validation_notice(options.split)
-
-
 @hookimpl
 def megatron_run_plugin_info() -> PluginInfo:
     """Plugin text of kind data."""
-    return PluginInfo("data", "text", options=TextOptions, check_config=check_config)
+    return PluginInfo("data", "text", options=TextOptions, check_config=check_split)
 
 
 @hookimpl
