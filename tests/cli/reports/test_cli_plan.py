@@ -7,10 +7,9 @@ import pytest
 
 from megatron_run.contracts.schedule import Action
 from megatron_run.errors import InputError
+from megatron_run.pipeline.picture import leading_forwards, phases
 from megatron_run_cli.reports.schedule_report import (
     fault_record,
-    leading_forwards,
-    phases,
     plan_record,
     plan_text,
     write_svg,

@@ -356,13 +356,18 @@ def _columns(path: Path) -> Columns:
 
 
 def _row(path: Path, number: int, line: bytes) -> Mapping[str, Any]:
-    """A line with what plugins have added among the other numbers."""
+    found = row_of(line)
+    if found is None:
+        raise InputError(f"line {number} of {path} is damaged", why="it is no JSON object with the number of a step")
+    return found
+
+
+def row_of(line: bytes) -> Mapping[str, Any] | None:
+    """A line of numbers, with what plugins have added among the others; None where it is damaged."""
     try:
         row = parse_json(line)
         found = {**{name: value for name, value in row.items() if name != "extra"}, **row.get("extra", {})}
         whole = "changes" in found or type(found["step"]) is int
     except (ValueError, TypeError, AttributeError, KeyError):
         whole = False
-    if not whole:
-        raise InputError(f"line {number} of {path} is damaged", why="it is no JSON object with the number of a step")
-    return found
+    return found if whole else None

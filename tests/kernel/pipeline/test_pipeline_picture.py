@@ -5,8 +5,8 @@ from xml.etree import ElementTree
 
 import pytest
 
+from megatron_run.pipeline.picture import COLOURS, phases, schedule_svg
 from megatron_run.pipeline.plan import Plan
-from megatron_run_cli.reports.schedule_report import COLOURS, phases, schedule_svg
 from tests.support.drawn_plans import interleaved_plan, one_forward_one_backward_plan, plan_of
 from tests.support.random_schedules import random_plan
 
