@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.architecture.house import WHOLE, Graph, House, floors
+from tests.architecture.house import Graph, House, floors
 
 ROOT = Path(__file__).parents[2]
 TARGET = ROOT / "docs" / "images" / "house.svg"
@@ -17,6 +17,7 @@ COLOURS = {
     "megatron_run_engine": ("engine", "#dcfce7"),
     "megatron_run_inference": ("inference", "#cffafe"),
     "megatron_run_planner": ("planner", "#ffedd5"),
+    "megatron_run_report": ("report", "#fee2e2"),
     "megatron_run_testing": ("suites", "#fef3c7"),
     "megatron_run_cli": ("command", "#fae8ff"),
 }
@@ -54,10 +55,10 @@ def drawing(house: House) -> str:
         f'<text x="12" y="{(top - level) * ROW + MARGIN + 5}" fill="#64748b">{level}</text>'
         for level in range(1, top + 1)
     ]
-    for index, (root, (label, colour)) in enumerate(COLOURS.items()):
-        x = 20 + index * 148
+    for index, (label, colour) in enumerate(COLOURS.values()):
+        x = 20 + index * (WIDTH - 20) // len(COLOURS)
         lines.append(f'<rect x="{x}" y="8" width="14" height="14" rx="3" fill="{colour}" stroke="#64748b"/>')
-        lines.append(f'<text x="{x + 20}" y="20" fill="#334155">{root}{"" if root in WHOLE else f" ({label})"}</text>')
+        lines.append(f'<text x="{x + 20}" y="20" fill="#334155">{label}</text>')
     return "\n".join([*lines, "</svg>"]) + "\n"
 
 

@@ -87,7 +87,8 @@ ALLOWED = {
         "plugins/format/megatron/src/megatron_run_format_megatron/rank_files.py",
         "plugins/observer/tensorboard/src/megatron_run_observer_tensorboard/__init__.py",
     ),
-    "presets, which come with the program; words of YAML": (
+    "presets and pages, which come with the program; words of YAML": (
+        "core/report/src/megatron_run_report/page/__init__.py",
         f"{_KERNEL}/config/presets.py",
         f"{_KERNEL}/config/yaml.py",
     ),
