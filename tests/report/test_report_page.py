@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from base64 import b64encode
+from base64 import b64decode, b64encode
 from collections.abc import Iterator
 from hashlib import sha256
 from html.parser import HTMLParser
@@ -116,6 +116,16 @@ def test_a_page_has_every_part_of_a_run(tmp_path: Path) -> None:
     assert "step 1/8  loss 4.0" not in shown, "curves show the steps"
     assert "What differs" not in shown
     assert len([*pictures(text)]) >= 8
+
+
+def test_the_step_of_many_microbatches_is_whole_and_keeps_its_width(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "one")
+    plan = json.loads((run / "plan.json").read_text())
+    write_record(run, "plan", {**plan, "plans": [{"microbatches": 64}]})
+    (image,) = Elements(page([Record(run)])).tags("img")
+    picture = ElementTree.fromstring(b64decode(str(image["src"]).partition(",")[2]))
+    assert len([each for each in picture.iter() if each.get("class", "").startswith("action")]) == 2 * 2 * 2 * 64
+    assert image["class"] == "paper wide"
 
 
 def test_two_runs_share_pictures_and_the_page_says_in_what_they_differ(tmp_path: Path) -> None:

@@ -117,9 +117,11 @@ def short(value: object, longest: int = _LONGEST) -> str:
 
 
 def amount(value: float | None) -> str:
-    """``12.3k``: four digits and a unit of thousands; an empty text for None."""
+    """``12.3k``: up to four digits and a unit of thousands; an empty text for None."""
     if value is None:
         return ""
+    if abs(value) < 1e-3:
+        return f"{value:.3g}"
     for limit, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e4, "k")):
         if abs(value) >= limit:
             return f"{value / (1e3 if unit == 'k' else limit):.4g}{unit}"

@@ -7,7 +7,7 @@ apart too. Behind a line lies what was measured: every step, or where steps are 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from markupsafe import Markup
 
@@ -26,12 +26,16 @@ _FOUND = 150
 
 
 class Line(NamedTuple):
-    """A run's curve: the run's place (0 or 1), its letter, and the curve; ``marked`` ones are few, as evaluations."""
+    """A run's curve: the run's place (0 or 1), its letter, the curve, and how it is drawn.
+
+    ``noise``: its line is a running mean before all that was measured; ``mark``: each point is one, as evaluations are;
+    ``plain``: a line through all points, of what is no measurement.
+    """
 
     run: int
     letter: str
     curve: Curve
-    marked: bool = False
+    how: Literal["noise", "mark", "plain"] = "noise"
 
     @property
     def points(self) -> Sequence[Point]:
@@ -77,7 +81,7 @@ def _axes(across: Scale, up: Scale, unit: str) -> Iterator[Markup]:
 
 
 def _line(line: Line, across: Scale, up: Scale) -> Iterator[Markup]:
-    marks = line.marked or len(line.points) < WINDOW
+    marks = line.how == "mark" or len(line.points) < WINDOW
     points = drawn(line)
     found = points[:: max(1, -(-len(points) // _FOUND))]
     yield Markup('<g class="run{}" data-run="{}" data-steps="{}" data-values="{}">').format(
@@ -86,7 +90,7 @@ def _line(line: Line, across: Scale, up: Scale) -> Iterator[Markup]:
         ",".join(f"{point.step:.9g}" for point in found),
         ",".join(f"{point.mean:.6g}" for point in found),
     )
-    if not marks:
+    if line.how == "noise" and not marks:
         yield _behind(line.points, across, up)
     if len(points) > 1:
         yield Markup('<path class="line" d="{}"/>').format(_path(points, across, up))
@@ -96,19 +100,21 @@ def _line(line: Line, across: Scale, up: Scale) -> Iterator[Markup]:
 
 
 def _letters(lines: Sequence[Line], across: Scale, up: Scale) -> Iterator[Markup]:
-    """The letter of each line at its end, the lower one below the other where they would cover each other."""
-    ends = sorted((up.at(drawn(line)[-1].mean), line.run, line) for line in lines)
-    above = -float(APART)
-    for y, run, line in ends:
-        above = max(y, above + APART)
+    """The letter of each line at its end, the upper one above the other where they would cover each other."""
+    ends = [(up.at(drawn(line)[-1].mean), across.at(line.points[-1].step), line) for line in lines]
+    taken: list[tuple[float, float]] = []
+    for y, x, line in sorted(ends, key=lambda end: -end[0]):
+        near = [below for below, beside in taken if abs(beside - x) < 2 * APART]
+        place = min([y, HEIGHT - BOTTOM - 4, *(below - APART for below in near)])
+        taken.append((place, x))
         yield Markup('<text class="letter run{}" x="{:.1f}" y="{:.1f}">{}</text>').format(
-            run, across.at(line.points[-1].step) + 4, above + 4, line.letter
+            line.run, x + 4, place + 4, line.letter
         )
 
 
 def drawn(line: Line) -> Sequence[Point]:
-    """The points through which a line goes: all of them where they are few, else running means."""
-    if line.marked or len(line.points) < WINDOW:
+    """The points through which a line goes: all of them where they are few or no measurements, else running means."""
+    if line.how != "noise" or len(line.points) < WINDOW:
         return line.points
     return running_mean(line.points, max(3, len(line.points) // WINDOW))
 

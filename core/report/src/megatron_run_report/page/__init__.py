@@ -13,7 +13,7 @@ from hashlib import sha256
 from importlib.resources import files
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
@@ -30,18 +30,29 @@ from megatron_run_report.thinned import Curve
 #: How every report begins.
 _BEGIN = '<!doctype html>\n<!-- a report of megatron-run -->\n<html lang="en">'
 LETTERS = "AB"
-#: What each curve is called, the unit of its values, and whether its logarithm is drawn where they are far apart.
+
+
+class Kind(NamedTuple):
+    """A curve's title, the unit of its values, how it is drawn, and whether their logarithm may be."""
+
+    title: str
+    unit: str
+    how: Literal["noise", "mark", "plain"] = "noise"
+    may_log: bool = True
+
+
+#: The curves of every run, by field, as they are shown.
 _CURVES = {
-    "loss": ("Training loss", "nats per token", True),
-    "grad_norm": ("Gradient norm, before clipping", "norm", True),
-    "lr": ("Learning rate", "rate", False),
-    "tokens_per_s": ("Throughput", "tokens per second", True),
-    "step_time_s": ("Time of a step", "seconds", True),
-    "memory_peak_gib": ("Peak memory of rank 0", "GiB", False),
-    "tflops_per_device": ("Arithmetic per device", "TFLOP/s", True),
-    "mfu": ("Model FLOPs utilisation", "share of the peak", False),
-    "loss_scale": ("Loss scale", "factor", True),
-    "skipped_total": ("Skipped steps", "steps so far", False),
+    "loss": Kind("Training loss", "nats per token"),
+    "grad_norm": Kind("Gradient norm, before clipping", "norm"),
+    "lr": Kind("Learning rate", "rate", "plain", may_log=False),
+    "tokens_per_s": Kind("Throughput", "tokens per second"),
+    "step_time_s": Kind("Time of a step", "seconds"),
+    "memory_peak_gib": Kind("Peak memory of rank 0", "GiB", "plain", may_log=False),
+    "tflops_per_device": Kind("Arithmetic per device", "TFLOP/s"),
+    "mfu": Kind("Model FLOPs utilisation", "share of the peak", may_log=False),
+    "loss_scale": Kind("Loss scale", "factor", "plain"),
+    "skipped_total": Kind("Skipped steps", "steps so far", "plain", may_log=False),
 }
 #: Curves that are drawn only where they vary: most runs have one value.
 _VARYING = frozenset({"loss_scale", "skipped_total"})
@@ -122,11 +133,11 @@ def _table(columns: Sequence[Any]) -> dict[str, list[str]]:
 
 
 def _figures(records: Sequence[Record]) -> Iterator[Figure]:
-    for name, (title, unit, may_log) in _CURVES.items():
+    for name, kind in _CURVES.items():
         curves = [record.metrics.curves.get(name) for record in records]
         if name in _VARYING and not any(curve and curve.lowest.value != curve.highest.value for curve in curves):
             continue
-        figure = _figure(title, unit, curves, may_log=may_log)
+        figure = _figure(kind, curves)
         if figure is not None:
             yield figure
         if name == "loss":
@@ -140,8 +151,8 @@ def _evaluation_figures(records: Sequence[Record]) -> Iterator[Figure]:
         names = dict.fromkeys(name for curves in found for name in curves)
         for name in [name for name in names if name not in ("perplexity", "tokens")][:_OWN]:
             title = f"{split} {name.replace('_', ' ')}".capitalize()
-            unit = "nats per token" if name == "loss" else name
-            figure = _figure(title, unit, [curves.get(name) for curves in found], marked=True)
+            kind = Kind(title, "nats per token" if name == "loss" else name, "mark")
+            figure = _figure(kind, [curves.get(name) for curves in found])
             if figure is not None:
                 yield figure
 
@@ -151,16 +162,14 @@ def _own_figures(records: Sequence[Record]) -> Iterator[Figure]:
     known = {*STEP_CURVES.values(), *_CURVES, "microbatches", "samples"}
     names = dict.fromkeys(name for record in records for name in record.metrics.curves if name not in known)
     for name in [*names][:_OWN]:
-        figure = _figure(name, "", [record.metrics.curves.get(name) for record in records])
+        figure = _figure(Kind(name, ""), [record.metrics.curves.get(name) for record in records])
         if figure is not None:
             yield figure
 
 
-def _figure(
-    title: str, unit: str, curves: Sequence[Curve | None], *, may_log: bool = True, marked: bool = False
-) -> Figure | None:
+def _figure(kind: Kind, curves: Sequence[Curve | None]) -> Figure | None:
     lines = [
-        Line(run, LETTERS[run] if len(curves) > 1 else "", curve, marked)
+        Line(run, LETTERS[run] if len(curves) > 1 else "", curve, kind.how)
         for run, curve in enumerate(curves)
         if curve is not None
     ]
@@ -169,7 +178,7 @@ def _figure(
     rows = tuple(
         (LETTERS[run] if len(curves) > 1 else "", *_numbers(curve)) for run, curve in enumerate(curves) if curve
     )
-    return Figure(title, chart(title, unit, lines, may_log=may_log), rows)
+    return Figure(kind.title, chart(kind.title, kind.unit, lines, may_log=kind.may_log), rows)
 
 
 def _numbers(curve: Curve) -> Iterator[str]:
