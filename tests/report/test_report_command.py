@@ -85,6 +85,8 @@ def test_json_has_the_same_numbers(capsys: Output) -> None:
 def test_without_a_name_it_is_the_latest_run(capsys: Output) -> None:
     make_run(Path("runs/20260102-030405-abcd"))
     Path("runs/latest").write_text("20260102-030405-abcd\n")
+    assert main(["report", "--output", "runs/latest/page.html"]) == 0
+    assert capsys.readouterr().out == "written: runs/20260102-030405-abcd/page.html\n"
     assert main(["report", "--text"]) == 0
     assert "20260102-030405-abcd  finished" in capsys.readouterr().out
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import tracemalloc
+from collections.abc import Iterator
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 
 from megatron_run.errors import InputError
 from megatron_run_engine.run_folder import History
+from megatron_run_report import thinned
 from megatron_run_report.thinned import (
     CURVES,
     LONGEST,
@@ -116,6 +118,21 @@ def test_splits_and_tasks_of_one_step_are_curves_of_their_own(tmp_path: Path) ->
     found = read_evaluations(tmp_path)
     assert values(found["validation"].curves["loss"]) == [(1, 4.0), (2, 2.5)]
     assert values(found["lambada"].curves["accuracy"]) == [(2, 0.5)]
+
+
+def test_a_run_that_goes_on_or_back_while_it_is_read_is_read_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, read = tmp_path / "metrics.jsonl", thinned._lines
+    write_lines(file, [{"step": step, "loss": 1.0} for step in (1, 2)])
+
+    def growing(folder: Path, name: str) -> Iterator[bytes]:
+        yield from read(folder, name)
+        with file.open("a") as later:
+            later.writelines(f'{{"step": {step}, "loss": 2.0}}\n' for step in (3, 2))
+
+    monkeypatch.setattr(thinned, "_lines", growing)
+    assert values(read_metrics(tmp_path).curves["loss"]) == [(1, 1.0), (2, 1.0), (3, 2.0)]
 
 
 def test_a_run_without_files_has_no_curves_and_what_is_no_file_is_named(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ _SIGNS = ("run.json", "status.json", "metrics.jsonl")
 #: The most attempts, newest first, whose logs are read, the bytes of each from its end, and the lines that are shown.
 ATTEMPTS, LOG_BYTES, LOG_LINES = 20, 1 << 18, 80
 #: The most samples, the newest, and saved steps.
-SAMPLES, SAVED = 12, 200
+SAMPLES, SAVED = 12, 20
 #: A line of the console about a step, which the curves show.
 _PROGRESS = re.compile(rb"step +\d+/\d+  ")
 

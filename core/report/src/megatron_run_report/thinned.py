@@ -178,6 +178,8 @@ def read_metrics(folder: Path) -> Thinned:
             continue
         attempt += step <= before or attempt < 0
         before = step
+        if attempt == len(ends):  # the run has gone back since its ends were found
+            break
         if step < ends[attempt]:
             gathered.note(step, row)
             if "changes" not in row or "loss" in row:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from megatron_run.errors import InputError, refuse_input, refuse_taken
-from megatron_run.files.latest_run import DEFAULT_RUN
+from megatron_run.files.latest_run import DEFAULT_RUN, follow_latest
 from megatron_run_cli.completion.words import any_path
 from megatron_run_cli.grammar import json_option, overwrite_option
 from megatron_run_cli.groups import example
@@ -51,6 +51,7 @@ def report(runs: tuple[Path, ...], *, output: Path, as_text: bool, overwrite: bo
         return
     from megatron_run_report.page import is_report, page
 
+    output = follow_latest(output)
     if len(records) > _SIDE_BY_SIDE:
         raise InputError(f"a page holds {_SIDE_BY_SIDE} runs", why=f"{len(records)} are named", fix="add --text")
     if not output.parent.is_dir():
@@ -59,7 +60,8 @@ def report(runs: tuple[Path, ...], *, output: Path, as_text: bool, overwrite: bo
         refuse_input(output, "--output", record.inputs())
     refuse_taken(output, "--output", overwrite=overwrite or is_report(output), inputs=())
     write_file(output, page(records))
-    click.echo(f"written: {quote(str(output))}")
+    if output.is_file():  # and no pipe, into which the page went
+        click.echo(f"written: {quote(str(output))}")
 
 
 def _show(records: list[Record], *, as_json: bool) -> None:
