@@ -80,32 +80,14 @@ def layer_activations(layer: LayerCosts, split: ModelSplit) -> float:
     mask = 1 if layer.dropout else 0
     kept = len(layer.parts) * (2 * _HALF + mask) * whole
     for part in layer.parts:
-        match part:
-            case AttentionCosts():
-                kept += _attention_activations(part, layer, split)
-            case FeedForwardCosts() if split.recompute == "mlp":
-                kept -= (_HALF + mask) * whole  # of that part its input alone
-            case FeedForwardCosts():
-                inside = part.routed * part.features * (part.matrices + part.keeps_gate)
-                kept += _HALF * tokens * inside / t  # what the activation reads and writes
-                if part.experts:  # copies for experts, and what comes back
-                    kept += 2 * _HALF * tokens * part.routed * layer.hidden
-                    kept += _HALF * tokens * part.shared * part.matrices / t
-            case SegmentCosts():
-                kept += _HALF * tokens * part.kept / t
-    return kept
-
-
-def _attention_activations(part: AttentionCosts, layer: LayerCosts, split: ModelSplit) -> float:
-    """Bytes that attention keeps: queries, keys, values and context, and what rotated or was stored beside them."""
-    t, tokens = split.tensor, split.micro_batch * layer.tokens
-    if part.across:
-        return 2 * _HALF * (tokens + split.micro_batch * part.across) * part.context / t
-    kept = _HALF * tokens * (part.columns + part.context) / t
-    if part.rotary:
-        kept += _HALF * tokens * (part.columns - part.kv_heads * part.head_size) / t
-    if not part.flash and split.recompute != "core":  # scores, their dropout and its mask
-        kept += 5 * split.micro_batch * part.heads * layer.tokens**2 / t
+        if isinstance(part, FeedForwardCosts) and split.recompute == "mlp":
+            kept -= (_HALF + mask) * whole  # of that part its input alone
+            continue
+        kept += _HALF * split.micro_batch * part.saved(layer.hidden, layer.tokens) / t
+        if isinstance(part, FeedForwardCosts):
+            kept += _HALF * split.micro_batch * part.copied(layer.hidden, layer.tokens)
+        if isinstance(part, AttentionCosts) and not (part.flash or part.across) and split.recompute != "core":
+            kept += 5 * split.micro_batch * part.heads * layer.tokens**2 / t  # scores, their dropout and its mask
     return kept
 
 

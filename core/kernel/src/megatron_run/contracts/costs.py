@@ -5,7 +5,8 @@ Training reads FLOPs from them (for MFU), the planner times and memory. A model'
     def costs(self, sequence_length: int, vocab_size: int) -> ModelCosts: ...
 
 Whatever fits no other description is a :class:`SegmentCosts`: its matrices, and what its kernels keep and move. The
-suite of models compares the weights with those of the layers that are built. Biases and norms are left out.
+suite of models compares weights and saved values with those of the layers that are built. Biases and norms are left
+out.
 
 Legend: ``s`` tokens of a sample, ``h`` hidden, ``t`` tensor-parallel size.
 """
@@ -61,6 +62,13 @@ class AttentionCosts:
         products = own * tokens + (made - own) * self.across
         return 6 * hidden * products + 12 * tokens * self.across * self.heads * self.head_size
 
+    def saved(self, hidden: int, tokens: int) -> float:
+        """Values of a sample that stay until the backward, beside the norm's and stored scores; ranks split them."""
+        if self.across:
+            return 2 * (tokens + self.across) * self.context
+        rotated = self.columns - self.kv_heads * self.head_size if self.rotary else 0.0
+        return tokens * (self.columns + self.context + rotated)
+
 
 @dataclass(frozen=True)
 class FeedForwardCosts:
@@ -98,6 +106,15 @@ class FeedForwardCosts:
         chosen = self.expert_weights(hidden) * self.top_k / self.experts if self.experts else 0.0
         return 6 * tokens * (self.weights(hidden) + chosen)
 
+    def saved(self, hidden: int, tokens: int) -> float:
+        """Values of a sample that stay until the backward: what the activation reads and writes; ranks split them."""
+        inside = self.routed * self.features * (self.matrices + self.keeps_gate)
+        return float(tokens * (inside + self.shared * self.matrices * (self.experts > 0)))
+
+    def copied(self, hidden: int, tokens: int) -> float:
+        """Values of a sample that stay besides, whole on every tensor-parallel rank: what experts get and give."""
+        return float(2 * tokens * self.routed * hidden) if self.experts else 0.0
+
 
 @dataclass(frozen=True)
 class SegmentCosts:
@@ -127,6 +144,10 @@ class SegmentCosts:
     def flops(self, hidden: int, tokens: int) -> float:
         """FLOPs of a sample's forward and backward: twice the forward's in the backward."""
         return tokens * (6 * self.weights(hidden) + 3 * self.operations)
+
+    def saved(self, hidden: int, tokens: int) -> float:
+        """Values of a sample that stay until the backward, beside the norm's; ranks split them."""
+        return tokens * self.kept
 
 
 Part = AttentionCosts | FeedForwardCosts | SegmentCosts
@@ -159,6 +180,16 @@ class LayerCosts:
     def flops(self) -> float:
         """FLOPs of a sample's forward and backward, without recomputation."""
         return sum(part.flops(self.hidden, self.tokens) for part in self.parts)
+
+    @cached_property
+    def saved(self) -> float:
+        """Values of a sample that one rank keeps until the backward, without scores, and without masks of dropout.
+
+        Of each part they are the inputs of its norm and of its products, and what it keeps itself.
+        """
+        inputs = 2 * len(self.parts) * self.hidden * self.tokens
+        inside = sum(part.saved(self.hidden, self.tokens) for part in self.parts)
+        return inputs + inside + sum(part.copied(self.hidden, self.tokens) for part in self.feeds)
 
     @property
     def attentions(self) -> tuple[AttentionCosts, ...]:

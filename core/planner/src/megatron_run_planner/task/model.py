@@ -88,5 +88,6 @@ def _vocabulary(merged: ConfigSource, data: Sequence[Plugin]) -> int | None:
         if known := known_plugin("data", plugin.name):
             return known.vocab_size or None
         if field := field_at(plugin.options_model, ("vocab_size",)):
-            return default_of(field)
+            found: int | None = default_of(field)
+            return found
     return None
