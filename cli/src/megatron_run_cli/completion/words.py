@@ -220,8 +220,7 @@ def _values(name: str, known: Mapping[str, KeyHelp], typed: str, before: str) ->
         return _run_at_step(typed, before)
     if name == "eval.tasks":
         return _tasks(typed, before)
-    files_too = re.search(r"\b(path|text)\b", about.type) is not None
-    return [*_items(about.choices, typed, before), *(_paths(typed, before) if files_too else [])]
+    return [*_items(about.choices, typed, before), *(_paths(typed, before) if about.files else [])]
 
 
 def _tasks(typed: str, before: str = "") -> Items:

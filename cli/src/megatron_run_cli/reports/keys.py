@@ -18,6 +18,7 @@ from megatron_run.config.fields import meanings, walk
 from megatron_run.config.origin import KIND_SECTIONS, Key, dotted, section_of
 from megatron_run.config.sources import DEFAULT_PLUGINS, RULES
 from megatron_run.config.values import members, plain, typed
+from megatron_run.contracts.groups import OF_FILES
 from megatron_run.contracts.meaning import change_of
 from megatron_run.contracts.plugin import RUN_KINDS, SEPARATORS
 from megatron_run.contracts.quantities import Duration, Span
@@ -63,8 +64,8 @@ class KeyInfo:
     """One key of the kernel or one option of a plugin, named as it is written.
 
     ``default`` is as a file writes it, None where the key must be set. ``owner`` is the plugin whose option it is.
-    ``choices`` are the words that it takes, where its type names some; ``changes`` says whether a run that goes on, or
-    starts from weights, may have another value.
+    ``choices`` are the words that it takes, where its type names some; ``files``: it names files or folders.
+    ``changes`` says whether a run that goes on, or starts from weights, may have another value.
     """
 
     name: str
@@ -75,6 +76,7 @@ class KeyInfo:
     owner: str = ""
     choices: tuple[str, ...] = ()
     changes: str = ""
+    files: bool = False
 
     @property
     def kind(self) -> str:
@@ -235,7 +237,8 @@ def model_keys(model: type[BaseModel], prefix: Key, owner: str = "") -> Iterator
         marks = meanings(field)  # without a section a plugin says what its marks do
         changes = change_of(dotted(key), marks) if prefix else "; ".join(mark.text for mark in marks)
         described = (_type_text(field.annotation), _default(field), bounds, field.description or "", owner)
-        yield KeyInfo(dotted(key), *described, choices=tuple(_choices(field.annotation)), changes=changes)
+        files = OF_FILES in field.metadata or "path" in described[0]
+        yield KeyInfo(dotted(key), *described, choices=tuple(_choices(field.annotation)), changes=changes, files=files)
 
 
 def _type_text(annotation: object) -> str:

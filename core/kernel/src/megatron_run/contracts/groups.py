@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, Protocol, runtime_checkable
 
@@ -17,6 +18,17 @@ class Group(BaseModel):
     """A frozen group of keys; an unknown key is an error. What one group knows by itself its own validators check."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+@dataclass(frozen=True)
+class _Mark:
+    """A mark of a field."""
+
+    text: str
+
+
+#: Of a text that names files or folders, which shells complete: ``Annotated[str, OF_FILES]``. A ``Path`` needs none.
+OF_FILES = _Mark("names files")
 
 
 @runtime_checkable
