@@ -140,7 +140,7 @@ _OF_PAIRS, _PAIRED = ("--set", "--plugin", "--what-if"), re.compile(r"[\w-]+(\.[
 
 
 def joined(typed: Sequence[str]) -> str:
-    """What to type where a space stands in the place of an ``=``, as in ``--set train.steps 5``; else empty."""
+    """The words to type where a space stands in the place of an ``=``, as in ``--set train.steps 5``; else empty."""
     apart = [part for each in typed for part in (each.split("=", 1) if each.startswith(_OF_PAIRS) else [each])]
     for option, name, value in zip(apart, apart[1:], apart[2:], strict=False):
         there = value.startswith(("--", "preset:")) or (is_config(value) and Path(value).is_file())

@@ -50,7 +50,7 @@ def _replaced(now: Mapping[str, Any], before: Mapping[str, Any], keys: Collectio
 
 
 def _explicit(plugin: Plugin, section: str, values: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """What the options with ``values`` mean; None where there are no such options."""
+    """The meaning of the options with ``values``; None where there are no such options."""
     try:
         options = plugin.options_model.model_validate(nested(values).get(section, {}))
     except ValidationError:

@@ -59,13 +59,11 @@ def take(
 def _standing_in(merged: ConfigSource, catalog: Catalog, kind: str, choice: Choice) -> Plugin:
     """A plugin that nobody asks for more than what it suggests."""
     name = plugin_name(choice.reference)
-    known, offers = known_plugin(kind, name), catalog.offering(kind, name)
-    ours = (
-        [(each.distribution, each.version) for each in offers] == [(known.distribution, __version__)]
-        if known
-        else False
+    known, offers = (
+        known_plugin(kind, name),
+        [(each.distribution, each.version) for each in catalog.offering(kind, name)],
     )
-    if not ours:
+    if known is None or offers != [(known.distribution, __version__)]:
         alone = ConfigSource(values=merged.values, choices={kind: (choice,)})
         found = choose_plugins(alone, (), catalog, Findings(), [], (kind,), plan_only=True).get(kind, ())
         if found:

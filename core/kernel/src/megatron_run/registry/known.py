@@ -32,7 +32,7 @@ class Known:
 
     @property
     def suggests(self) -> Mapping[str, Any]:
-        """What it suggests whatever its options, as in PluginInfo."""
+        """The values that it suggests, whatever its options, as in PluginInfo."""
         return SUGGESTS.get(f"{self.kind}={self.name}", {})
 
     @property

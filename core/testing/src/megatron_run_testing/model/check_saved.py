@@ -25,7 +25,7 @@ _LEAST, _MOST = 0.75, 1.75
 
 
 class _Held(NamedTuple):
-    """What a forward of one place leaves: so many ``values`` of floating-point tensors that are no parameters."""
+    """The rest of a forward at one place: so many ``values`` of floating-point tensors that are no parameters."""
 
     place: Place
     values: int
@@ -45,10 +45,10 @@ def check_saved(build: Callable[[int], Built], microbatch: Microbatch, options: 
         fields = {name: torch.zeros(field.shape, dtype=field.dtype) for name, field in microbatch.fields.items()}
         for held in _forward(build(described.num_layers + 1).train(mode=False), replace(microbatch, fields=fields)):
             alone += 1
-            told = batch * costs.part(held.place.layers).sum(lambda layer: layer.saved)
-            if not _LEAST * told <= held.values <= _MOST * told:
+            expected = batch * costs.part(held.place.layers).sum(lambda layer: layer.saved)
+            if not _LEAST * expected <= held.values <= _MOST * expected:
                 raise CheckFailed(
-                    f"costs tell {told:,.0f} saved values of layer {held.place.layers[0]} in {batch} samples of "
+                    f"costs tell {expected:,.0f} saved values of layer {held.place.layers[0]} in {batch} samples of "
                     f"{length} tokens, and its forward leaves {held.values:,}"
                 )
     return "" if alone else "it has no layer between the first and the last"
