@@ -51,7 +51,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     for step in (20, 100):
         (tmp_path / "runs" / "first" / "checkpoints" / f"step{step}").mkdir(parents=True)
-    for name in ("mine.yaml", "text.txt", "two words.yaml"):
+    for name in ("mine.yaml", "text.txt", "text.txt.lock", "two words.yaml", "runs/first/.lock", "runs/first/.a.tmp"):
         (tmp_path / name).write_text("", encoding="utf-8")
     return tmp_path
 
@@ -124,6 +124,12 @@ def names(kind: str) -> list[str]:
         ("config explain train.lr_w", ["train.lr_warmup", "train.lr_wsd", "train.lr_wsd_shape"]),
         ("preset:ti", ["preset:tiny"]),
         ("m", ["mine.yaml"]),
+        ("--plugin parallel-layer=lora,targets=", []),
+        ("--set parallel-layer.targets=m", []),
+        ("--set data.paths=te", ["data.paths=text.txt"]),
+        ("--set run.init_from=runs/f", ["run.init_from=runs/first/"]),
+        ("runs/first/.", []),
+        ("eval runs/first --task lambada=t", ["lambada=text.txt"]),
         ("--dry-run --device h", ["h100", "h200"]),
         ("eval runs/first --task l", ["lambada="]),
         ("eval runs/first --task perplexity=", ["perplexity=validation", "perplexity=mine.yaml", "perplexity=runs/"]),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import tomllib
 from dataclasses import replace
 from pathlib import Path
 from string import Template
@@ -19,6 +20,7 @@ from megatron_run.registry.known import KNOWN_COMMANDS
 from megatron_run_cli import groups
 from megatron_run_cli.completion.shells import VARIABLE, Bash
 from megatron_run_cli.main import main, program
+from megatron_run_testing.conformance import check
 from tests.support.checkout import ROOT
 from tests.support.fake_plugins import FakeSite
 
@@ -82,7 +84,7 @@ def test_the_example_of_the_page_runs_and_is_listed_and_completed(tmp_path: Path
 
 def test_the_example_is_what_a_new_package_has() -> None:
     template = (ROOT / "cli/src/megatron_run_cli/templates/command.py.in").read_text(encoding="utf-8")
-    assert EXAMPLE.read_text(encoding="utf-8") == Template(template).substitute(name="losses")
+    assert EXAMPLE.read_text(encoding="utf-8") == Template(template).substitute(name="losses", typed="losses")
 
 
 @pytest.mark.parametrize("words", ["data mine", "plugins mine", "plan mine", "mine", "of acme mine"])
@@ -196,6 +198,46 @@ def test_a_new_package_takes_no_name_that_is_taken(
     assert main(["plugins", "new", "command", name]) == ExitCode.INPUT
     assert f"command={name} is taken by megatron-run" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("written", ["data.losses", "data losses", "acme.losses"])
+def test_a_new_command_may_be_in_a_group(
+    written: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, site: FakeSite, capsys: Output
+) -> None:
+    """The package that is written, installed: it is typed as it is said, and its own test passes."""
+    monkeypatch.chdir(tmp_path)
+    name, typed = ".".join(written.split()), written.replace(".", " ")
+    assert main(["plugins", "new", "command", written]) == 0
+    assert f"type it:     megatron-run {typed}\n" in capsys.readouterr().out
+    folder = tmp_path / f"megatron-run-command-{name.replace('.', '-')}"
+    (reported,) = check(str(folder))
+    assert (reported.plugin, reported.passed) == (f"command={name}", True)
+    points = tomllib.loads((folder / "pyproject.toml").read_text())["project"]["entry-points"]["megatron_run.command"]
+    ((point, package),) = points.items()
+    assert point == name
+    site.module(package, (folder / "src" / package / "__init__.py").read_text())
+    site.distribution("acme-mine", {"command": {point: package}})
+    assert main(typed.split()) == ExitCode.INPUT
+    assert capsys.readouterr().err.endswith(f" Type, as an example: megatron-run {typed} runs\n")
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("train.mine", "packages add no commands to 'megatron-run train', which is no group"),
+        ("data.prepare", "has this command in its group 'data'"),
+        ("acme", "it is a group, with mine"),
+        ("data.", "'data.' cannot name a command: "),
+    ],
+)
+def test_a_new_command_that_nobody_could_type_is_refused(
+    name: str, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, site: FakeSite, capsys: Output
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    offer(site, "acme-mine", "acme.mine")
+    assert main(["plugins", "new", "command", name]) == ExitCode.INPUT
+    assert why in capsys.readouterr().err
+    assert not (tmp_path / f"megatron-run-command-{name.replace('.', '-')}").exists()
 
 
 def listed(capsys: Output) -> dict[str, dict[str, Any]]:

@@ -24,6 +24,7 @@ from megatron_run.contracts import Microbatch
 from megatron_run.contracts.topology import Topology
 from megatron_run.errors import RunError
 from megatron_run.pipeline.lower import lower
+from megatron_run_engine.estimate.model_size import MOST_RUN, layers_to_build
 from megatron_run_engine.estimate.planned_groups import PlannedGroups, microbatch_field, received_tensors
 from megatron_run_engine.nn.device import PlannedMode
 from megatron_run_engine.nn.linear import can_widen
@@ -116,10 +117,13 @@ def step_memory(run: ResolvedRun, *, gpu: bool | None = None) -> list[dict[str, 
 
     On a ``gpu`` layers take what its kernels take (:mod:`megatron_run_engine.nn.fused`); None: as on the device that
     the run is planned for. The roles are ``activations``, ``temporaries`` of the running action and ``communication``.
-    None where layers cannot run without values: experts whose shapes follow the routing, kernels of other libraries.
+    None where layers cannot run without values (experts whose shapes follow the routing, kernels of other libraries),
+    and where there are more than are run one by one.
     The model must have been built once (``model_size``), which says what is wrong with it.
     """
     plan = run.plans[max(run.plans)]
+    if layers_to_build(run) > MOST_RUN:
+        return None
     if gpu is None:
         gpu = planned_device(run.config.run, run.sizes.world).type == "cuda"
     try:

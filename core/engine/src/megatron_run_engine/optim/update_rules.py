@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import torch
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
+from megatron_run.contracts.groups import OF_FILES
 from megatron_run.contracts.meaning import FIXED, NOT_LEARNED
 from megatron_run.errors import InputError, let_end
 from megatron_run.errors.wording import advice, did_you_mean
@@ -68,7 +69,7 @@ class UpdateOptions(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
-    rule: Annotated[str, AfterValidator(_rule), FIXED] = Field(
+    rule: Annotated[str, AfterValidator(_rule), FIXED, OF_FILES] = Field(
         "adamw", description="adamw, adam, sgd, muon, or MODULE:CLASS or ./FILE.py:CLASS of a torch optimizer"
     )
     betas: tuple[Decay, Decay] = Field((0.9, 0.999), description="decay of the moments, for adamw and adam")
