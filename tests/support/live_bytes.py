@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+
+from megatron_run_engine.capture import tensors_in
 
 #: Operators that give a tensor whose memory is a mapped file.
 _MAPPED = frozenset({"aten::from_file"})
@@ -33,9 +33,9 @@ class LiveBytes(TorchDispatchMode):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        given = {StorageWeakRef(each.untyped_storage()) for each in _tensors((args, kwargs))}
+        given = {StorageWeakRef(each.untyped_storage()) for each in tensors_in((args, kwargs))}
         result = func(*args, **(kwargs or {}))
-        for tensor in _tensors(result):
+        for tensor in tensors_in(result):
             storage = tensor.untyped_storage()
             place = StorageWeakRef(storage)
             if func._schema.name in _MAPPED:
@@ -45,10 +45,6 @@ class LiveBytes(TorchDispatchMode):
         self._live = {place: size for place, size in self._live.items() if not place.expired()}
         self.peak = max(self.peak, sum(self._live.values()))
         return result
-
-
-def _tensors(tree: object) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
 def peak_of(work: Callable[[], object]) -> int:
