@@ -22,7 +22,7 @@ CASES = {
 NAMES = tuple(CASES)
 
 
-@pytest.mark.usefixtures("fork_server")
+@pytest.mark.usefixtures("fork_server", "forked_elsewhere")
 @pytest.mark.parametrize("name", NAMES)
 def test_an_installed_plugin_conforms(name: str) -> None:
     CASES.pop(name).run()  # the last check of a plugin lets go of its data
