@@ -6,7 +6,6 @@ are recorded and replayed, how many sets of inputs they need, and what a recorde
 Imports: config, contracts, errors, planning, runtime.
 """
 
-from megatron_run_engine.capture.operands import tensors_in, with_tensors
 from megatron_run_engine.capture.order import (
     OrderGuard,
     Pass,
@@ -80,9 +79,7 @@ __all__ = [
     "run_backward",
     "shared_slots",
     "slots_by_chunk",
-    "tensors_in",
     "unwritten",
-    "with_tensors",
     "written",
     "zeros_like",
 ]

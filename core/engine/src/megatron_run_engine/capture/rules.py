@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_run.errors import GraphCaptureError
-from megatron_run_engine.capture.operands import tensors_in
+from megatron_run_engine.runtime.operands import tensors_in
 from megatron_run_engine.runtime.segments import without_values
 
 if TYPE_CHECKING:

@@ -20,12 +20,12 @@ from megatron_run.contracts import Microbatch
 from megatron_run.contracts.topology import Topology
 from megatron_run.errors import RunError
 from megatron_run.pipeline.lower import lower
-from megatron_run_engine.capture import tensors_in
 from megatron_run_engine.estimate.planned_groups import PlannedGroups, microbatch_field, received_tensors
 from megatron_run_engine.nn.device import PlannedMode
 from megatron_run_engine.nn.linear import can_widen
 from megatron_run_engine.optim.buckets import build_buckets
 from megatron_run_engine.runtime.context import planned_device
+from megatron_run_engine.runtime.operands import tensors_in
 from megatron_run_engine.runtime.parameter_init import describe_parameters, trained
 from megatron_run_engine.training.build import (
     DTYPES,
