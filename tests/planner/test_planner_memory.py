@@ -69,7 +69,6 @@ GRID = {
 #: By night, since by day each choice has another case: the other layers, the other vocabulary, or more stages.
 RARE = (
     "few words",
-    "core recomputed",
     "all recomputed",
     "llama, half recomputed",
     "llama, all recomputed",

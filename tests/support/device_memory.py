@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_run_engine.runtime.operands import tensors_in, with_tensors
+from megatron_run_engine.runtime import tensors_in, with_tensors
 from megatron_run_graph_capture_partial.arena import Arena
 from megatron_run_graph_capture_partial.backend import weak_alias
 from megatron_run_graph_capture_partial.tape import WITHOUT_VALUES

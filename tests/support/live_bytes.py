@@ -8,7 +8,7 @@ from typing import Any
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_run_engine.runtime.operands import tensors_in
+from megatron_run_engine.runtime import tensors_in
 
 #: Operators that give a tensor whose memory is a mapped file.
 _MAPPED = frozenset({"aten::from_file"})

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from megatron_run_engine.runtime.context import Dtypes as Dtypes
     from megatron_run_engine.runtime.gradients import GradientAccumulator as GradientAccumulator
     from megatron_run_engine.runtime.gradients import main_grad as main_grad
+    from megatron_run_engine.runtime.operands import tensors_in as tensors_in
+    from megatron_run_engine.runtime.operands import with_tensors as with_tensors
     from megatron_run_engine.runtime.parameter_init import canonical as canonical
     from megatron_run_engine.runtime.transformer_engine import Need as Need
     from megatron_run_engine.runtime.transformer_engine import import_transformer_engine as import_transformer_engine
@@ -29,6 +31,7 @@ __getattr__, __dir__, __all__ = lazy_names(
         "megatron_run_engine.runtime.comm": ("ParallelGroup", "Pending"),
         "megatron_run_engine.runtime.context": ("BuildContext", "Dtypes"),
         "megatron_run_engine.runtime.gradients": ("GradientAccumulator", "main_grad"),
+        "megatron_run_engine.runtime.operands": ("tensors_in", "with_tensors"),
         "megatron_run_engine.runtime.parameter_init": ("canonical",),
         "megatron_run_engine.runtime.transformer_engine": ("Need", "import_transformer_engine", "installed_version"),
     },

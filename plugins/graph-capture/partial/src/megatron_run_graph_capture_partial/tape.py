@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from megatron_run_engine.capture import Rules, unwritten
-from megatron_run_engine.runtime.operands import tensors_in, with_tensors
+from megatron_run_engine.runtime import tensors_in, with_tensors
 from megatron_run_graph_capture_partial.arena import Arena
 from megatron_run_graph_capture_partial.backend import weak_alias
 
