@@ -63,7 +63,7 @@ def learn(catalog: Catalog) -> bool:
     from megatron_run_cli.reports.probe import probe
 
     plugins = {}
-    for each in probe([entry for entry in catalog.entries if entry.kind in RUN_KINDS]):
+    for each in probe([entry for entry in catalog.entries if entry.kind in RUN_KINDS], refusals=False):
         if each.description is not None:
             options = Description.from_json(each.description).options
             plugins[str(each.entry)] = (_mark(each.entry), _rows(options))
