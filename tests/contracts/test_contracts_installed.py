@@ -12,7 +12,7 @@ from tests.support.first_party import plugins
 #: They need a library, a server or files: their tests run this suite, te's on a GPU with it and elsewhere on a
 #: stand-in.
 ELSEWHERE = {"parallel-layer=te", "graph-capture=te", "graph-capture=compile", "optimizer=deepspeed", "observer=mlflow"}
-ELSEWHERE |= {"data=instruct"}
+ELSEWHERE |= {"data=instruct", "observer=wandb"}
 CASES = {
     f"{name}: {check.name}": check
     for name, plugin in installed_plugins()
@@ -22,7 +22,7 @@ CASES = {
 NAMES = tuple(CASES)
 
 
-@pytest.mark.usefixtures("fork_server")
+@pytest.mark.usefixtures("fork_server", "forked_elsewhere")
 @pytest.mark.parametrize("name", NAMES)
 def test_an_installed_plugin_conforms(name: str) -> None:
     CASES.pop(name).run()  # the last check of a plugin lets go of its data

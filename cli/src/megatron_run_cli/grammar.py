@@ -6,11 +6,13 @@ Options that several commands share stand here too, and the request that they ma
 from __future__ import annotations
 
 import os
+import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import reduce, wraps
 from pathlib import Path
+from shlex import quote
 from typing import Any, NoReturn
 
 import click
@@ -18,8 +20,8 @@ import click
 from megatron_run.errors import InputError, PluginError, RunError
 from megatron_run.errors.wording import did_you_mean, near_path
 from megatron_run_cli import RANK_VARIABLES
+from megatron_run_cli.command_groups import DefaultGroup
 from megatron_run_cli.completion import words
-from megatron_run_cli.groups import DefaultGroup
 from megatron_run_cli.termination import ending_in_order
 
 _CONFIG_ENDINGS = (".yaml", ".yml", ".json")
@@ -131,6 +133,22 @@ def option_meant(option: str) -> str:
     keys = [info.name for info in kernel_keys() if not info.name.endswith(".use")]
     meant = [key for key in keys if name in (short := key.replace("_", "-"), short.rpartition(".")[2])]
     return f"type {' or '.join(f'--set {key}=VALUE' for key in meant)}" if meant else ""
+
+
+#: Options that take a name, ``=`` and a value, and such a name.
+_OF_PAIRS, _PAIRED = ("--set", "--plugin", "--what-if"), re.compile(r"[\w-]+(\.[\w-]+)*")
+
+
+def joined(typed: Sequence[str]) -> str:
+    """The words to type where a space stands in the place of an ``=``, as in ``--set train.steps 5``; else empty."""
+    apart = [part for each in typed for part in (each.split("=", 1) if each.startswith(_OF_PAIRS) else [each])]
+    for option, name, value in zip(apart, apart[1:], apart[2:], strict=False):
+        there = value.startswith(("--", "preset:")) or (is_config(value) and Path(value).is_file())
+        if option in _OF_PAIRS and _PAIRED.fullmatch(name) and not there:
+            return (
+                f"{option} {name} {value}: there is a space where = belongs; type {option} {quote(f'{name}={value}')}"
+            )
+    return ""
 
 
 Command = Callable[..., Any]

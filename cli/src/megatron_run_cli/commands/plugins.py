@@ -21,10 +21,11 @@ from megatron_run import __version__
 from megatron_run.contracts.plugin import COMMAND, KINDS, RUN_KINDS, check_kind, entry_point_group
 from megatron_run.errors import ExitCode, InputError, taken
 from megatron_run.files.publishing import publishing_folder
+from megatron_run.registry.commands import next_words
 from megatron_run.registry.discover import KERNEL, Catalog, scan
+from megatron_run_cli.command_groups import Commands, example, is_own, obstacle
 from megatron_run_cli.completion import words as places
 from megatron_run_cli.grammar import json_option, run_options
-from megatron_run_cli.groups import Commands, example, is_own, obstacle
 from megatron_run_cli.output import print_json, print_table, tell
 
 if TYPE_CHECKING:
@@ -140,9 +141,13 @@ def why(
 @json_option
 @click.pass_context
 def new(context: click.Context, kind: str, name: str, folder: Path | None, *, as_json: bool) -> None:
-    """Write a package with a working plugin, or with a command (KIND: command), and its test."""
-    if kind == COMMAND and is_own(context.find_root().command, [name]):
-        raise InputError(f"command={name} is taken by megatron-run itself", fix="choose another name")
+    """Write a package with a working plugin, or with a command (KIND: command), and its test.
+
+    A command in a group is named with a dot: data.mine is typed as data mine.
+    """
+    if kind == COMMAND:
+        name = ".".join(name.split())
+        _check_place(context.find_root().command, name)
     package = write_package(kind, name, folder)
     if as_json:
         print_json(package)
@@ -269,14 +274,17 @@ def write_package(kind: str, name: str, folder: Path | None = None, catalog: Cat
     """
     kind = check_kind(kind, "", _OFFERED)
     _check_name(kind, name, scan() if catalog is None else catalog)
-    distribution = f"megatron-run-{kind}-{name}"
+    distribution = f"megatron-run-{kind}-{name.replace('.', '-')}"
     folder = Path(distribution) if folder is None else folder
     choice = f"{kind}={'dense+' if kind == 'parallel-layer' else ''}{name}"  # that template stands on another's layers
     use = f"--plugin {choice}" if kind in RUN_KINDS else f"import SOURCE FOLDER --from {name}"
-    use = name if kind == COMMAND else use
+    typed = name.replace(".", " ")
+    use = typed if kind == COMMAND else use
     words = {
         "kind": kind,
         "name": name,
+        "typed": typed,
+        "key": f'"{name}"' if "." in name else name,
         "command": f"megatron-run {use}",
         "distribution": distribution,
         "package": distribution.replace("-", "_"),
@@ -295,11 +303,24 @@ def _requirements(kind: str) -> tuple[str, ...]:
     return (KERNEL,) if kind in ("schedule", "observer") else (KERNEL, "megatron-run-engine")
 
 
+def _check_place(program: click.Command, name: str) -> None:
+    """Raise :class:`InputError` where nobody could type the new command ``name``, a dotted one."""
+    catalog, place = scan(), name.split(".")
+    if is_own(program, place):
+        raise InputError(f"command={name} is taken by megatron-run itself", fix="choose another name")
+    if catalog.offering(COMMAND, name):
+        return  # which is refused where packages are written
+    after = ", ".join(next_words(catalog, place))
+    if why := obstacle(program, catalog, place) or (after and f"it is a group, with {after}"):
+        raise InputError(f"command={name} could not be typed", why=why, fix="choose another name")
+
+
 def _check_name(kind: str, name: str, catalog: Catalog) -> None:
-    if not _NAME.fullmatch(name):
-        better = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+    parts, what = (name.split("."), "command") if kind == COMMAND else ([name], "plugin")
+    if not all(map(_NAME.fullmatch, parts)):
+        better = ".".join(filter(None, (re.sub(r"[^a-z0-9]+", "-", part.lower()).strip("-") for part in parts)))
         raise InputError(
-            f"{name!r} cannot name a plugin",
+            f"{name!r} cannot name a {what}",
             why="a name is lower-case letters and digits, joined by single hyphens",
             fix=f"write {better}" if better else "write a name such as zigzag",
         )

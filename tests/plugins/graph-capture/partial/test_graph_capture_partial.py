@@ -44,7 +44,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize(
     "check",
     [
-        pytest.param(check, id=f"{name}: {check.name}")
+        pytest.param(check, id=f"{name}: {check.name}", marks=[pytest.mark.nightly] * (name == "attention"))
         for name, options in VARIANTS.items()
         for check in graph_capture_checks(lambda context, options=options: partial_capture(context, **options))  # type: ignore[misc]
     ],

@@ -15,6 +15,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
 from megatron_run.contracts import Dataset, Split
+from megatron_run.contracts.option_groups import OF_FILES
 from megatron_run.errors import DataError
 from megatron_run_engine.data.batches import sample_index
 from megatron_run_engine.data.indexed_files import IndexedReader, files_of, open_tokens
@@ -31,10 +32,12 @@ class PreparedTextOptions(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
-    paths: Annotated[tuple[str, ...], AT_COMMAS] = Field(
+    paths: Annotated[tuple[str, ...], AT_COMMAS, OF_FILES] = Field(
         (), description="datasets, each the prefix of a .bin and .idx pair; needed"
     )
-    tokenizer: str = Field("bytes", description="what made the tokens: bytes, or a file or folder, as of data prepare")
+    tokenizer: Annotated[str, OF_FILES] = Field(
+        "bytes", description="what made the tokens: bytes, or a file or folder, as of data prepare"
+    )
     split: SplitShares = Field(
         (969, 30, 1), description="shares of train, validation and test, in any unit, by document"
     )

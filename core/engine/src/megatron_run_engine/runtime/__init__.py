@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from megatron_run_engine.runtime.context import Dtypes as Dtypes
     from megatron_run_engine.runtime.gradients import GradientAccumulator as GradientAccumulator
     from megatron_run_engine.runtime.gradients import main_grad as main_grad
+    from megatron_run_engine.runtime.operands import tensors_in as tensors_in
+    from megatron_run_engine.runtime.operands import with_tensors as with_tensors
     from megatron_run_engine.runtime.parameter_init import canonical as canonical
     from megatron_run_engine.runtime.transformer_engine import Need as Need
     from megatron_run_engine.runtime.transformer_engine import import_transformer_engine as import_transformer_engine

@@ -17,6 +17,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from megatron_run.contracts import DataSource, PluginInfo, Split
 from megatron_run.contracts.data import Field as BatchField
+from megatron_run.contracts.option_groups import OF_FILES
 from megatron_run.errors import DataError
 from megatron_run.errors.wording import plural
 from megatron_run.hookspecs import hookimpl
@@ -53,11 +54,13 @@ class InstructOptions(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    paths: Paths = Field((), description="JSON lines of conversations: files, folders and patterns; needed")
-    tokenizer: str = Field(
+    paths: Annotated[Paths, OF_FILES] = Field(
+        (), description="JSON lines of conversations: files, folders and patterns; needed"
+    )
+    tokenizer: Annotated[str, OF_FILES] = Field(
         "bytes", description="bytes, or a file or folder: tokenizer.json, vocab.json, vocab.txt, .model"
     )
-    template: str = Field(
+    template: Annotated[str, OF_FILES] = Field(
         AUTO, description="file of a Jinja chat template; auto: the tokenizer's, else lines of Role: text"
     )
     date: Annotated[str | None, AfterValidator(_moment)] = Field(

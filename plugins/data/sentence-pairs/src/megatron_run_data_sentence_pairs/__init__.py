@@ -7,12 +7,14 @@ Reading order: here the source, ``pairs`` (samples), ``masking`` (hidden words, 
 from __future__ import annotations
 
 from functools import cached_property
+from typing import Annotated
 
 from pydantic import Field
 
 from megatron_run.contracts import DataSource, PluginInfo, Split
 from megatron_run.contracts.data import LABELS, LOSS_MASK, TOKENS
 from megatron_run.contracts.data import Field as BatchField
+from megatron_run.contracts.option_groups import OF_FILES
 from megatron_run.errors import InputError
 from megatron_run.errors.wording import plural
 from megatron_run.hookspecs import hookimpl
@@ -28,7 +30,7 @@ _BOUNDS = BatchField("documents", shape=(None,))
 class PairOptions(PreparedTextOptions):
     """The keys of section ``data`` when it uses sentence-pairs."""
 
-    tokenizer: str = Field(
+    tokenizer: Annotated[str, OF_FILES] = Field(
         "bytes", description="what made the tokens: bytes, or a file or folder, as of data prepare; vocab.txt is BERT's"
     )
     masked: float = Field(0.15, gt=0, lt=1, description="share of the tokens that are guessed")

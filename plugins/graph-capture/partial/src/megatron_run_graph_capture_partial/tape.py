@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from megatron_run_engine.capture import Rules, unwritten
+from megatron_run_engine.runtime import tensors_in, with_tensors
 from megatron_run_graph_capture_partial.arena import Arena
 from megatron_run_graph_capture_partial.backend import weak_alias
 
@@ -94,7 +94,7 @@ class Recorder(Rules):
 
     def _places(self, arguments: Any) -> Any:
         """``arguments`` with each tensor replaced by a weak alias."""
-        return tree_map_only(Tensor, self._place, arguments)
+        return with_tensors(arguments, self._place)
 
     def _place(self, tensor: Tensor) -> Tensor:
         if not self._pool.owns(tensor):
@@ -103,7 +103,7 @@ class Recorder(Rules):
 
     def _move(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> _Moved:
         """``result`` with new tensors moved into the pool; views of arguments stay in place."""
-        given = {x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
+        given = {x.untyped_storage()._cdata for x in tensors_in((args, kwargs))}
         places: list[Tensor | None] = []
 
         def move(tensor: Tensor) -> Tensor:
@@ -116,7 +116,7 @@ class Recorder(Rules):
             places.append(weak_alias(moved))
             return moved
 
-        return _Moved(tree_map_only(Tensor, move, result), tuple(places))
+        return _Moved(with_tensors(result, move), tuple(places))
 
 
 class Tape:
@@ -226,8 +226,7 @@ def _step(call: Call) -> Callable[[], object]:
         return lambda: run(*args, **kwargs)
 
     def run_and_copy() -> None:
-        values = (x for x in tree_leaves(run(*args, **kwargs)) if isinstance(x, Tensor))
-        for place, value in zip(copies, values, strict=True):
+        for place, value in zip(copies, tensors_in(run(*args, **kwargs)), strict=True):
             if place is not None:
                 place.copy_(value)
 

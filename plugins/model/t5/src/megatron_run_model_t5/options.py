@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
+from megatron_run.config.values import flat
 from megatron_run.contracts.costs import AttentionCosts
-from megatron_run.contracts.groups import Group
 from megatron_run.contracts.meaning import OF_TRAINING
+from megatron_run.contracts.option_groups import Group
 from megatron_run_engine.nn import TransformerSpec
 
 if TYPE_CHECKING:
@@ -77,6 +78,21 @@ class T5Options(BaseModel):
         """The number of the first layer of the decoder, which is how many the encoder has."""
         return self.num_layers // 2 if self.encoder_layers is None else self.encoder_layers
 
+    @property
+    def features(self) -> int:
+        """Width of the feed-forward layer."""
+        return self.ffn_size or 2 * round(4 * self.hidden_size / 3)
+
+    @property
+    def initial_std(self) -> float:
+        """Standard deviation of initial matrices but the embedding."""
+        return self.hidden_size**-0.5 if self.init_std is None else self.init_std
+
+    def explicit(self) -> dict[str, Any]:
+        """The options by dotted name, with the values that unset ones mean."""
+        found = {"encoder_layers": self.first_decoder_layer, "ffn_size": self.features, "init_std": self.initial_std}
+        return flat(self.model_dump()) | found
+
     def costs(self, sequence_length: int, vocab_size: int) -> ModelCosts:
         """The encoder's layers read a text of their own, and the decoder's attend to it besides."""
         spec = self.spec(sequence_length, vocab_size)
@@ -101,7 +117,7 @@ class T5Options(BaseModel):
             hidden=self.hidden_size,
             heads=self.num_heads,
             kv_heads=self.num_heads,
-            ffn=self.ffn_size or 2 * round(4 * self.hidden_size / 3),
+            ffn=self.features,
             vocab=vocab_size,
             sequence_length=length,
             head_features=self.head_size,
@@ -112,5 +128,5 @@ class T5Options(BaseModel):
             bias=False,
             logits_scale=self.hidden_size**-0.5 if self.tie_embeddings else 1.0,
             dropout=self.dropout,
-            init_std=self.init_std or self.hidden_size**-0.5,
+            init_std=self.initial_std,
         )

@@ -6,12 +6,13 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from itertools import chain, islice
 from math import ceil
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from megatron_run.contracts import DataSource, PluginInfo, Split
 from megatron_run.contracts.data import Field as BatchField
+from megatron_run.contracts.option_groups import OF_FILES
 from megatron_run.errors import DataError
 from megatron_run.errors.wording import plural
 from megatron_run.hookspecs import hookimpl
@@ -49,8 +50,10 @@ class TextOptions(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    paths: Paths = Field((), description="files, folders and patterns; empty: the sources of Python's standard library")
-    tokenizer: str = Field(
+    paths: Annotated[Paths, OF_FILES] = Field(
+        (), description="files, folders and patterns; empty: the sources of Python's standard library"
+    )
+    tokenizer: Annotated[str, OF_FILES] = Field(
         "bytes", description="bytes, or a file or folder: tokenizer.json, vocab.json, vocab.txt, .model"
     )
     packing: Literal["stream", "documents"] = Field(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import tomllib
 from dataclasses import replace
 from pathlib import Path
 from string import Template
@@ -16,9 +17,10 @@ from megatron_run.errors import ExitCode
 from megatron_run.registry import discover, loaded_command
 from megatron_run.registry.discover import Catalog, Entry
 from megatron_run.registry.known import KNOWN_COMMANDS
-from megatron_run_cli import groups
+from megatron_run_cli import command_groups
 from megatron_run_cli.completion.shells import VARIABLE, Bash
 from megatron_run_cli.main import main, program
+from megatron_run_testing.conformance import check
 from tests.support.checkout import ROOT
 from tests.support.fake_plugins import FakeSite
 
@@ -82,7 +84,7 @@ def test_the_example_of_the_page_runs_and_is_listed_and_completed(tmp_path: Path
 
 def test_the_example_is_what_a_new_package_has() -> None:
     template = (ROOT / "cli/src/megatron_run_cli/templates/command.py.in").read_text(encoding="utf-8")
-    assert EXAMPLE.read_text(encoding="utf-8") == Template(template).substitute(name="losses")
+    assert EXAMPLE.read_text(encoding="utf-8") == Template(template).substitute(name="losses", typed="losses")
 
 
 @pytest.mark.parametrize("words", ["data mine", "plugins mine", "plan mine", "mine", "of acme mine"])
@@ -153,7 +155,7 @@ def open_to_all():
 open_to_all.add_command(mine, "taken")
 
 @hookimpl""",
-).replace("import click", "import click\nfrom megatron_run_cli.groups import Commands")
+).replace("import click", "import click\nfrom megatron_run_cli.command_groups import Commands")
 #: Names of commands, and why nobody can type them; acme-groups has commands ``mine``, ``plain`` and ``open``.
 UNREACHABLE = {
     "doctor.x": "packages add no commands to 'megatron-run doctor', which is no group",
@@ -196,6 +198,46 @@ def test_a_new_package_takes_no_name_that_is_taken(
     assert main(["plugins", "new", "command", name]) == ExitCode.INPUT
     assert f"command={name} is taken by megatron-run" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("written", ["data.losses", "data losses", "acme.losses"])
+def test_a_new_command_may_be_in_a_group(
+    written: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, site: FakeSite, capsys: Output
+) -> None:
+    """The package that is written, installed: it is typed as it is said, and its own test passes."""
+    monkeypatch.chdir(tmp_path)
+    name, typed = ".".join(written.split()), written.replace(".", " ")
+    assert main(["plugins", "new", "command", written]) == 0
+    assert f"type it:     megatron-run {typed}\n" in capsys.readouterr().out
+    folder = tmp_path / f"megatron-run-command-{name.replace('.', '-')}"
+    (reported,) = check(str(folder))
+    assert (reported.plugin, reported.passed) == (f"command={name}", True)
+    points = tomllib.loads((folder / "pyproject.toml").read_text())["project"]["entry-points"]["megatron_run.command"]
+    ((point, package),) = points.items()
+    assert point == name
+    site.module(package, (folder / "src" / package / "__init__.py").read_text())
+    site.distribution("acme-mine", {"command": {point: package}})
+    assert main(typed.split()) == ExitCode.INPUT
+    assert capsys.readouterr().err.endswith(f" Type, as an example: megatron-run {typed} runs\n")
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("train.mine", "packages add no commands to 'megatron-run train', which is no group"),
+        ("data.prepare", "has this command in its group 'data'"),
+        ("acme", "it is a group, with mine"),
+        ("data.", "'data.' cannot name a command: "),
+    ],
+)
+def test_a_new_command_that_nobody_could_type_is_refused(
+    name: str, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, site: FakeSite, capsys: Output
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    offer(site, "acme-mine", "acme.mine")
+    assert main(["plugins", "new", "command", name]) == ExitCode.INPUT
+    assert why in capsys.readouterr().err
+    assert not (tmp_path / f"megatron-run-command-{name.replace('.', '-')}").exists()
 
 
 def listed(capsys: Output) -> dict[str, dict[str, Any]]:
@@ -252,7 +294,7 @@ def test_a_name_that_nobody_can_type_is_told_and_ignored(site: FakeSite, capsys:
 @pytest.fixture
 def nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """No package with commands is installed."""
-    monkeypatch.setattr(groups, "scan", lambda kind: Catalog(()))
+    monkeypatch.setattr(command_groups, "scan", lambda kind: Catalog(()))
 
 
 @pytest.mark.usefixtures("nothing")
@@ -279,7 +321,7 @@ def test_a_command_whose_package_is_missing_says_what_to_install(
 def test_within_a_group_the_package_of_the_group_is_named(monkeypatch: pytest.MonkeyPatch, capsys: Output) -> None:
     catalog = discover.scan()
     kept = tuple(entry for entry in catalog.commands if entry.name != "data")
-    monkeypatch.setattr(groups, "scan", lambda kind: Catalog((), (), kept))
+    monkeypatch.setattr(command_groups, "scan", lambda kind: Catalog((), (), kept))
     said = refused(capsys, "data", "prepare", "texts")
     assert said.startswith("no installed package has the command 'data prepare'; pip install ")
     assert said.endswith("plugins/data/indexed")
@@ -304,7 +346,7 @@ def test_the_command_lines_own_are_found_without_a_scan(
     def scan(kind: str) -> Catalog:
         raise AssertionError("scanned")
 
-    monkeypatch.setattr(groups, "scan", scan)
+    monkeypatch.setattr(command_groups, "scan", scan)
     assert main(words.split()) == 0
     assert capsys.readouterr().out
 
@@ -328,7 +370,7 @@ def test_completing_a_command_imports_none_of_our_own_packages(monkeypatch: pyte
 def test_lists_ask_a_package_of_another_release(monkeypatch: pytest.MonkeyPatch, capsys: Output) -> None:
     found = discover.scan(kind="command").commands
     others = tuple(replace(entry, version="7.0", requires_kernel=">=7") for entry in found if entry.name == "plan")
-    monkeypatch.setattr(groups, "scan", lambda kind: Catalog((), (), others))
+    monkeypatch.setattr(command_groups, "scan", lambda kind: Catalog((), (), others))
     assert main(["--help"]) == 0
     captured = capsys.readouterr()
     assert "  plan " not in captured.out
