@@ -10,9 +10,9 @@ import click
 
 from megatron_run.errors import InputError, refuse_input, refuse_taken
 from megatron_run.files.latest_run import DEFAULT_RUN, follow_latest
+from megatron_run_cli.command_groups import example
 from megatron_run_cli.completion.words import any_path
 from megatron_run_cli.grammar import json_option, overwrite_option
-from megatron_run_cli.groups import example
 from megatron_run_cli.output import print_json, print_table, write_file
 
 if TYPE_CHECKING:
