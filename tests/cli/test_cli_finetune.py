@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -54,6 +55,13 @@ def write_words(path: Path) -> Path:
 
 def run(*words: object) -> int:
     return main([str(word) for word in words])
+
+
+def run_forked(*words: object) -> int:
+    """The same in a process that is forked, whose ranks import nothing anew."""
+    done = forked_command([str(word) for word in words], Path.cwd())
+    print(done.stderr, file=sys.stderr)
+    return done.returncode
 
 
 def sets(*keys: str) -> list[str]:
@@ -205,9 +213,9 @@ def test_what_a_model_came_with_comes_out_of_its_fine_tuning(
     Path("hf/generation_config.json").write_text(json.dumps(said))
     Path("hf/special_tokens_map.json").write_text('{"eos_token": "the"}')
     tuning = ("--data", texts, *sets(*SMALL, "train.sequence_length=16"))
-    assert run("finetune", "hf", *tuning, *sets("run.folder=tuned")) == 0
+    assert run_forked("finetune", "hf", *tuning, *sets("run.folder=tuned")) == 0
     shutil.rmtree("runs")  # a run needs no more what it began with
-    assert run("finetune", "tuned", *tuning, *sets("run.folder=more")) == 0
+    assert run_forked("finetune", "tuned", *tuning, *sets("run.folder=more")) == 0
     shutil.copytree("more", "elsewhere")
     assert run("export", "elsewhere", "out", "--to", "huggingface") == 0
     ours, told = (json.loads(Path(folder, "generation_config.json").read_text()) for folder in ("out", "hf"))
@@ -242,6 +250,6 @@ def test_the_data_of_another_vocabulary_do_not_hand_on_what_ids_meant(
     other.write_text(json.dumps(content))
     words = ("ours/config.yaml", "--allow-change", "data.tokenizer")
     keys = sets(*SMALL, "run.folder=r", f"data.paths={texts}", f"data.tokenizer={other}", "train.sequence_length=16")
-    assert run(*words, *keys) == 0
+    assert run_forked(*words, *keys) == 0
     assert Path("ours/source/generation_config.json").is_file()
     assert not Path("r/source").exists()
