@@ -46,7 +46,7 @@ SHARED = {
     "megatron_run_cli.completion.words",
     "megatron_run_cli.editor_schema",
     "megatron_run_cli.grammar",
-    "megatron_run_cli.groups",
+    "megatron_run_cli.command_groups",
     "megatron_run_cli.output",
     "megatron_run_cli.progress",
     "megatron_run_cli.streams",

@@ -20,8 +20,8 @@ import click
 from megatron_run.errors import InputError, PluginError, RunError
 from megatron_run.errors.wording import did_you_mean, near_path
 from megatron_run_cli import RANK_VARIABLES
+from megatron_run_cli.command_groups import DefaultGroup
 from megatron_run_cli.completion import words
-from megatron_run_cli.groups import DefaultGroup
 from megatron_run_cli.termination import ending_in_order
 
 _CONFIG_ENDINGS = (".yaml", ".yml", ".json")

@@ -16,6 +16,7 @@ from megatron_run import __version__
 from megatron_run.errors import ExitCode, PluginError, RunError
 from megatron_run.errors.install_hint import check_installed
 from megatron_run.errors.machine_limits import system_limit
+from megatron_run_cli.command_groups import example_of
 from megatron_run_cli.commands.checkpoint import checkpoint
 from megatron_run_cli.commands.completion import completion
 from megatron_run_cli.commands.config import config
@@ -25,7 +26,6 @@ from megatron_run_cli.commands.schedule import schedule
 from megatron_run_cli.commands.train import finetune, train
 from megatron_run_cli.completion.shells import VARIABLE, answer
 from megatron_run_cli.grammar import Program, joined, option_meant
-from megatron_run_cli.groups import example_of
 from megatron_run_cli.output import print_refusal, start_answer, tell_error
 from megatron_run_cli.streams import check_folder, full_disk
 from megatron_run_cli.termination import Terminated

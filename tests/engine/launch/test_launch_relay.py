@@ -68,7 +68,7 @@ def test_text_for_a_notebook_is_whole_where_a_piece_ends_within_a_character(
     relay = Relay(tmp_path / "log", terminal_writer(), print)
     relay.start()
     relay.finish()
-    assert shown.said.rstrip("\n") == "." + text
+    assert shown.said == "." + text
 
 
 def full(_: bytes) -> None:
@@ -105,7 +105,7 @@ def test_a_line_is_told_from_its_beginning_where_a_bar_was_drawn(tmp_path: Path)
             shown.append(data)
             copied.set()
 
-        relay = Relay(log, show, lambda line: shown.append(f"{line}\n".encode()))
+        relay = Relay(log, show, lambda line: shown.append(f"{line}\n".encode()), bars=True)
         relay.start()
         assert copied.wait(10)
         relay.tell("stopping")

@@ -13,8 +13,8 @@ from pydantic import BaseModel, ValidationError
 
 from megatron_run.config.fields import meanings, walk
 from megatron_run.config.values import flat, members
-from megatron_run.contracts.groups import SaysExplicit
 from megatron_run.contracts.meaning import NOT_LEARNED
+from megatron_run.contracts.option_groups import SaysExplicit
 from megatron_run.planning import ResolvedRun
 from megatron_run.registry.discover import scan
 from megatron_run.registry.load import load

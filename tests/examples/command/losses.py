@@ -12,8 +12,8 @@ import click
 
 from megatron_run.errors import InputError
 from megatron_run.hookspecs import hookimpl
+from megatron_run_cli.command_groups import example
 from megatron_run_cli.grammar import json_option
-from megatron_run_cli.groups import example
 from megatron_run_cli.output import print_json, print_table
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import click
 
 from megatron_run.errors import ExitCode
+from megatron_run_cli.command_groups import Commands
 from megatron_run_cli.grammar import json_option, step_option
-from megatron_run_cli.groups import Commands
 from megatron_run_cli.output import print_json, print_table
 
 _FOLDER = click.argument("folder", required=False, type=click.Path(path_type=Path), metavar="[FOLDER]")

@@ -6,8 +6,8 @@ from contextlib import suppress
 
 import click
 
+from megatron_run_cli.command_groups import example
 from megatron_run_cli.completion.shells import SHELLS, script
-from megatron_run_cli.groups import example
 from megatron_run_cli.output import tell
 
 

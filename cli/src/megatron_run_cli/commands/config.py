@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 
 import click
 
+from megatron_run_cli.command_groups import Commands, example
 from megatron_run_cli.completion import words
 from megatron_run_cli.editor_schema import SCHEMA, schema_line
 from megatron_run_cli.grammar import json_option, run_options
-from megatron_run_cli.groups import Commands, example
 from megatron_run_cli.output import print_json, tell, write_file
 
 if TYPE_CHECKING:

@@ -23,9 +23,9 @@ from megatron_run.errors import ExitCode, InputError, taken
 from megatron_run.files.publishing import publishing_folder
 from megatron_run.registry.commands import next_words
 from megatron_run.registry.discover import KERNEL, Catalog, scan
+from megatron_run_cli.command_groups import Commands, example, is_own, obstacle
 from megatron_run_cli.completion import words as places
 from megatron_run_cli.grammar import json_option, run_options
-from megatron_run_cli.groups import Commands, example, is_own, obstacle
 from megatron_run_cli.output import print_json, print_table, tell
 
 if TYPE_CHECKING:

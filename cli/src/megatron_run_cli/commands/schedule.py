@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import click
 
 from megatron_run.errors import ScheduleError, refuse_input
+from megatron_run_cli.command_groups import Commands
 from megatron_run_cli.grammar import json_option, run_options
-from megatron_run_cli.groups import Commands
 from megatron_run_cli.output import print_json_line
 
 if TYPE_CHECKING:

@@ -18,8 +18,8 @@ from megatron_run.config.fields import meanings, walk
 from megatron_run.config.origin import KIND_SECTIONS, Key, dotted, section_of
 from megatron_run.config.sources import DEFAULT_PLUGINS, RULES
 from megatron_run.config.values import members, plain, typed
-from megatron_run.contracts.groups import OF_FILES
 from megatron_run.contracts.meaning import change_of
+from megatron_run.contracts.option_groups import OF_FILES
 from megatron_run.contracts.plugin import RUN_KINDS, SEPARATORS
 from megatron_run.contracts.quantities import Duration, Span
 from megatron_run.contracts.schema import SECTIONS, Header

@@ -9,9 +9,9 @@ from shlex import quote
 import click
 
 from megatron_run.errors import InputError
+from megatron_run_cli.command_groups import example
 from megatron_run_cli.completion import words as places
 from megatron_run_cli.grammar import json_option, step_option
-from megatron_run_cli.groups import example
 from megatron_run_cli.output import print_json, tell
 
 _PATH = click.Path(path_type=Path)

@@ -9,7 +9,7 @@ text, so that a rank imports and creates, and decides nothing anew::
       api._checked                      its layers are made on the meta device, its initial weights found
       api._attempt                      each time that the ranks are started
         opening.open_run_folder         the lock, the records
-        handover.hand_over              the resolved run as text (megatron_run.planning)
+        run_text.hand_over              the resolved run as text (megatron_run.planning)
         job.Job.write                   it and all else that a rank is told
         local.run_local
           start.forked_ranks            ranks on CPUs: ``fork_server`` imports all, takes the run over, and forks them
@@ -19,7 +19,7 @@ text, so that a rank imports and creates, and decides nothing anew::
 
     rank.main                           a local rank
       job.Job.read
-      handover.take_over                as the launcher resolved it
+      run_text.take_over                as the launcher resolved it
       worker.RankWorker.run             the work, whoever started the rank
         rendezvous.agree_on_run
         rendezvous.check_digests        all run the same code

@@ -107,11 +107,14 @@ class Relay:
     """Copies ``log`` to ``write``, in a thread.
 
     When the reader is gone (EPIPE), training continues unseen; when there is no room, or the log cannot be read,
-    ``tell`` says so.
+    ``tell`` says so. ``bars``: the last line may be a bar that is drawn again and again, which is ended before a line;
+    else all that is copied is what somebody asked for, and nothing is added.
     """
 
-    def __init__(self, log: Path, write: Callable[[bytes], None], tell: Callable[[str], None]) -> None:
-        self._log, self._write, self._tell = log, write, tell
+    def __init__(
+        self, log: Path, write: Callable[[bytes], None], tell: Callable[[str], None], *, bars: bool = False
+    ) -> None:
+        self._log, self._write, self._tell, self._bars = log, write, tell, bars
         self._ended = threading.Event()
         self._taken = 0  # pieces
         self._within_line = False  # where a bar leaves the cursor
@@ -154,7 +157,7 @@ class Relay:
 
     def _copied(self, data: bytes) -> bool:
         """Copy ``data``; whether anybody takes more of it."""
-        self._within_line = not data.endswith(b"\n") if data else self._within_line
+        self._within_line = self._bars and (not data.endswith(b"\n") if data else self._within_line)
         try:
             for start in range(0, len(data), _PIECE):
                 self._write(data[start : start + _PIECE])

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import torch
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
-from megatron_run.contracts.groups import OF_FILES
 from megatron_run.contracts.meaning import FIXED, NOT_LEARNED
+from megatron_run.contracts.option_groups import OF_FILES
 from megatron_run.errors import InputError, let_end
 from megatron_run.errors.wording import advice, did_you_mean
 from megatron_run.registry.choose import is_file

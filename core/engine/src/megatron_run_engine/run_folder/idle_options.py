@@ -1,7 +1,7 @@
 """Options that have another value without another meaning: nothing reads them, or they follow from others.
 
-A width that is unset and the same one written out, the router of a model without experts: what options mean is said by
-themselves (:class:`megatron_run.contracts.groups.SaysExplicit`). A run goes on with such a change without a word.
+A width that is unset and the same one written out, the router of a model without experts: options say themselves what
+they mean (:class:`megatron_run.contracts.option_groups.SaysExplicit`). A run goes on with such a change without a word.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from megatron_run.config.origin import KIND_SECTIONS
 from megatron_run.config.values import flat, nested
-from megatron_run.contracts.groups import SaysExplicit
+from megatron_run.contracts.option_groups import SaysExplicit
 from megatron_run.planning.choosing import dumped
 
 if TYPE_CHECKING:

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from megatron_run.errors import InputError
+from megatron_run_cli.command_groups import DefaultGroup, example
 from megatron_run_cli.completion import words as places
 from megatron_run_cli.grammar import json_option, naming, rank_options, step_option
-from megatron_run_cli.groups import DefaultGroup, example
 from megatron_run_cli.output import print_json, print_table, tell
 from megatron_run_inference.commands.generate import load_here, read_source
 

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any, Literal
 import click
 
 from megatron_run.errors import InputError, refuse_input, refuse_taken
+from megatron_run_cli.command_groups import DefaultGroup, example
 from megatron_run_cli.completion import words as places
 from megatron_run_cli.editor_schema import schema_line
 from megatron_run_cli.grammar import Command, json_option, overwrite_option, run_options, with_options
-from megatron_run_cli.groups import DefaultGroup, example
 from megatron_run_cli.output import print_json_line, write_file
 from megatron_run_planner.commands.amounts import Bytes, Length, Parameters
 

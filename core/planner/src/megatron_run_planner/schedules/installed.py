@@ -24,7 +24,7 @@ from megatron_run.registry.load import load
 from megatron_run.registry.loaded_plugin import Plugin
 
 #: The most actions of a plan: more take minutes to prove and to simulate.
-LARGEST = 200_000
+LARGEST = 100_000
 
 
 class Schedules:

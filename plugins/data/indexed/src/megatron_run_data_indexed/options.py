@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
-from megatron_run.contracts.groups import OF_FILES
+from megatron_run.contracts.option_groups import OF_FILES
 from megatron_run_engine.data import AT_COMMAS, SplitShares
 
 

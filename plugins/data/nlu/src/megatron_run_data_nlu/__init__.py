@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from megatron_run.contracts import DataSource, Judge, PluginInfo, Recipe, Split
 from megatron_run.contracts.data import LABELS, LOSS_MASK, TOKENS
 from megatron_run.contracts.data import Field as BatchField
-from megatron_run.contracts.groups import OF_FILES
+from megatron_run.contracts.option_groups import OF_FILES
 from megatron_run.errors import DataError, InputError
 from megatron_run.hookspecs import hookimpl
 from megatron_run_data_nlu.official_metrics import accuracy, answers_of, binary_f1, squad

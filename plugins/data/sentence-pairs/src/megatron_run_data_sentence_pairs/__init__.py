@@ -14,7 +14,7 @@ from pydantic import Field
 from megatron_run.contracts import DataSource, PluginInfo, Split
 from megatron_run.contracts.data import LABELS, LOSS_MASK, TOKENS
 from megatron_run.contracts.data import Field as BatchField
-from megatron_run.contracts.groups import OF_FILES
+from megatron_run.contracts.option_groups import OF_FILES
 from megatron_run.errors import InputError
 from megatron_run.errors.wording import plural
 from megatron_run.hookspecs import hookimpl

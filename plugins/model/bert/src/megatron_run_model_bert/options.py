@@ -10,8 +10,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validat
 from megatron_run.config.fields import default_of
 from megatron_run.config.values import flat
 from megatron_run.contracts import NewParts
-from megatron_run.contracts.groups import Group
 from megatron_run.contracts.meaning import OF_NEW_PART, OF_TRAINING
+from megatron_run.contracts.option_groups import Group
 from megatron_run.errors import InputError
 from megatron_run_engine.nn import TransformerSpec, check_heads
 

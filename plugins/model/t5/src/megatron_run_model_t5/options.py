@@ -9,8 +9,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validat
 
 from megatron_run.config.values import flat
 from megatron_run.contracts.costs import AttentionCosts
-from megatron_run.contracts.groups import Group
 from megatron_run.contracts.meaning import OF_TRAINING
+from megatron_run.contracts.option_groups import Group
 from megatron_run_engine.nn import TransformerSpec
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from megatron_run.contracts import DataSource, PluginInfo, Split
 from megatron_run.contracts.data import Field as BatchField
-from megatron_run.contracts.groups import OF_FILES
+from megatron_run.contracts.option_groups import OF_FILES
 from megatron_run.errors import DataError
 from megatron_run.errors.wording import plural
 from megatron_run.hookspecs import hookimpl

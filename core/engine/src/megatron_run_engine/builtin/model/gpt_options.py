@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
 from megatron_run.config.values import flat
-from megatron_run.contracts.groups import fault_at
 from megatron_run.contracts.meaning import NOT_LEARNED, OF_TRAINING
+from megatron_run.contracts.option_groups import fault_at
 from megatron_run.errors.wording import nearest_divisors, nearest_multiples
 from megatron_run_engine.builtin.model.attention_options import AttentionOptions, NormOptions
 from megatron_run_engine.builtin.model.expert_options import ExpertOptions

@@ -10,9 +10,9 @@ from typing import Any
 import click
 
 from megatron_run.errors import refuse_taken
+from megatron_run_cli.command_groups import Commands, example
 from megatron_run_cli.completion import words as places
 from megatron_run_cli.grammar import json_option, naming, overwrite_option, workers_option
-from megatron_run_cli.groups import Commands, example
 from megatron_run_cli.output import print_json, print_table, tell
 from megatron_run_cli.progress import progress_bar
 from megatron_run_data_indexed.commands.data_inputs import TOKENIZER, Texts, texts_options, tokenizer_option

@@ -17,7 +17,7 @@ from megatron_run.errors import ExitCode
 from megatron_run.registry import discover, loaded_command
 from megatron_run.registry.discover import Catalog, Entry
 from megatron_run.registry.known import KNOWN_COMMANDS
-from megatron_run_cli import groups
+from megatron_run_cli import command_groups
 from megatron_run_cli.completion.shells import VARIABLE, Bash
 from megatron_run_cli.main import main, program
 from megatron_run_testing.conformance import check
@@ -155,7 +155,7 @@ def open_to_all():
 open_to_all.add_command(mine, "taken")
 
 @hookimpl""",
-).replace("import click", "import click\nfrom megatron_run_cli.groups import Commands")
+).replace("import click", "import click\nfrom megatron_run_cli.command_groups import Commands")
 #: Names of commands, and why nobody can type them; acme-groups has commands ``mine``, ``plain`` and ``open``.
 UNREACHABLE = {
     "doctor.x": "packages add no commands to 'megatron-run doctor', which is no group",
@@ -294,7 +294,7 @@ def test_a_name_that_nobody_can_type_is_told_and_ignored(site: FakeSite, capsys:
 @pytest.fixture
 def nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """No package with commands is installed."""
-    monkeypatch.setattr(groups, "scan", lambda kind: Catalog(()))
+    monkeypatch.setattr(command_groups, "scan", lambda kind: Catalog(()))
 
 
 @pytest.mark.usefixtures("nothing")
@@ -321,7 +321,7 @@ def test_a_command_whose_package_is_missing_says_what_to_install(
 def test_within_a_group_the_package_of_the_group_is_named(monkeypatch: pytest.MonkeyPatch, capsys: Output) -> None:
     catalog = discover.scan()
     kept = tuple(entry for entry in catalog.commands if entry.name != "data")
-    monkeypatch.setattr(groups, "scan", lambda kind: Catalog((), (), kept))
+    monkeypatch.setattr(command_groups, "scan", lambda kind: Catalog((), (), kept))
     said = refused(capsys, "data", "prepare", "texts")
     assert said.startswith("no installed package has the command 'data prepare'; pip install ")
     assert said.endswith("plugins/data/indexed")
@@ -346,7 +346,7 @@ def test_the_command_lines_own_are_found_without_a_scan(
     def scan(kind: str) -> Catalog:
         raise AssertionError("scanned")
 
-    monkeypatch.setattr(groups, "scan", scan)
+    monkeypatch.setattr(command_groups, "scan", scan)
     assert main(words.split()) == 0
     assert capsys.readouterr().out
 
@@ -370,7 +370,7 @@ def test_completing_a_command_imports_none_of_our_own_packages(monkeypatch: pyte
 def test_lists_ask_a_package_of_another_release(monkeypatch: pytest.MonkeyPatch, capsys: Output) -> None:
     found = discover.scan(kind="command").commands
     others = tuple(replace(entry, version="7.0", requires_kernel=">=7") for entry in found if entry.name == "plan")
-    monkeypatch.setattr(groups, "scan", lambda kind: Catalog((), (), others))
+    monkeypatch.setattr(command_groups, "scan", lambda kind: Catalog((), (), others))
     assert main(["--help"]) == 0
     captured = capsys.readouterr()
     assert "  plan " not in captured.out

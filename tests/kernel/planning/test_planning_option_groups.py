@@ -31,7 +31,7 @@ from typing import Literal
 
 from pydantic import model_validator
 
-from megatron_run.contracts.groups import Group, fault_at
+from megatron_run.contracts.option_groups import Group, fault_at
 """
 
 

@@ -9,8 +9,8 @@ import pytest
 
 from megatron_run.contracts import Observer, PluginInfo
 from megatron_run.errors import PluginError
-from megatron_run.planning.handover import hand_over, take_over
 from megatron_run.planning.run import comparison_table
+from megatron_run.planning.run_text import hand_over, take_over
 from tests.support.plugin_file import schedule_file
 from tests.support.resolving import resolved
 
