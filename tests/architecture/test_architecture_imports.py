@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from megatron_run.contracts.plugin import COMMAND, entry_point_group
-from tests.architecture.house import House, circles, entry_of, floors, imported_names
+from tests.architecture.house import House, circles, entry_of, floors, imported_by
 from tests.architecture.picture import drawing
 from tests.support.checkout import (
     COMMAND_LINE,
@@ -54,10 +54,6 @@ SHARED = {
 }
 #: Plugins of a single file, which the pages show.
 EXAMPLES = sorted((ROOT / "tests" / "examples" / "plugins").glob("*.py"))
-
-
-def imported_by(file: Path) -> set[str]:
-    return set(imported_names(ast.parse(file.read_text(encoding="utf-8"))))
 
 
 def entries_of(member: Member) -> list[str]:

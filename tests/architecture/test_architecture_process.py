@@ -119,7 +119,8 @@ def goes_on(body: list[ast.stmt]) -> bool:
 
 def test_no_signal_is_taken_for_a_failure() -> None:
     """The code of a plugin or a library that a signal has stopped is not what failed."""
-    found = {file.relative_to(ROOT).as_posix() for file in SOURCES if swallows(ast.parse(file.read_text("utf-8")))}
+    catching = ((file, source) for file in SOURCES if "except" in (source := file.read_text("utf-8")))
+    found = {file.relative_to(ROOT).as_posix() for file, source in catching if swallows(ast.parse(source))}
     assert found == set(TAKES_ALL)
 
 
@@ -132,7 +133,8 @@ def test_what_takes_a_signal_is_found(handler: str) -> None:
 def test_nobody_asks_select() -> None:
     found = []
     for file in (*TESTS, *SCRIPTS):
-        kinds = set_by(ast.parse(file.read_text(encoding="utf-8")))
+        source = file.read_text(encoding="utf-8")
+        kinds = set_by(ast.parse(source)) if "select" in source else ()
         found += [f"{file.relative_to(ROOT)}:{line}" for kind, line in kinds if kind == "select"]
     assert not found, "use multiprocessing.connection.wait, or selectors"
 

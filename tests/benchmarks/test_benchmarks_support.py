@@ -85,6 +85,7 @@ def test_every_benchmark_says_what_it_does_and_can_be_quick(
     assert f"`{module}`" in (ROOT / "benchmarks" / "README.md").read_text(encoding="utf-8")
 
 
+@pytest.mark.nightly  # as do those of the benchmarks, in processes that import torch anew
 @pytest.mark.multiproc
 def test_rank_0_hands_back_what_it_found() -> None:
     assert on_ranks(sum_of_ranks, 2, {"factor": 3}) == 3
