@@ -21,7 +21,7 @@ class MemberDependencies(MetadataHookInterface):
         """Set ``dependencies`` to the kernel, the command line and every first-party plugin."""
         root = Path(self.root)
         release = os.environ.get("MEGATRON_RUN_RELEASE") == "1"
-        core = [root / "core" / name for name in ("kernel", "engine", "inference", "planner", "testing")]
+        core = [root / "core" / name for name in ("kernel", "engine", "inference", "planner", "sweep", "testing")]
         plugins = sorted(file.parent for file in root.glob("plugins/*/*/pyproject.toml"))
         metadata["dependencies"] = [requirement(folder, release) for folder in [*core, root / "cli", *plugins]]
 

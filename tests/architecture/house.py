@@ -18,7 +18,13 @@ from pathlib import Path
 from tests.support.checkout import module_name
 
 #: Import roots that count as one entry.
-WHOLE = ("megatron_run_inference", "megatron_run_planner", "megatron_run_testing", "megatron_run_cli")
+WHOLE = (
+    "megatron_run_inference",
+    "megatron_run_planner",
+    "megatron_run_sweep",
+    "megatron_run_testing",
+    "megatron_run_cli",
+)
 Graph = Mapping[str, frozenset[str]]
 
 

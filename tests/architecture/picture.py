@@ -17,11 +17,12 @@ COLOURS = {
     "megatron_run_engine": ("engine", "#dcfce7"),
     "megatron_run_inference": ("inference", "#cffafe"),
     "megatron_run_planner": ("planner", "#ffedd5"),
+    "megatron_run_sweep": ("sweep", "#fee2e2"),
     "megatron_run_testing": ("suites", "#fef3c7"),
     "megatron_run_cli": ("command", "#fae8ff"),
 }
 FONT = 'font-family="sans-serif" font-size="13"'
-WIDTH, BOX, GAP, ROW, HEIGHT, MARGIN = 900, 112, 18, 78, 34, 56
+WIDTH, BOX, GAP, ROW, HEIGHT, MARGIN, LEGEND = 900, 112, 18, 78, 34, 76, 4
 
 
 def drawing(house: House) -> str:
@@ -55,9 +56,11 @@ def drawing(house: House) -> str:
         for level in range(1, top + 1)
     ]
     for index, (root, (label, colour)) in enumerate(COLOURS.items()):
-        x = 20 + index * 148
-        lines.append(f'<rect x="{x}" y="8" width="14" height="14" rx="3" fill="{colour}" stroke="#64748b"/>')
-        lines.append(f'<text x="{x + 20}" y="20" fill="#334155">{root}{"" if root in WHOLE else f" ({label})"}</text>')
+        x, y = 20 + index % LEGEND * 220, 8 + index // LEGEND * 20
+        lines.append(f'<rect x="{x}" y="{y}" width="14" height="14" rx="3" fill="{colour}" stroke="#64748b"/>')
+        lines.append(
+            f'<text x="{x + 20}" y="{y + 12}" fill="#334155">{root}{"" if root in WHOLE else f" ({label})"}</text>'
+        )
     return "\n".join([*lines, "</svg>"]) + "\n"
 
 

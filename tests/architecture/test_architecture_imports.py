@@ -20,6 +20,7 @@ from tests.support.checkout import (
     PLANNER,
     PLUGINS,
     ROOT,
+    SWEEP,
     TESTING,
     Member,
     module_name,
@@ -84,7 +85,7 @@ def test_a_root_has_few_entries(member: Member) -> None:
     assert len(entries_of(member)) <= ROOMS.get(member, ENTRIES)
 
 
-@pytest.mark.parametrize("member", [COMMAND_LINE, INFERENCE, PLANNER, TESTING], ids=str)
+@pytest.mark.parametrize("member", [COMMAND_LINE, INFERENCE, PLANNER, SWEEP, TESTING], ids=str)
 def test_a_root_that_counts_as_one_entry_has_few_modules(member: Member) -> None:
     """Its ``__init__`` aside, as everywhere."""
     inside = [name for name in HOUSE.files if name.startswith(f"{member.package}.") and not is_command(name)]
@@ -115,12 +116,13 @@ def test_a_package_says_what_it_imports(name: str) -> None:
         (ENGINE, {KERNEL.package}),
         (INFERENCE, {KERNEL.package, ENGINE.package}),
         (PLANNER, {KERNEL.package}),
+        (SWEEP, {KERNEL.package}),
         (TESTING, {KERNEL.package, ENGINE.package}),
     ],
-    ids=["kernel", "engine", "inference", "planner", "testing"],
+    ids=["kernel", "engine", "inference", "planner", "sweep", "testing"],
 )
 def test_a_distribution_imports_those_below_it(member: Member, below: set[str]) -> None:
-    ours = {each.package for each in (KERNEL, ENGINE, INFERENCE, PLANNER, TESTING, COMMAND_LINE, *PLUGINS)}
+    ours = {each.package for each in (KERNEL, ENGINE, INFERENCE, PLANNER, SWEEP, TESTING, COMMAND_LINE, *PLUGINS)}
     for module, file in member.modules.items():
         found = {name.partition(".")[0] for name in imported_by(file)} & ours
         above = {COMMAND_LINE.package, ENGINE.package} if is_command(module) else set()  # a plan may ask the engine

@@ -16,6 +16,7 @@ from tests.support.checkout import (
     PLANNER,
     PLUGINS,
     ROOT,
+    SWEEP,
     TESTING,
     Member,
     read_project,
@@ -30,6 +31,7 @@ def test_kernel_engine_suites_and_command_line() -> None:
     assert (ENGINE.name, ENGINE.package) == ("megatron-run-engine", "megatron_run_engine")
     assert (INFERENCE.name, INFERENCE.package) == ("megatron-run-inference", "megatron_run_inference")
     assert (PLANNER.name, PLANNER.package) == ("megatron-run-planner", "megatron_run_planner")
+    assert (SWEEP.name, SWEEP.package) == ("megatron-run-sweep", "megatron_run_sweep")
     assert (TESTING.name, TESTING.package) == ("megatron-run-testing", "megatron_run_testing")
     assert (COMMAND_LINE.name, COMMAND_LINE.package) == ("megatron-run-cli", "megatron_run_cli")
     assert COMMAND_LINE.project["scripts"] == {"megatron-run": "megatron_run_cli.__main__:program"}
@@ -94,7 +96,7 @@ def test_members_ask_for_this_kernel(member: Member) -> None:
         return
     version = KERNEL.project["version"]
     major, minor, _ = (int(part) for part in version.split("."))
-    together = member in (ENGINE, INFERENCE, PLANNER, TESTING, COMMAND_LINE)
+    together = member in (ENGINE, INFERENCE, PLANNER, SWEEP, TESTING, COMMAND_LINE)
     versions = f"=={version}" if together else f">={major}.{minor},<{major}.{minor + 1}"
     asked = [line for line in member.project["dependencies"] if line.startswith("megatron-run-")]
     assert f"{KERNEL.name}{versions}" in asked

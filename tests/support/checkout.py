@@ -67,12 +67,12 @@ def read_project(folder: Path) -> dict[str, Any]:
     return project
 
 
-KERNEL, ENGINE, INFERENCE, PLANNER, TESTING = (
-    Member(ROOT / "core" / name) for name in ("kernel", "engine", "inference", "planner", "testing")
+KERNEL, ENGINE, INFERENCE, PLANNER, SWEEP, TESTING = (
+    Member(ROOT / "core" / name) for name in ("kernel", "engine", "inference", "planner", "sweep", "testing")
 )
 COMMAND_LINE = Member(ROOT / "cli")
 PLUGINS = tuple(Member(file.parent) for file in sorted(ROOT.glob("plugins/*/*/pyproject.toml")))
-MEMBERS = (KERNEL, ENGINE, INFERENCE, PLANNER, TESTING, COMMAND_LINE, *PLUGINS)
+MEMBERS = (KERNEL, ENGINE, INFERENCE, PLANNER, SWEEP, TESTING, COMMAND_LINE, *PLUGINS)
 
 
 def kept_files() -> list[Path]:

@@ -115,6 +115,7 @@ KNOWN_COMMANDS: Mapping[str, str] = MappingProxyType(
         "generate": "megatron-run-inference",
         "import": "megatron-run-engine",
         "plan": "megatron-run-planner",
+        "sweep": "megatron-run-sweep",
         # [[[end]]]
     }
 )
@@ -129,6 +130,7 @@ COMMAND_SUMMARIES: Mapping[str, str] = MappingProxyType(
         "generate": "Continue each PROMPT with a trained model, or answer them with --chat.",
         "import": "Write the model at SOURCE as the new FOLDER: config.yaml and a saved step from which a...",
         "plan": "Find the fastest way to run a model on given devices, or compare predictions with...",
+        "sweep": "Train a configuration with several values of some keys, and compare the runs.",
         # [[[end]]]
     }
 )
