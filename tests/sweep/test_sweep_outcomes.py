@@ -81,6 +81,18 @@ def test_a_run_whose_lock_is_held_runs(tmp_path: Path) -> None:
     assert outcomes(sweep_of("1"), tmp_path, LOSS)[0].state == "killed"
 
 
+def test_an_end_is_told_by_the_run_itself_or_else_by_the_sweep(tmp_path: Path) -> None:
+    """The commands of a Slurm array are started by no sweep."""
+    fill(tmp_path / run_name(0), {"state": "failed", "exit_code": 6, "message": "a guard"})
+    fill(tmp_path / run_name(1), {"state": "running", "exit_code": None, "message": ""})
+    sweep = Sweep(runs=(Run(values={}), Run(values={}, exit_code=4, message="killed by SIGKILL")))
+    found = outcomes(sweep, tmp_path, LOSS)
+    assert [(each.state, each.exit_code, each.message) for each in found] == [
+        ("failed", 6, "a guard"),
+        ("killed", 4, "killed by SIGKILL"),
+    ]
+
+
 @pytest.mark.parametrize(
     "line",
     [{"loss": "x"}, {"loss": True}, {"loss": None}, {"loss": float("nan")}, {"loss": 10**400}, {"extra": 3}, [1], "x"],

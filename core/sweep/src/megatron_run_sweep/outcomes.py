@@ -18,13 +18,15 @@ from typing import Any
 
 from megatron_run.errors import InputError
 from megatron_run.files.safe_folder import SafeFolder
-from megatron_run_sweep.record import Sweep, run_name
+from megatron_run_sweep.record import Run, Sweep, run_name
 
 #: The bytes that are read of the end of a file of lines.
 _TAIL = 1 << 16
 #: What a metric is read from: the word before its name -> the file of a run.
 FILES: Mapping[str, str] = {"eval": "eval.jsonl", "train": "metrics.jsonl"}
 _STATES = frozenset({"starting", "running", "finished", "stopped", "failed"})
+#: The characters that are kept of a run's last line.
+_LINE = 1000
 _STATUS, _LOCK = "status.json", ".lock"
 
 
@@ -85,8 +87,7 @@ def outcomes(sweep: Sweep, folder: Path, metric: Metric) -> list[Outcome]:
                 int(_number(status.get("step")) or 0),
                 values[-1] if values else None,
                 median(speeds) if speeds else None,
-                run.exit_code,
-                run.message,
+                *_end(status, run),
                 tuple(_named(lines[-1])) if lines else (),
             )
         )
@@ -119,6 +120,13 @@ def _state(status: Mapping[str, Any], exit_code: int | None, *, held: bool) -> s
     if state in ("starting", "running"):
         return "running" if held else "killed"
     return str(state)
+
+
+def _end(status: Mapping[str, Any], run: Run) -> tuple[int | None, str]:
+    """Exit code and line of the last end: those in the run's folder, which no sweep need have started, else ours."""
+    code, message = _number(status.get("exit_code")), status.get("message")
+    known = run.exit_code if code is None else int(code)
+    return known, message[:_LINE] if isinstance(message, str) and message else run.message
 
 
 def _counts(line: Mapping[str, Any]) -> bool:

@@ -187,9 +187,9 @@ def run_process(words: Sequence[str], output: BinaryIO, advice: str) -> int:
         raise
 
 
-def _end(process: subprocess.Popen[bytes], told: BaseException) -> None:
+def _end(process: subprocess.Popen[bytes], cause: BaseException) -> None:
     """Tell a run what this process was told, and wait for its end, also when this one is told again meanwhile."""
-    process.send_signal(signal.SIGINT if isinstance(told, KeyboardInterrupt) else signal.SIGTERM)
+    process.send_signal(signal.SIGINT if isinstance(cause, KeyboardInterrupt) else signal.SIGTERM)
     try:
         process.wait()
     except BaseException as again:
