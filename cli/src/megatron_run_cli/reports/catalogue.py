@@ -109,7 +109,7 @@ def _fetch(address: str) -> bytes:
     end = time.monotonic() + SECONDS
     pieces, size = [], 0
     try:
-        with _opener().open(address, timeout=PATIENCE) as answer:
+        with _opener().open(address, None, PATIENCE) as answer:
             while piece := answer.read1(1 << 16):
                 size += len(piece)
                 pieces.append(piece)
@@ -123,7 +123,7 @@ def _fetch(address: str) -> bytes:
 
 
 def _opener() -> OpenerDirector:
-    """What opens addresses of the two schemes alone: a redirection leads to no file, and to no other service."""
+    """An opener of addresses of the two schemes alone: a redirection leads to no file, and to no other service."""
     from urllib import request
 
     opener = request.OpenerDirector()
@@ -140,7 +140,7 @@ def _opener() -> OpenerDirector:
 
 
 def search(words: Sequence[str], published: Iterable[Published], installed: Iterable[ListedPlugin]) -> list[Match]:
-    """What has all ``words`` in its kind, name, distribution or summary, in lower or upper case; the installed last.
+    """All that has each of ``words`` in kind, name, distribution or summary, whatever their case; the installed last.
 
     What is installed and not published is found too.
     """
@@ -164,7 +164,7 @@ def _text(match: Match) -> str:
 
 
 def _summary(distribution: str) -> str:
-    """What the distribution says of itself, without an import."""
+    """The line that the distribution says of itself, without an import."""
     with suppress(PackageNotFoundError):
         return next(iter(metadata(distribution).get_all("Summary") or ()), "")
     return ""
