@@ -66,6 +66,7 @@ def test_the_end_of_a_long_file_is_enough(tmp_path: Path) -> None:
         ({"state": "stopped"}, 75, "stopped"),
         ({"state": "failed"}, 6, "failed"),
         ({"state": "nonsense"}, None, "waiting"),
+        ({"state": ["failed"]}, None, "waiting"),
     ],
 )
 def test_states(tmp_path: Path, status: dict[str, Any] | None, exit_code: int | None, state: str) -> None:

@@ -58,9 +58,12 @@ def test_of_a_sampler_the_metric_and_the_seed_are_part_of_the_sweep(tmp_path: Pa
             same_sweep(drawn.model_copy(update=change), tmp_path)
 
 
+TWO = json.dumps({"runs": [{"values": {"x.y": "1"}}, {"values": {"x.z": "1"}}]})
+
+
 @pytest.mark.parametrize(
     "content",
-    ["", "[1]", "{", "[" * 100_000, '{"v": 2}', json.dumps({"runs": [{"values": {}}] * 1001}), '{"nproc": "x"}'],
+    ["", "[1]", "{", "[" * 100_000, '{"v": 2}', json.dumps({"runs": [{"values": {}}] * 1001}), '{"nproc": "x"}', TWO],
 )
 def test_a_record_that_is_none_is_refused(tmp_path: Path, content: str) -> None:
     (tmp_path / RECORD).write_text(content)

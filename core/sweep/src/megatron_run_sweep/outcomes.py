@@ -115,11 +115,11 @@ def is_held(place: SafeFolder) -> bool:
 
 def _state(status: Mapping[str, Any], exit_code: int | None, *, held: bool) -> str:
     state = status.get("state")
-    if state not in _STATES:
+    if not isinstance(state, str) or state not in _STATES:
         return "running" if held else "failed" if exit_code else "waiting"
     if state in ("starting", "running"):
         return "running" if held else "killed"
-    return str(state)
+    return state
 
 
 def _end(status: Mapping[str, Any], run: Run) -> tuple[int | None, str]:

@@ -6,9 +6,9 @@ import errno
 from collections.abc import Mapping
 from pathlib import Path
 from shlex import join
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from megatron_run.errors import DataError, InputError
 from megatron_run.files.publishing import publishing_folder
@@ -47,6 +47,12 @@ class Sweep(BaseModel):
     metric: str = ""
     maximize: bool = False
     runs: tuple[Run, ...] = Field((), max_length=MAX_RUNS)
+
+    @model_validator(mode="after")
+    def _sweeps_the_same_keys(self) -> Self:
+        if len({frozenset(run.values) for run in self.runs}) > 1:
+            raise ValueError("its runs do not have the same keys")
+        return self
 
     @property
     def identity(self) -> Sweep:
