@@ -15,16 +15,10 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
 
-from tests.support.checkout import module_name
+from tests.support.checkout import COMMAND_LINE, UPON, module_name
 
 #: Import roots that count as one entry.
-WHOLE = (
-    "megatron_run_inference",
-    "megatron_run_planner",
-    "megatron_run_report",
-    "megatron_run_testing",
-    "megatron_run_cli",
-)
+WHOLE = tuple(each.package for each in (*UPON, COMMAND_LINE))
 Graph = Mapping[str, frozenset[str]]
 
 

@@ -35,6 +35,7 @@ ALLOWED: dict[str, set[str]] = {
     f"{SUITES}/data/elsewhere.py": {"environment", "sys"},
     f"{SUITES}/ranks.py": {"sys", "torch"},
     "cli/src/megatron_run_cli/__main__.py": {"sys"},
+    "core/sweep/src/megatron_run_sweep/child.py": {"signal"},
     "cli/src/megatron_run_cli/streams.py": {"sys"},
     "cli/src/megatron_run_cli/commands/plugins.py": {"environment"},
     "plugins/data/indexed/src/megatron_run_data_indexed/preparation/workers.py": {"environment", "signal"},

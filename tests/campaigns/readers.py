@@ -112,6 +112,31 @@ for _name, _change, _share in (
 reads("config.yaml of a run", RUN, "run/config.yaml", lambda path: find_source(path.parent), share=0.1)
 reads("latest", RUN, "run/checkpoints/latest", lambda path: find_source(path.parent), share=0.1)
 
+# Sweeps, and the catalogue of plugins.
+
+
+def _swept(path: Path) -> object:
+    from megatron_run_sweep.outcomes import outcomes, ranked, read_metric
+    from megatron_run_sweep.picture import drawing
+    from megatron_run_sweep.record import read_sweep
+
+    home = next(folder for folder in path.parents if folder.name == "sweep")
+    there = read_sweep(home)
+    found = ranked(outcomes(there, home, read_metric("loss")), maximize=False) if there else []
+    return found, drawing(found, "eval.loss", maximize=False)
+
+
+def _published(path: Path) -> object:
+    from megatron_run_cli.reports.catalogue import read_catalogue, search
+
+    return search(["a"], read_catalogue(str(path)), ())
+
+
+reads("sweep.json", RUN, "sweep/sweep.json", _swept, "json", share=1)
+reads("status.json in a sweep", RUN, "sweep/run-000/status.json", _swept, "json", share=0.5)
+reads("eval.jsonl in a sweep", RUN, "sweep/run-000/eval.jsonl", _swept, "lines", share=1)
+reads("a catalogue", CONFIG, "catalogue/plugins.json", _published, "json", share=1)
+
 # Saved steps.
 
 

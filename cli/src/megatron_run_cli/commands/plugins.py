@@ -24,6 +24,7 @@ from megatron_run.files.publishing import publishing_folder
 from megatron_run.registry.commands import next_words
 from megatron_run.registry.discover import KERNEL, Catalog, scan
 from megatron_run_cli.command_groups import Commands, example, is_own, obstacle
+from megatron_run_cli.commands.plugin_search import search
 from megatron_run_cli.completion import words as places
 from megatron_run_cli.grammar import json_option, run_options
 from megatron_run_cli.output import print_json, print_table, tell
@@ -40,7 +41,10 @@ _OFFERED = (*KINDS, COMMAND)
 
 @click.group(cls=Commands)
 def plugins() -> None:
-    """List, inspect, create and check plugins."""
+    """List, find, inspect, create and check plugins."""
+
+
+plugins.add_command(search)
 
 
 @plugins.command("list")

@@ -116,6 +116,7 @@ KNOWN_COMMANDS: Mapping[str, str] = MappingProxyType(
         "import": "megatron-run-engine",
         "plan": "megatron-run-planner",
         "report": "megatron-run-report",
+        "sweep": "megatron-run-sweep",
         # [[[end]]]
     }
 )
@@ -130,7 +131,6 @@ COMMAND_SUMMARIES: Mapping[str, str] = MappingProxyType(
         "generate": "Continue each PROMPT with a trained model, or answer them with --chat.",
         "import": "Write the model at SOURCE as the new FOLDER: config.yaml and a saved step from which a...",
         "plan": "Find the fastest way to run a model on given devices, or compare predictions with...",
-        "report": "Write one HTML file about a run or two: curves, memory, schedule, samples, events,...",
         # [[[end]]]
     }
 )
