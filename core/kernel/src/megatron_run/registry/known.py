@@ -131,6 +131,8 @@ COMMAND_SUMMARIES: Mapping[str, str] = MappingProxyType(
         "generate": "Continue each PROMPT with a trained model, or answer them with --chat.",
         "import": "Write the model at SOURCE as the new FOLDER: config.yaml and a saved step from which a...",
         "plan": "Find the fastest way to run a model on given devices, or compare predictions with...",
+        "report": "Write one HTML file about a run or two: curves, memory, schedule, samples, events,...",
+        "sweep": "Train a configuration with several values of some keys, and compare the runs.",
         # [[[end]]]
     }
 )
