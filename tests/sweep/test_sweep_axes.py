@@ -71,9 +71,9 @@ def test_the_grid_has_every_combination_once() -> None:
 
 
 def test_the_number_of_runs_is_bounded_before_any_is_made() -> None:
-    axes = read_axes([f"a.x{index}=1..1000,1000" for index in range(20)], ranges=False)
+    axes = read_axes([f"a.x{index}=1..1000,1000" for index in range(2)], ranges=False)
     with pytest.raises(InputError, match=f"a sweep has at most {MAX_RUNS:,}"):
-        grid(axes)  # 10^60 of them
+        grid(axes)
 
 
 def test_corners_have_each_value_without_their_product() -> None:

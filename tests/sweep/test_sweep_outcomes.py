@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import xml.etree.ElementTree as ET
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -119,6 +120,12 @@ def test_the_best_comes_first_and_those_without_a_number_last() -> None:
     found = [outcome(0, None), outcome(1, 3.0), outcome(2, 1.0), outcome(3, 2.0)]
     assert [each.metric for each in ranked(found, maximize=False)] == [1.0, 2.0, 3.0, None]
     assert [each.metric for each in ranked(found, maximize=True)] == [3.0, 2.0, 1.0, None]
+
+
+def test_a_run_that_failed_is_never_the_best() -> None:
+    found = [outcome(0, 2.0, x="1"), replace(outcome(1, 1.0, x="2"), state="failed"), outcome(2, 3.0, x="3")]
+    assert [each.run for each in ranked(found, maximize=False)] == ["run-000", "run-002", "run-001"]
+    assert len(points(drawing(found, "eval.loss", maximize=False))) == 2
 
 
 def test_a_metric_has_a_name() -> None:

@@ -49,6 +49,11 @@ class Outcome:
     #: The numbers that the last line has of which the metric is one.
     names: tuple[str, ...] = field(default=(), repr=False)
 
+    @property
+    def compared(self) -> float | None:
+        """The metric by which it is compared; None of a run that failed: its last number was before that."""
+        return None if self.state == "failed" else self.metric
+
 
 @dataclass(frozen=True)
 class Metric:
@@ -95,9 +100,9 @@ def outcomes(sweep: Sweep, folder: Path, metric: Metric) -> list[Outcome]:
 
 
 def ranked(found: Sequence[Outcome], *, maximize: bool) -> list[Outcome]:
-    """The best first; those without a number last, in the order of the runs."""
+    """The best first; those that failed or have no number last, in the order of the runs."""
     sign = -1.0 if maximize else 1.0
-    return sorted(found, key=lambda each: math.inf if each.metric is None else sign * each.metric)
+    return sorted(found, key=lambda each: math.inf if each.compared is None else sign * each.compared)
 
 
 def is_held(place: SafeFolder) -> bool:

@@ -18,8 +18,8 @@ _POINT, _BEST, _LINE = "#2563eb", "#dc2626", "#cbd5e1"
 
 
 def drawing(found: Sequence[Outcome], metric: str, *, maximize: bool) -> str:
-    """The runs of ``found`` that have a metric; a line joins those that differ on the panel's axis alone."""
-    shown = [each for each in found if each.metric is not None]
+    """The runs of ``found`` that are compared; a line joins those that differ on the panel's axis alone."""
+    shown = [each for each in found if each.compared is not None]
     keys = list(shown[0].values) if shown else []
     columns = min(max(len(keys), 1), _ROW)
     width, height = columns * _WIDTH, max(1, math.ceil(len(keys) / _ROW)) * _HEIGHT
@@ -116,8 +116,8 @@ def _as_number(text: str) -> float | None:
 
 
 def _metric(each: Outcome) -> float:
-    assert each.metric is not None, "only runs that have one are drawn"
-    return each.metric
+    assert each.compared is not None, "only runs that have one are drawn"
+    return each.compared
 
 
 def _text(x: float, y: float, text: str, anchor: str) -> str:

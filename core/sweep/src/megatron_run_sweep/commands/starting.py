@@ -138,7 +138,7 @@ class Started:
         """Add a run with values that a sampler draws by the earlier ones, and record it."""
         from megatron_run_sweep.sampler import draw
 
-        earlier = [(each.values, each.metric) for each in outcomes(self.sweep, self.home, metric)]
+        earlier = [(each.values, each.compared) for each in outcomes(self.sweep, self.home, metric)]
         values = draw(self.axes, self.sweep.seed, earlier, maximize=maximize)
         self._record(len(self.sweep.runs), Run(values=values))
 
