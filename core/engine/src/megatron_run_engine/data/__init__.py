@@ -38,7 +38,9 @@ if TYPE_CHECKING:
     from megatron_run_engine.data.tokenizer import files_of_tokenizer as files_of_tokenizer
     from megatron_run_engine.data.tokenizer import open_tokenizer as open_tokenizer
     from megatron_run_engine.data.tokenizer_base import Tokenizer as Tokenizer
+    from megatron_run_engine.data.tokenizer_files import TOKENIZER_FILES as TOKENIZER_FILES
     from megatron_run_engine.data.tokenizer_files import holds_tokenizer as holds_tokenizer
+    from megatron_run_engine.data.tokenizer_folder.folder_files import is_tokenizer_file as is_tokenizer_file
     from megatron_run_engine.data.tokenizer_folder.record import AUTO as AUTO
     from megatron_run_engine.data.tokenizer_training import train_tokenizer as train_tokenizer
 
@@ -61,7 +63,8 @@ __getattr__, __dir__, __all__ = lazy_names(
         "megatron_run_engine.data.tokenized_source": ("TokenizedSource",),
         "megatron_run_engine.data.tokenizer": ("files_of_tokenizer", "open_tokenizer"),
         "megatron_run_engine.data.tokenizer_base": ("Tokenizer",),
-        "megatron_run_engine.data.tokenizer_files": ("holds_tokenizer",),
+        "megatron_run_engine.data.tokenizer_files": ("TOKENIZER_FILES", "holds_tokenizer"),
+        "megatron_run_engine.data.tokenizer_folder.folder_files": ("is_tokenizer_file",),
         "megatron_run_engine.data.tokenizer_folder.record": ("AUTO",),
         "megatron_run_engine.data.tokenizer_training": ("train_tokenizer",),
     },

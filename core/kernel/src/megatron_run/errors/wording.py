@@ -57,20 +57,25 @@ def near_path(path: Path) -> str:
 
 #: NAME or ORGANISATION/NAME, as models of the Hugging Face Hub are called; the part before a slash.
 _HUB_NAME = re.compile(r"(?:([A-Za-z0-9][\w-]*)/)?[A-Za-z0-9][\w.-]*")
+#: How such a name is typed.
+_HUB = "hf:"
 
 
-def from_hub(path: Path) -> str:
-    """How to get the folder ``path``, which does not exist, if it may be a name on the Hub; else an empty string."""
+def from_hub(path: Path, *, ours: bool = False) -> str:
+    """What to type for ``path``, which does not exist, if it may be a name on the Hub; else an empty string.
+
+    ``ours``: saved steps are looked for, which the Hub has not. Some commands import a model by themselves.
+    """
     near = path
+    if ours and str(path).startswith(_HUB):
+        return f"import it first: megatron-run import {path} NEW, then name NEW"
     with suppress(OSError, ValueError):  # the current folder was removed; ``path`` lies elsewhere
         near = path.relative_to(Path.cwd())
     name = _HUB_NAME.fullmatch(str(near))
     if name is None or near.suffix[1:].isalpha() or (name[1] and (name[1] == "runs" or Path(name[1]).exists())):
         return ""
-    return (
-        f"nothing is downloaded here: if {near} is a model of the Hugging Face Hub, "
-        f"type: hf download {near} --local-dir {near} (of pip install huggingface_hub)"
-    )
+    how = " to finetune, generate or eval it, or megatron-run import {} NEW" if ours else ""
+    return f"if {near} is a model of the Hugging Face Hub, type {_HUB}{near}{how.format(f'{_HUB}{near}')}"
 
 
 def advice(*parts: str) -> str:

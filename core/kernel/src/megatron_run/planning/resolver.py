@@ -48,6 +48,7 @@ from megatron_run.planning.choosing import (
     with_options,
 )
 from megatron_run.planning.decided import apply_decided
+from megatron_run.planning.fetched import fetch_tokenizer
 from megatron_run.planning.plans import check_rates, layers_of, microbatch_counts, plan_run
 from megatron_run.planning.rank_grid import (
     ExpertSplit,
@@ -172,6 +173,7 @@ class _Resolver:
             merged, self._objects, catalog, self._findings, self._notices, plan_only=self._plan_only
         )
         merged = apply_decided(apply_suggestions(merged, chosen, self._notices), chosen)
+        merged = fetch_tokenizer(merged, self._findings, self._notices.append)
         self._notices += (*rule_notices(merged), *home_notices(merged, self._request))
         plugins = {}
         for kind, stack in chosen.items():

@@ -7,10 +7,17 @@ from functools import partial
 import click
 
 from megatron_run_cli.completion import words as places
+from megatron_run_cli.grammar import tokenizer_here
 
 INPUTS = click.argument("names", nargs=-1, required=True, metavar="INPUT...", shell_complete=places.any_path)
-TOKENIZER = "bytes, or a file or folder: tokenizer.json, vocab.json, vocab.txt, .model."
-tokenizer_option = partial(click.option, "--tokenizer", metavar="NAME", shell_complete=places.one_of_or_path("bytes"))
+TOKENIZER = "bytes, hf:ORG/NAME, or a file or folder: tokenizer.json, vocab.json, vocab.txt, .model."
+tokenizer_option = partial(
+    click.option,
+    "--tokenizer",
+    metavar="NAME",
+    callback=tokenizer_here,
+    shell_complete=places.one_of_or_path("bytes"),
+)
 FORM = click.option(
     "--format", "form", type=click.Choice(["jsonl", "text", "parquet"]), help="What INPUTs hold [default: by ending]."
 )

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from shlex import quote
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from megatron_run.errors import refuse_taken
 from megatron_run_cli.completion import words as places
-from megatron_run_cli.grammar import debug_option, json_option, naming, overwrite_option, workers_option
+from megatron_run_cli.grammar import debug_option, files_here, json_option, naming, overwrite_option, workers_option
 from megatron_run_cli.groups import Commands, example
 from megatron_run_cli.output import print_json, print_table, tell
 from megatron_run_cli.progress import progress_bar
@@ -24,6 +25,9 @@ from megatron_run_data_indexed.commands.data_inputs import (
     TOKENIZER,
     tokenizer_option,
 )
+
+if TYPE_CHECKING:
+    from megatron_run_data_indexed.preparation.inputs import Input
 
 _PATH = click.Path(path_type=Path)
 
@@ -39,6 +43,13 @@ class _DataCommand(click.Command):
 
 class _Data(Commands):
     command_class = _DataCommand
+
+
+def _inputs(names: tuple[str, ...], form: Any) -> tuple[list[Input], int]:
+    """The files of ``names`` and how many were left out; a dataset of another place is fetched first."""
+    from megatron_run_data_indexed.preparation.inputs import find_inputs, is_text
+
+    return find_inputs(files_here(names, partial(is_text, form=form)), form)
 
 
 @click.group(cls=_Data)
@@ -79,16 +90,16 @@ def prepare(  # noqa: PLR0913  # one argument an option
 ) -> None:
     """Tokenise INPUTs into the dataset PREFIX, which --plugin data=indexed trains on.
 
-    INPUT is a file, a folder or a pattern: JSON lines (.jsonl), text (.txt, .md), each also .gz or .zst, and .parquet.
+    INPUT is a file, a folder or a pattern: JSON lines (.jsonl), text (.txt, .md), each also .gz or .zst, and .parquet;
+    or a dataset of the Hugging Face Hub: hf:ORG/NAME[@REVISION], with /FILES for some of it.
     Killed at any moment, the same command goes on where it stopped.
     """
     from megatron_run_data_indexed.megatron_order import split_bounds
     from megatron_run_data_indexed.options import IndexedOptions
     from megatron_run_data_indexed.preparation import prepare as preparation
-    from megatron_run_data_indexed.preparation.inputs import find_inputs
     from megatron_run_data_indexed.preparation.records import Reading
 
-    inputs, left_out = find_inputs(names, form)
+    inputs, left_out = _inputs(names, form)
     if left_out:
         tell(f"{left_out} files of other endings are left out")
     reading = Reading(key, _unescaped(separator), malformed)
@@ -198,10 +209,9 @@ def clean(  # noqa: PLR0913  # one argument an option
     """
     from megatron_run_data_indexed.preparation import clean as cleaning
     from megatron_run_data_indexed.preparation.document_rules import Rules
-    from megatron_run_data_indexed.preparation.inputs import find_inputs
     from megatron_run_data_indexed.preparation.records import Reading
 
-    inputs, left_out = find_inputs(names, form)
+    inputs, left_out = _inputs(names, form)
     if left_out:
         tell(f"{left_out} files of other endings are left out")
     rules = Rules(min_tokens, max_tokens, frozenset(languages), shared, ngram, None if keep_duplicates else similarity)
@@ -211,7 +221,7 @@ def clean(  # noqa: PLR0913  # one argument an option
         tokenizer,
         rules,
         Reading(key, _unescaped(separator), malformed),
-        tuple(find_inputs(tests, form)[0]),
+        tuple(_inputs(tests, form)[0]),
         workers,
     )
     with progress_bar(job.size) as bar:
@@ -251,11 +261,10 @@ def train_tokenizer_(
     overwrite: bool,
 ) -> None:
     """Train a tokenizer on INPUTs, which `data prepare` describes, and write it as JSON."""
-    from megatron_run_data_indexed.preparation.inputs import find_inputs
     from megatron_run_data_indexed.preparation.records import Reading, texts
     from megatron_run_engine.data import train_tokenizer
 
-    inputs, _ = find_inputs(names, form)
+    inputs, _ = _inputs(names, form)
     refuse_taken(out, "--out", overwrite=overwrite, inputs=(each.path for each in inputs))
     size = train_tokenizer(texts(inputs, Reading(key, _unescaped(separator), "skip")), kind, vocab_size, out)
     click.echo(f"{out}: {kind}, {size:,} ids")
