@@ -151,28 +151,28 @@ def _cores(context: click.Context, _parameter: click.Parameter, workers: int | N
     return available_cores()
 
 
-def tokenizer_here(context: click.Context, _parameter: click.Parameter, word: str | None) -> str | None:
-    """The tokenizer ``word``; one of another place, as ``hf:ORG/NAME``, by its folder on this machine."""
-    if word is None or context.resilient_parsing:
-        return word
+def tokenizer_here(context: click.Context, _parameter: click.Parameter, name: str | None) -> str | None:
+    """The tokenizer ``name``; one of another place, as ``hf:ORG/NAME``, by its folder on this machine."""
+    if name is None or context.resilient_parsing:
+        return name
     from megatron_run.registry.fetching import fetch
 
     with naming({"": "--tokenizer"}):
-        found = fetch(word, "tokenizer", tell)
-    return word if found is None else str(found.folder)
+        found = fetch(name, "tokenizer", tell)
+    return name if found is None else str(found.folder)
 
 
-def files_here(words: Iterable[str], is_read: Callable[[str], bool]) -> list[str]:
-    """``words`` that name files, folders and patterns; a dataset of another place by its files on this machine.
+def files_here(names: Iterable[str], is_read: Callable[[str], bool]) -> list[str]:
+    """``names`` of files, folders and patterns; a dataset of another place by its files on this machine.
 
     ``is_read`` says of a file's name whether what is in such files can be read.
     """
     from megatron_run.registry.fetching import fetch
 
     found: list[str] = []
-    for word in words:
-        fetched = fetch(word, is_read, tell)
-        found += [word] if fetched is None else map(str, fetched.files)
+    for name in names:
+        fetched = fetch(name, is_read, tell)
+        found += [name] if fetched is None else map(str, fetched.files)
     return found
 
 

@@ -183,6 +183,15 @@ def test_a_server_that_fails_and_one_that_is_not_there_are_one_line(
     assert "secret" not in line
 
 
+def test_a_cache_that_cannot_be_written_is_one_line(hub: Hub, capsys: Output, monkeypatch: pytest.MonkeyPatch) -> None:
+    from huggingface_hub import constants
+
+    Path("file").write_text("in the place of the cache")
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(Path("file/hub").absolute()))
+    assert run("import hf:org/tiny imported") == ExitCode.DATA
+    assert "the cache cannot keep hf:org/tiny: Not a directory; set HF_HOME" in last_line(capsys)
+
+
 def test_without_its_library_a_name_says_what_to_install(
     hub: Hub, capsys: Output, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,4 +1,4 @@
-"""What an import tells of a source that is whole, and of which something will not do."""
+"""Notes of an import about a source that is whole, and of which something will not do."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is said of a saved step where its model is published: data, steps, losses, versions.
+"""The card of a saved step whose model is published: data, steps, losses, versions.
 
 Only numbers, and names from a list, are said: no path, no host, no user, no command, no variable of the environment. Of
 files it is their last names.

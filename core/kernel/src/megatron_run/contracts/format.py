@@ -94,7 +94,7 @@ class TranslatedScript(NamedTuple):
 
 
 class Fetched(NamedTuple):
-    """What a name stands for, on this machine: a ``folder``, and of a dataset the ``files`` in it that are read.
+    """A name's files on this machine: a ``folder``, and of a dataset the ``files`` in it that are read.
 
     ``name`` gives the same bytes on another day: it has the revision.
     """
@@ -105,7 +105,7 @@ class Fetched(NamedTuple):
 
 
 class Card(NamedTuple):
-    """What is said of a published model: Markdown without a title, and of which model it took the weights.
+    """The words about a published model: Markdown without a title, and of which model it took the weights.
 
     ``base`` is the path or name of that model as it was imported, empty where it is unknown or there was none.
     """

@@ -8,6 +8,7 @@ from contextlib import suppress
 from difflib import get_close_matches
 from math import isqrt
 from pathlib import Path
+from shlex import quote
 
 
 def printable(text: str) -> str:
@@ -61,20 +62,20 @@ _HUB_NAME = re.compile(r"(?:([A-Za-z0-9][\w-]*)/)?[A-Za-z0-9][\w.-]*")
 _HUB = "hf:"
 
 
-def from_hub(path: Path, *, ours: bool = False) -> str:
-    """What to type for ``path``, which does not exist, if it may be a name on the Hub; else an empty string.
+def from_hub(path: Path, *, saved_steps: bool = False) -> str:
+    """The words to type for ``path``, which does not exist, if it may be a name on the Hub; else an empty string.
 
-    ``ours``: saved steps are looked for, which the Hub has not. Some commands import a model by themselves.
+    ``saved_steps``: those are looked for, which the Hub has not. Some commands import a model by themselves.
     """
     near = path
-    if ours and str(path).startswith(_HUB):
-        return f"import it first: megatron-run import {path} NEW, then name NEW"
     with suppress(OSError, ValueError):  # the current folder was removed; ``path`` lies elsewhere
         near = path.relative_to(Path.cwd())
+    if saved_steps and str(near).startswith(_HUB):
+        return f"import it first: megatron-run import {quote(str(near))} NEW, then name NEW"
     name = _HUB_NAME.fullmatch(str(near))
     if name is None or near.suffix[1:].isalpha() or (name[1] and (name[1] == "runs" or Path(name[1]).exists())):
         return ""
-    how = " to finetune, generate or eval it, or megatron-run import {} NEW" if ours else ""
+    how = " to finetune, generate or eval it, or megatron-run import {} NEW" if saved_steps else ""
     return f"if {near} is a model of the Hugging Face Hub, type {_HUB}{near}{how.format(f'{_HUB}{near}')}"
 
 

@@ -91,7 +91,7 @@ class ChosenFormat:
             return self.made.translate_script(script)
 
     def fetch(self, name: str, wanted: Wanted, tell: Callable[[str], None], before: Path | None = None) -> Fetched:
-        """What is ``wanted`` of ``name``, on this machine."""
+        """Fetch what is ``wanted`` of ``name``."""
         with self._named("fetch"):
             return self.made.fetch(name, wanted, tell, before)
 

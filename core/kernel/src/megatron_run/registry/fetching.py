@@ -1,7 +1,7 @@
-"""A word that names a model, tokenizer or dataset of another place, as ``hf:ORG/NAME``: from there to this machine.
+"""Names of a model, tokenizer or dataset of another place, as ``hf:ORG/NAME``: from there to this machine.
 
-Which words those are, a format says: it has the scheme before the colon. Whoever takes a folder from a user asks
-:func:`fetch` or :func:`local_folder` once, where the word is typed, and hands on the folder on this machine: so what is
+Which names those are, a format says: it has the scheme before the colon. Whoever takes a folder from a user asks
+:func:`fetch` or :func:`local_folder` once, where the name is typed, and hands on the folder on this machine: so what is
 read is read as any other folder, and what somebody else has written into a file fetches nothing.
 """
 
@@ -17,7 +17,7 @@ from megatron_run.registry.choose_format import installed_formats
 from megatron_run.registry.discover import scan
 from megatron_run.registry.known import known_providers
 
-_WORD = re.compile(r"([a-z][a-z0-9]*):(.+)")
+_NAME = re.compile(r"([a-z][a-z0-9]*):(.+)")
 
 
 def _silent(_line: str) -> None:
@@ -25,13 +25,13 @@ def _silent(_line: str) -> None:
 
 
 def fetch(
-    word: str, wanted: Wanted, tell: Callable[[str], None] = _silent, before: Path | None = None
+    typed: str, wanted: Wanted, tell: Callable[[str], None] = _silent, before: Path | None = None
 ) -> Fetched | None:
-    """What is ``wanted`` of ``word``, on this machine; None where it is a path. See :meth:`Format.fetch`.
+    """Fetch what is ``wanted`` of the name that is ``typed``; None where that is a path. See :meth:`Format.fetch`.
 
     Raises :class:`~megatron_run.errors.RunError`, also where no installed format knows the scheme and one would.
     """
-    named = _WORD.fullmatch(word)
+    named = _NAME.fullmatch(typed)
     if named is None:
         return None
     scheme, name = named.groups()
@@ -41,9 +41,9 @@ def fetch(
         if each.made.scheme == scheme:
             return each.fetch(name, wanted, tell, before)
     absent = [known for known in known_providers(FETCH) if not catalog.offering(known.kind, known.name)]
-    if absent and not Path(word).exists():
+    if absent and not Path(typed).exists():
         fix = f"type: {' or '.join(dict.fromkeys(each.how_to_get for each in absent))}"
-        raise PluginError(f"{word} is not fetched", why=f"no installed format knows {scheme}:", fix=fix)
+        raise PluginError(f"{typed} is not fetched", why=f"no installed format knows {scheme}:", fix=fix)
     return None
 
 

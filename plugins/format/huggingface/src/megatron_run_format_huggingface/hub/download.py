@@ -23,7 +23,7 @@ def fetch(name: str, what: Wanted, tell: Tell, before: Path | None = None) -> Fe
     ``failures`` has.
     """
     asked = parse(name, DATASET if callable(what) else MODEL)
-    with failures.told(asked):
+    with failures.in_one_line(asked):
         snapshot = _snapshot(asked, asked.revision or _revision(asked, before), [])  # what there is, and no file
         taken = asked._replace(revision=snapshot.name)
         sizes = _listed(taken, snapshot)

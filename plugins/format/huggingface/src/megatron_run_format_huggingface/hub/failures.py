@@ -1,4 +1,4 @@
-"""What can go wrong with the Hub, each in one line with what to type."""
+"""Failures of the Hub, each in one line with what to type."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _UNKNOWN, _FORBIDDEN = 401, 403
 
 
 @contextmanager
-def told(asked: HubName) -> Iterator[None]:
+def in_one_line(asked: HubName) -> Iterator[None]:
     """Within: what the library raises about ``asked`` becomes a :class:`RunError` of one line; it tells nothing itself.
 
-    No message of the library's is passed on: it has addresses in it. A failure of the disk passes as it is.
+    No message of the library's is passed on: it has addresses in it.
     """
     try:
         with _quiet():
@@ -80,7 +80,7 @@ def bars(*, shown: bool) -> Iterator[None]:
 
 
 def _of_library(asked: HubName, cause: Exception) -> RunError | None:
-    """What the Hub has answered, or the cache lacks."""
+    """The error for what the Hub has answered, or the cache lacks."""
     from huggingface_hub import errors, get_token
 
     where = f"{'datasets/' if asked.kind == DATASET else ''}{asked.repository} at {host()}"
@@ -116,20 +116,24 @@ def _of_library(asked: HubName, cause: Exception) -> RunError | None:
 
 
 def _causes(error: BaseException) -> Iterator[Exception]:
-    """What ``error`` says that it was caused by, the nearest first."""
+    """The causes of ``error``, the nearest first."""
     while isinstance(error.__cause__, Exception):
         error = error.__cause__
         yield error
 
 
 def _of_connection(asked: HubName, cause: Exception) -> RunError | None:
-    """A connection that broke off; the library of HTTP is one of two, whose names differ."""
-    if isinstance(cause, OSError) and cause.errno is not None:
-        return None  # of the disk
+    """The error for a connection that broke off, and for a cache that cannot be written.
+
+    The library of HTTP is one of two, whose names differ.
+    """
+    if isinstance(cause, OSError) and cause.errno is not None and not isinstance(cause, ConnectionError):
+        fix = "set HF_HOME to a folder that you can write, with room"
+        return DataError(f"the cache cannot keep {asked}", why=cause.strerror or str(cause), fix=fix)
     of_http = type(cause).__module__.partition(".")[0].startswith(("httpx", "httpcore"))
     if of_http or isinstance(cause, OSError) or type(cause).__name__ == "XetDownloadError":
         fix = "type it again: the files that came whole are there"
-        return DataError(f"{asked} broke off", why=f"{host()} did not send all of it", fix=fix)
+        return DataError(f"{asked} broke off", why=f"the connection to {host()} did not hold", fix=fix)
     return None
 
 

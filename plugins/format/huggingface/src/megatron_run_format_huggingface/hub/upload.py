@@ -25,7 +25,7 @@ class HubRepository(Publisher):
         self._name, self._library = parse(name, MODEL), library
         if self._name.revision:
             raise InputError(f"{name} has a revision", why="what is pushed becomes a new one", fix="type ORG/NAME")
-        with failures.told(self._name):
+        with failures.in_one_line(self._name):
             from huggingface_hub import get_token
 
             if get_token() is None:
@@ -45,7 +45,7 @@ class HubRepository(Publisher):
     def send(self, folder: Path) -> str:
         """Send ``folder`` in one commit; a repository that is new is private. Raises a RunError for each failure."""
         try:
-            with failures.told(self._name):
+            with failures.in_one_line(self._name):
                 return self._send(folder)
         except RunError as error:
             again = f"hf upload {self._name.repository} {quote(str(folder))}"
