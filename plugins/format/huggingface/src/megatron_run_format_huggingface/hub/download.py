@@ -66,6 +66,8 @@ def _listed(taken: HubName, snapshot: Path) -> Mapping[str, int]:
         return {each.path: each.size for each in listed}
     except CachedRepoTreeNotFoundError:
         paths = [Path(folder, name) for folder, _, files in os.walk(snapshot) for name in files]
+        if not paths:  # the library goes on without a list that it could not write
+            raise failures.no_room(taken) from None
         return {path.relative_to(snapshot).as_posix(): path.stat().st_size for path in paths if path.is_file()}
 
 

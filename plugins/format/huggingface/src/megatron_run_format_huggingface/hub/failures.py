@@ -128,13 +128,18 @@ def _of_connection(asked: HubName, cause: Exception) -> RunError | None:
     The library of HTTP is one of two, whose names differ.
     """
     if isinstance(cause, OSError) and cause.errno is not None and not isinstance(cause, ConnectionError):
-        fix = "set HF_HOME to a folder that you can write, with room"
-        return DataError(f"the cache cannot keep {asked}", why=cause.strerror or str(cause), fix=fix)
+        return no_room(asked, cause.strerror or str(cause))
     of_http = type(cause).__module__.partition(".")[0].startswith(("httpx", "httpcore"))
     if of_http or isinstance(cause, OSError) or type(cause).__name__ == "XetDownloadError":
         fix = "type it again: the files that came whole are there"
         return DataError(f"{asked} broke off", why=f"the connection to {host()} did not hold", fix=fix)
     return None
+
+
+def no_room(asked: HubName, why: str = "") -> RunError:
+    """The error for a cache that cannot be written."""
+    fix = "set HF_HOME to a folder that you can write, with room"
+    return DataError(f"the cache cannot keep {asked}", why=why, fix=fix)
 
 
 def host() -> str:
