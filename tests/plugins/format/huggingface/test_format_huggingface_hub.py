@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from socket import gethostname
+from unittest import mock
 
 import pytest
 import torch
@@ -181,6 +182,32 @@ def test_a_server_that_fails_and_one_that_is_not_there_are_one_line(
     line = last_line(capsys)
     assert "hf:org/tiny is not in the cache, or not all that is read of it: 127.0.0.1:9 cannot be reached; try" in line
     assert "secret" not in line
+
+
+def test_a_cache_of_an_older_library_has_no_list_and_serves_as_far_as_it_goes(
+    hub: Hub, capsys: Output, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """As ``from_pretrained`` has left it: blobs, refs and snapshots of links."""
+    import huggingface_hub
+    from huggingface_hub import constants, errors
+
+    assert run("import hf:org/tiny imported") == 0
+    repository = tmp_path / "home" / "hub" / "models--org--tiny"
+    for each in repository.iterdir():
+        if each.name not in ("blobs", "refs", "snapshots"):
+            shutil.rmtree(each)
+    listing = mock.Mock(side_effect=errors.CachedRepoTreeNotFoundError)  # the library remembers what it has read
+    monkeypatch.setattr(huggingface_hub, "get_cached_repo_tree", listing)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert run("import hf:org/tiny again") == 0
+    (weights,) = repository.glob("snapshots/*/model.safetensors")
+    assert weights.is_symlink()
+    weights.unlink()
+    capsys.readouterr()
+    assert run("import hf:org/tiny third") == ExitCode.DATA
+    line = last_line(capsys)
+    assert "is not in the cache, or not all that is read of it: 127.0.0.1:" in line
+    assert "hf:org/tiny has no model.safetensors" in line
 
 
 def test_a_cache_that_cannot_be_written_is_one_line(hub: Hub, capsys: Output, monkeypatch: pytest.MonkeyPatch) -> None:

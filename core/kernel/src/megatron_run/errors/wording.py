@@ -58,8 +58,8 @@ def near_path(path: Path) -> str:
 
 #: NAME or ORGANISATION/NAME, as models of the Hugging Face Hub are called; the part before a slash.
 _HUB_NAME = re.compile(r"(?:([A-Za-z0-9][\w-]*)/)?[A-Za-z0-9][\w.-]*")
-#: How such a name is typed.
-_HUB = "hf:"
+#: The most characters of one, and how it is typed.
+_LONGEST_HUB_NAME, _HUB = 96, "hf:"
 
 
 def from_hub(path: Path, *, saved_steps: bool = False) -> str:
@@ -72,7 +72,7 @@ def from_hub(path: Path, *, saved_steps: bool = False) -> str:
         near = path.relative_to(Path.cwd())
     if saved_steps and str(near).startswith(_HUB):
         return f"import it first: megatron-run import {quote(str(near))} NEW, then name NEW"
-    name = _HUB_NAME.fullmatch(str(near))
+    name = _HUB_NAME.fullmatch(str(near)) if len(str(near)) <= _LONGEST_HUB_NAME else None
     if name is None or near.suffix[1:].isalpha() or (name[1] and (name[1] == "runs" or Path(name[1]).exists())):
         return ""
     how = " to finetune, generate or eval it, or megatron-run import {} NEW" if saved_steps else ""

@@ -26,12 +26,15 @@ def fetch(name: str, what: Wanted, tell: Tell, before: Path | None = None) -> Fe
     with failures.in_one_line(asked):
         snapshot = _snapshot(asked, asked.revision or _revision(asked, before), [])  # what there is, and no file
         taken = asked._replace(revision=snapshot.name)
-        sizes = _listed(taken, snapshot)
-        names = wanted.own(sizes)
-        if callable(what):
-            chosen = wanted.of_dataset(asked, names, what, tell)
+        sizes = _listed(taken)
+        if sizes is None:
+            sizes = _sizes(snapshot)
+            if not sizes:  # the library goes on without a list that it could not write
+                raise failures.no_room(taken)
+            with failures.of_cache(taken):
+                chosen = _chosen(asked, sizes, what, tell)
         else:
-            chosen = (wanted.of_model if what == "model" else wanted.of_tokenizer)(asked, names)
+            chosen = _chosen(asked, sizes, what, tell)
         _get(taken, snapshot, chosen, sizes, tell)
         if what == "model" and CONFIG in chosen:
             _get(taken, snapshot, file_names(snapshot, sizes), sizes, tell)
@@ -56,8 +59,22 @@ def _snapshot(asked: HubName, revision: str | None, names: Sequence[str]) -> Pat
     return Path(found)
 
 
-def _listed(taken: HubName, snapshot: Path) -> Mapping[str, int]:
-    """The files of a repository at a commit with their sizes; those of the cache where its library kept no list."""
+def _chosen(asked: HubName, sizes: Mapping[str, int], what: Wanted, tell: Tell) -> list[str]:
+    """The files to have, but for a model's weights."""
+    names = wanted.own(sizes)
+    if callable(what):
+        return wanted.of_dataset(asked, names, what, tell)
+    return (wanted.of_model if what == "model" else wanted.of_tokenizer)(asked, names)
+
+
+def _sizes(snapshot: Path) -> Mapping[str, int]:
+    """The files in ``snapshot`` with their sizes."""
+    paths = (Path(folder, name) for folder, _, files in os.walk(snapshot) for name in files)
+    return {path.relative_to(snapshot).as_posix(): path.stat().st_size for path in paths if path.is_file()}
+
+
+def _listed(taken: HubName) -> Mapping[str, int] | None:
+    """The files of a repository at a commit with their sizes; None where the library has no list in its cache."""
     from huggingface_hub import get_cached_repo_tree
     from huggingface_hub.errors import CachedRepoTreeNotFoundError
 
@@ -65,10 +82,7 @@ def _listed(taken: HubName, snapshot: Path) -> Mapping[str, int]:
         listed = get_cached_repo_tree(taken.repository, repo_type=taken.kind, revision=taken.revision)
         return {each.path: each.size for each in listed}
     except CachedRepoTreeNotFoundError:
-        paths = [Path(folder, name) for folder, _, files in os.walk(snapshot) for name in files]
-        if not paths:  # the library goes on without a list that it could not write
-            raise failures.no_room(taken) from None
-        return {path.relative_to(snapshot).as_posix(): path.stat().st_size for path in paths if path.is_file()}
+        return None
 
 
 def _get(taken: HubName, snapshot: Path, names: Collection[str], sizes: Mapping[str, int], tell: Tell) -> None:

@@ -15,6 +15,7 @@ from megatron_run_format_huggingface.hub.names import DATASET, HubName
 LOGIN = "type hf auth login, or set HF_TOKEN"
 #: Statuses of who is not known, and of who may not.
 _UNKNOWN, _FORBIDDEN = 401, 403
+_ABSENT = "{} is not in the cache, or not all that is read of it"
 
 
 @contextmanager
@@ -101,7 +102,7 @@ def _of_library(asked: HubName, cause: Exception) -> RunError | None:
             chain = [*_causes(cause)]
             if answered := next((each for each in chain if isinstance(each, errors.HfHubHTTPError)), None):
                 return _of_library(asked, answered)
-            what = f"{asked} is not in the cache, or not all that is read of it"
+            what = _ABSENT.format(asked)
             off = any(isinstance(each, errors.OfflineModeIsEnabled) for each in chain)
             why = "HF_HUB_OFFLINE is set" if off else f"{host()} cannot be reached"
             again = "unset it" if off else "try again with a network"
@@ -134,6 +135,16 @@ def _of_connection(asked: HubName, cause: Exception) -> RunError | None:
         fix = "type it again: the files that came whole are there"
         return DataError(f"{asked} broke off", why=f"the connection to {host()} did not hold", fix=fix)
     return None
+
+
+@contextmanager
+def of_cache(asked: HubName) -> Iterator[None]:
+    """Within: what a repository seems to lack, it may lack in the cache alone, whose library kept no list of it."""
+    try:
+        yield
+    except DataError as error:
+        why = f"{host()} was not asked, and {error}"
+        raise DataError(_ABSENT.format(asked), why=why, fix="try again with a network") from error
 
 
 def no_room(asked: HubName, why: str = "") -> RunError:
