@@ -24,6 +24,7 @@ from megatron_run_engine.data import open_tokenizer
 from megatron_run_format_huggingface.hub import wanted
 from megatron_run_format_huggingface.hub.names import HubName, at_home
 from tests.cli.test_cli_finetune import write_words
+from tests.plugins.optional_library import check_import
 from tests.support.forked import forked_command
 from tests.support.hub_server import Hub, serving
 
@@ -375,6 +376,10 @@ def test_a_dataset_is_prepared_from_its_name(hub: Hub, tmp_path: Path, capsys: O
 
 def test_a_file_outside_of_its_repository_is_not_asked_for() -> None:
     assert wanted.own(["a/../../b", "../b", "/b", "", "./b", "a/b", "b"]) == ["a/b", "b"]
+
+
+def test_who_uses_no_name_imports_no_library_of_the_hub(tmp_path: Path) -> None:
+    check_import("megatron_run_format_huggingface", "huggingface_hub", tmp_path)
 
 
 def test_a_word_without_a_known_scheme_is_a_path() -> None:
