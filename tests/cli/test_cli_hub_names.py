@@ -1,4 +1,4 @@
-"""A name of the Hugging Face Hub in the place of a folder: nothing is downloaded, and how to get it is said."""
+"""A bare name in the place of a folder: nothing is fetched, and how a model of the Hub is typed is said."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_run.errors import ExitCode
 from megatron_run.errors.wording import from_hub
 from megatron_run_cli.main import main
 
@@ -24,7 +25,7 @@ TAKEN = {
 
 @pytest.mark.parametrize("words", TAKEN.values(), ids=TAKEN)
 @pytest.mark.parametrize("name", ["gpt2", "openai-community/gpt2", "Qwen/Qwen2.5-0.5B"])
-def test_a_name_of_the_hub_is_answered_with_the_command_that_gets_it(
+def test_a_bare_name_is_answered_with_how_it_is_typed(
     words: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -32,8 +33,7 @@ def test_a_name_of_the_hub_is_answered_with_the_command_that_gets_it(
     assert main(words.format(name).split()) != 0
     (line,) = capsys.readouterr().err.splitlines()[-1:]
     assert line.startswith("megatron-run: ")
-    assert "nothing is downloaded" in line
-    assert f"type: hf download {name} --local-dir {name} (of pip install huggingface_hub)" in line
+    assert f"if {name} is a model of the Hugging Face Hub, type hf:{name}" in line
 
 
 @pytest.mark.parametrize(
@@ -54,4 +54,13 @@ def test_a_current_folder_that_was_removed_is_no_fault_of_the_message(
     folder.mkdir()
     monkeypatch.chdir(folder)
     folder.rmdir()
-    assert "hf download gpt2 " in from_hub(Path("gpt2"))
+    assert "type hf:gpt2" in from_hub(Path("gpt2"))
+
+
+@pytest.mark.parametrize("words", [TAKEN["export"], TAKEN["init_from"]])
+def test_what_wants_a_saved_step_says_how_a_model_of_the_hub_becomes_one(
+    words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(words.format("hf:org/tiny").split()) == ExitCode.DATA
+    assert "import it first: megatron-run import hf:org/tiny NEW, then name NEW" in capsys.readouterr().err

@@ -13,7 +13,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron_run.contracts import Adapters, AdapterWeights, ForeignAdapters, Format, TranslatedScript, Weights
+from megatron_run.contracts import (
+    Adapters,
+    AdapterWeights,
+    Fetched,
+    ForeignAdapters,
+    Format,
+    TranslatedScript,
+    Wanted,
+    Weights,
+)
 from megatron_run.errors import CheckpointError, InputError
 from megatron_run_testing.format import format_checks
 from tests.contracts.conformance import failures
@@ -152,6 +161,18 @@ class Additions(Format):
         return self._answer
 
 
+class Fetching(Text):
+    """Takes names of another place."""
+
+    def __init__(self, scheme: str, refusal: Exception | None) -> None:
+        self.scheme, self._refusal = scheme, refusal
+
+    def fetch(self, name: str, wanted: Wanted, tell: Callable[[str], None], before: Path | None = None) -> Fetched:
+        if self._refusal is not None:
+            raise self._refusal
+        return Fetched(Path("/"), name)
+
+
 class Either(Additions, Text):
     recognises = Text.recognises
 
@@ -201,6 +222,17 @@ def test_adapters_are_refused_where_there_are_none_and_read_by_a_format_of_their
     found = broken(Additions(ForeignAdapters("", lambda _: AdapterWeights(Adapters("", "a", "b", 1, 1.0), {}))), ONLY)
     assert "gave ForeignAdapters" in found["a folder without adapters is refused with a reason"]
     assert "provides 'import' and 'adapters'" in broken(Either(CheckpointError("no")), {*BOTH, *ONLY})[IMPLEMENTS]
+
+
+def test_names_have_a_scheme_and_are_refused_by_their_form() -> None:
+    fetches, refusal = {*BOTH, "fetch"}, InputError("no name")
+    assert broken(Fetching("there", refusal), fetches) == {}
+    assert "scheme is ''" in broken(Fetching("", refusal), fetches)[IMPLEMENTS]
+    assert "scheme is 'there:'" in broken(Fetching("there:", refusal), fetches)[IMPLEMENTS]
+    assert (
+        "gave Fetched"
+        in broken(Fetching("there", None), fetches)["a name that leads elsewhere is refused with a reason"]
+    )
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import reduce, wraps
 from pathlib import Path
@@ -22,6 +22,7 @@ from megatron_run.errors.wording import did_you_mean, near_path
 from megatron_run_cli import RANK_VARIABLES
 from megatron_run_cli.command_groups import DefaultGroup
 from megatron_run_cli.completion import words
+from megatron_run_cli.output import tell
 from megatron_run_cli.termination import ending_in_order
 
 _CONFIG_ENDINGS = (".yaml", ".yml", ".json")
@@ -170,6 +171,31 @@ def _cores(context: click.Context, _parameter: click.Parameter, workers: int | N
     from megatron_run_engine.host.rank_environment import available_cores
 
     return available_cores()
+
+
+def tokenizer_here(context: click.Context, _parameter: click.Parameter, name: str | None) -> str | None:
+    """The tokenizer ``name``; one of another place, as ``hf:ORG/NAME``, by its folder on this machine."""
+    if name is None or context.resilient_parsing:
+        return name
+    from megatron_run.registry.fetching import fetch
+
+    with naming({"": "--tokenizer"}):
+        found = fetch(name, "tokenizer", tell)
+    return name if found is None else str(found.folder)
+
+
+def files_here(names: Iterable[str], is_read: Callable[[str], bool]) -> list[str]:
+    """``names`` of files, folders and patterns; a dataset of another place by its files on this machine.
+
+    ``is_read`` says of a file's name whether what is in such files can be read.
+    """
+    from megatron_run.registry.fetching import fetch
+
+    found: list[str] = []
+    for name in names:
+        fetched = fetch(name, is_read, tell)
+        found += [name] if fetched is None else map(str, fetched.files)
+    return found
 
 
 workers_option = click.option(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -166,6 +167,7 @@ def _finetune(  # one argument an option: so click calls it
     from megatron_run.config.values import nested
     from megatron_run.planning import check_keys
     from megatron_run.registry.discover import plain_name
+    from megatron_run.registry.fetching import local_folder
     from megatron_run_engine.checkpoint.step_folder import find_step
     from megatron_run_engine.data.tokenizer_folder.record import TOKENIZER
 
@@ -176,7 +178,7 @@ def _finetune(  # one argument an option: so click calls it
     _check_data(
         data, texts=not (task or configs or any(setting.startswith(("data=", "data.use=")) for setting in settings))
     )
-    checkpoints, step = find_step(_saved_steps(folder))
+    checkpoints, step = find_step(_saved_steps(local_folder(folder, tell), folder))
     about, home = checkpoints.manifest(step).about, checkpoints.path.parent
     identity = about.identity
     model = nested(identity).get("model", {})
@@ -261,8 +263,11 @@ def _check_finetuning(data: tuple[str, ...], task: str | None, seeds: int, setti
         raise InputError("--seeds repeats a task", fix="add --task, as --task mnli")
 
 
-def _saved_steps(folder: Path) -> Path:
-    """``folder`` if it has saved steps, else its model imported into ``runs``, once for the files that it has."""
+def _saved_steps(folder: Path, typed: Path) -> Path:
+    """``folder`` if it has saved steps, else its model imported into ``runs``, once for the files that it has.
+
+    The import is called as the user has ``typed`` it: a fetched folder may be called by a commit.
+    """
     from megatron_run_engine.checkpoint.step_folder import LATEST_STEP, find_step
     from megatron_run_engine.formats.convert import import_model
     from megatron_run_engine.host.environments import find_world
@@ -274,26 +279,27 @@ def _saved_steps(folder: Path) -> Path:
             raise
     files = sorted((file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in folder.iterdir())
     source = folder.resolve()
-    name = f"{source.name}-{hashlib.sha256(repr((str(source), files)).encode()).hexdigest()[:8]}"
+    called = source.name if typed == folder else re.split("[/:]", str(typed))[-1].partition("@")[0]
+    name = f"{called}-{hashlib.sha256(repr((str(source), files)).encode()).hexdigest()[:8]}"
     target = Path("runs", "imported", name)
     if not (target / "checkpoints" / LATEST_STEP).is_file():
         if find_world(os.environ) is not None:
             raise InputError(
                 f"{folder} is not imported",
                 why="each rank would",
-                fix=f"megatron-run import {quote(str(folder))} NEW, then NEW",
+                fix=f"megatron-run import {quote(str(typed))} NEW, then NEW",
             )
         done = import_model(folder, target)
         for note in done.notes:
             tell(note)
-        tell(f"imported {done.parameters:,} parameters from {folder}: {target}")
+        tell(f"imported {done.parameters:,} parameters from {typed}: {target}")
     return target
 
 
 finetune = click.Command(
     "finetune",
     callback=_finetune,
-    epilog=example("finetune gpt2 --data 'texts/*.txt'"),
+    epilog=example("finetune hf:openai-community/gpt2 --data 'texts/*.txt'"),
     params=[
         click.Argument(["folder"], type=click.Path(path_type=Path)),
         click.Option(
@@ -319,7 +325,7 @@ finetune = click.Command(
         ),
         *train.params,
     ],
-    help="Train the model in FOLDER further, on other text.\n\nFOLDER is of another program, as of Hugging Face, and "
-    "is imported into runs/imported; or it is an imported folder, a run folder or a saved step, with its tokenizer. "
-    "CONFIG and the options are those of a training.",
+    help="Train the model in FOLDER further, on other text.\n\nFOLDER is of another program, as of Hugging Face, or "
+    "hf:ORG/NAME[@REVISION] of its Hub, and is imported into runs/imported; or it is an imported folder, a run folder "
+    "or a saved step, with its tokenizer. CONFIG and the options are those of a training.",
 )

@@ -14,6 +14,7 @@ import torch
 
 from megatron_run.config.request import Request
 from megatron_run.errors import DataError, InputError
+from megatron_run.registry.fetching import local_folder
 from megatron_run_engine.data.chat_template.of_source import is_silent
 from megatron_run_engine.data.chat_template.prompt import ChatPrompts
 from megatron_run_engine.data.contents import contents_hash
@@ -48,6 +49,8 @@ def load(
 ) -> LoadedModel:
     """Load a model in this process: of a run folder, a saved step, an imported folder, or one of another program.
 
+    That may be elsewhere, as ``hf:ORG/NAME`` of the Hugging Face Hub.
+
     None is the latest run; ``step`` is one of its steps, by default the newest. ``device`` is ``auto``, ``cpu`` or
     ``cuda``. ``sets`` change configuration keys, as ``{"train.precision": "bf16"}``. What an import of the folder would
     note is given as warnings. In a program that torchrun or srun
@@ -55,7 +58,7 @@ def load(
     :class:`~megatron_run.errors.RunError`.
     """
     world = find_world(os.environ)
-    source = find_source(None if path is None else Path(path).expanduser(), step)
+    source = find_source(None if path is None else local_folder(Path(path)).expanduser(), step)
     for note in source.notes:
         warnings.warn(note, stacklevel=2)
     words = () if isinstance(sets, Mapping) else tuple(sets)

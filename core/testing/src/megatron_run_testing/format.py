@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -17,6 +18,7 @@ from megatron_run.config.values import nested
 from megatron_run.contracts.format import (
     ADAPTERS,
     EXPORT,
+    FETCH,
     FORMAT_ABILITIES,
     IMPORT,
     LAUNCH_SCRIPT,
@@ -45,6 +47,10 @@ MODELS: Mapping[str, Mapping[str, object]] = MappingProxyType(
 )
 
 
+#: The method of each ability.
+_METHODS = ("read", "write", "translate_script", "read_adapters", "fetch", "publisher")
+
+
 def format_checks(made: Format, provides: Collection[str]) -> tuple[Check, ...]:
     """The checks of a format; ``provides`` is that of its ``PluginInfo``, whose abilities decide what is tried."""
     checks: dict[str, Callable[[], str | None]] = {
@@ -67,6 +73,8 @@ def format_checks(made: Format, provides: Collection[str]) -> tuple[Check, ...]:
             "a model comes back as it was written": partial(_each_model, made, _comes_back),
             "a file that is cut short is refused, or not needed": partial(_each_model, made, _refuses_damage),
         }
+    if FETCH in provides:
+        checks["a name that leads elsewhere is refused with a reason"] = partial(_refuses_names, made)
     if LAUNCH_SCRIPT in provides:
         checks["a file that is no launch script is refused with a reason"] = partial(_refuses_scripts, made)
     return tuple(Check(name, run) for name, run in checks.items())
@@ -100,7 +108,7 @@ def _implements(made: Format, provides: Collection[str]) -> None:
     abilities = [ability for ability in FORMAT_ABILITIES if ability in provides]
     if not abilities:
         raise CheckFailed(f"it provides none of {', '.join(FORMAT_ABILITIES)}, so that nothing can be done with it")
-    methods = dict(zip(FORMAT_ABILITIES, ("read", "write", "translate_script", "read_adapters"), strict=True))
+    methods = dict(zip(FORMAT_ABILITIES, _METHODS, strict=True))
     for ability, method in methods.items():
         written = getattr(type(made), method) is not getattr(Format, method)
         if written != (ability in provides):
@@ -113,6 +121,8 @@ def _implements(made: Format, provides: Collection[str]) -> None:
         raise CheckFailed(f"it provides {IMPORT!r} and {ADAPTERS!r}: what it recognises is a model, or adapters of one")
     if not isinstance(made.files, str) or not made.files or "\n" in made.files:
         raise CheckFailed(f"files is {made.files!r}, expected a line that says what lies in such a folder")
+    if bool(made.scheme) != (FETCH in provides) or not re.fullmatch("[a-z0-9]*", made.scheme):
+        raise CheckFailed(f"scheme is {made.scheme!r}, expected a word where it provides {FETCH!r}, as hf of hf:NAME")
     if not isinstance(made.executes, str):
         raise CheckFailed(f"executes is {made.executes!r}, expected a text, empty where reading executes nothing")
 
@@ -150,6 +160,12 @@ def _refuses_scripts(made: Format) -> None:
         script = Path(folder) / "train.sh"
         script.write_text("echo hello\n", encoding="utf-8")
         _refused(partial(made.translate_script, script), "translating a script that starts no training")
+
+
+def _refuses_names(made: Format) -> None:
+    """Refused by their form: nothing is asked of the network."""
+    for name in ("../../etc/passwd", "", "a name", "/etc", "model\n"):
+        _refused(partial(made.fetch, name, "model", print), f"fetching {name!r}")
 
 
 def _refused(attempt: Callable[[], object], what: str) -> None:

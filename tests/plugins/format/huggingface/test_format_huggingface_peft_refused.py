@@ -137,7 +137,8 @@ def test_the_model_that_is_adapted_must_be_here(run: Path, tmp_path: Path) -> No
     source = adapters(tmp_path / "peft", {}, {})
     new = f"megatron-run import {source} NEW --base BASE"
     assert refusal(source, None) == (
-        f"{source} holds adapters of somebody/llama: which is no folder here; import that model as BASE, then: {new}"
+        f"{source} holds adapters of somebody/llama: which is no folder here; import that model as BASE, then: {new}; "
+        "if somebody/llama is a model of the Hugging Face Hub, type hf:somebody/llama"
     )
     convert.export_model(run, tmp_path / "hf", "huggingface")
     assert refusal(source, tmp_path / "hf") == (

@@ -156,7 +156,7 @@ def find_checkpoints(path: Path | None) -> tuple[Checkpoints, int | None]:
         or advice(
             "name a run folder, its checkpoints, or one of its steps",
             f"{newest} is the newest beside it with a saved step" if newest else "",
-            "" if there else from_hub(start),
+            "" if there else from_hub(start, saved_steps=True),
         ),
     )
 

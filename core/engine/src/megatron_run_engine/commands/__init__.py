@@ -2,7 +2,7 @@
 
 The command line loads them; they import the command line, and nothing else of the engine does.
 
-Imports: data, errors, formats, hookspecs, megatron_run_cli.
+Imports: data, errors, formats, hookspecs, megatron_run_cli, registry.
 """
 
 from __future__ import annotations

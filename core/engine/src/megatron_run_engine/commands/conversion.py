@@ -17,7 +17,7 @@ from megatron_run_cli.output import print_json, tell
 _PATH = click.Path(path_type=Path)
 
 
-@click.command("import", epilog=example("import gpt2 imported"))
+@click.command("import", epilog=example("import hf:openai-community/gpt2 imported"))
 @click.argument("source", type=_PATH)
 @click.argument("folder", type=_PATH)
 @click.option(
@@ -40,12 +40,14 @@ def import_(
 ) -> None:
     """Write the model at SOURCE as the new FOLDER: config.yaml and a saved step from which a run can start.
 
-    SOURCE may hold adapters (LoRA) of a model that has been imported, --base. FORMAT is an installed plugin of kind
-    format, as huggingface, megatron or distributed: `megatron-run plugins list format` shows them. It is NAME,
-    DIST:NAME or a file ./mine.py.
+    SOURCE is a folder, or hf:ORG/NAME[@REVISION] of the Hugging Face Hub. It may hold adapters (LoRA) of a model that
+    has been imported, --base. FORMAT is an installed plugin of kind format, as huggingface, megatron or distributed:
+    `megatron-run plugins list format` shows them. It is NAME, DIST:NAME or a file ./mine.py.
     """
+    from megatron_run.registry.fetching import local_folder
     from megatron_run_engine.formats.convert import import_model
 
+    source, base = local_folder(source, tell), None if base is None else local_folder(base, tell)
     done = import_model(source, folder, name, trust_pickle=trust_pickle, base=base)
     for note in done.notes:
         tell(note)
@@ -72,9 +74,10 @@ def import_(
     help="Format to write, as huggingface.",
     shell_complete=places.formats,
 )
+@click.option("--push", metavar="ORG/NAME", help="Then send FOLDER to the Hugging Face Hub, with a model card.")
 @step_option("SOURCE")
 @json_option
-def export(words: tuple[Path, ...], *, name: str, step: int | None, as_json: bool) -> None:
+def export(words: tuple[Path, ...], *, name: str, push: str | None, step: int | None, as_json: bool) -> None:
     """Write a saved step as the new FOLDER, in another format.
 
     SOURCE is a run folder, its checkpoints, or one saved step [runs/latest]. FORMAT is an installed plugin of kind
@@ -87,8 +90,10 @@ def export(words: tuple[Path, ...], *, name: str, step: int | None, as_json: boo
         raise InputError(f"{words[0]} is a run, and FOLDER is where its model goes", fix=fix)
     from megatron_run_engine.formats.convert import export_model
 
-    done = export_model(words[0] if len(words) == 2 else None, words[-1], name, step)
+    done = export_model(words[0] if len(words) == 2 else None, words[-1], name, step, push)
     if as_json:
         print_json(asdict(done))
     else:
         click.echo(f"{done.format}: step {done.step} of {done.source}: {done.folder}")
+        if done.pushed:
+            click.echo(f"pushed: {done.pushed}")

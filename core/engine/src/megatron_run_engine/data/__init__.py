@@ -37,7 +37,9 @@ if TYPE_CHECKING:
     from megatron_run_engine.data.tokenizer import files_of_tokenizer as files_of_tokenizer
     from megatron_run_engine.data.tokenizer import open_tokenizer as open_tokenizer
     from megatron_run_engine.data.tokenizer_base import Tokenizer as Tokenizer
+    from megatron_run_engine.data.tokenizer_files import TOKENIZER_FILES as TOKENIZER_FILES
     from megatron_run_engine.data.tokenizer_files import holds_tokenizer as holds_tokenizer
+    from megatron_run_engine.data.tokenizer_folder.folder_files import is_tokenizer_file as is_tokenizer_file
     from megatron_run_engine.data.tokenizer_folder.record import AUTO as AUTO
     from megatron_run_engine.data.tokenizer_training import train_tokenizer as train_tokenizer
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     import tokenizers
 
 #: The files of a folder of Hugging Face's, in the order in which they are tried.
-FILES = (TOKENIZER, "vocab.json", "vocab.txt", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model")
+TOKENIZER_FILES = (TOKENIZER, "vocab.json", "vocab.txt", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model")
 #: Files of other forms, as shell patterns: Mistral's and tiktoken's.
 _OTHERS = ("tekken*.json", "*.tiktoken")
 #: A line of tiktoken's form: a token in base 64 and its rank.
@@ -47,12 +47,14 @@ def find_file(path: Path) -> Path:
     Raises :class:`DataError` if there is none.
     """
     if path.is_dir():
-        for name in FILES:
+        for name in TOKENIZER_FILES:
             if (path / name).is_file():
                 return _in_folder(path, name)
         others = sorted(each.name for pattern in _OTHERS for each in path.glob(pattern))
         why = f"{others[0]} has a form of its own, which the library tokenizers does not read" if others else ""
-        raise _fault(f"folder {path} holds no tokenizer", why=why, fix=f"it would be one of {', '.join(FILES)}")
+        raise _fault(
+            f"folder {path} holds no tokenizer", why=why, fix=f"it would be one of {', '.join(TOKENIZER_FILES)}"
+        )
     if path.name.endswith("merges.txt"):
         path = path.with_name(f"{path.name.removesuffix('merges.txt')}vocab.json")
     if not path.is_file():
@@ -94,7 +96,7 @@ def no_sentencepiece(path: Path, cause: Exception) -> DataError:
 
 def holds_tokenizer(folder: Path) -> bool:
     """Whether one of the files is in ``folder`` that tokenizers are kept in."""
-    return any((folder / name).is_file() for name in FILES)
+    return any((folder / name).is_file() for name in TOKENIZER_FILES)
 
 
 def find_tokenizer(path: Path) -> tuple[Path, FolderTokenizer | None]:

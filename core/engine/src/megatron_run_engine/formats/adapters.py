@@ -12,6 +12,7 @@ import torch
 
 from megatron_run.contracts import Adapters, AdapterWeights
 from megatron_run.errors import CheckpointError, InputError
+from megatron_run.errors.wording import advice, from_hub
 from megatron_run_engine.checkpoint.adapted import MergedReader
 from megatron_run_engine.checkpoint.step_folder import find_step
 
@@ -86,7 +87,7 @@ def find_adapted(source: Path, base: str, given: Path | None) -> tuple[Checkpoin
         raise InputError(
             f"{source} holds adapters of {base or 'a model that it does not name'}",
             why="which is no folder here",
-            fix=f"import that model as BASE, then: {new} BASE",
+            fix=advice(f"import that model as BASE, then: {new} BASE", from_hub(Path(base)) if base else ""),
         )
     try:
         return find_step(where.absolute())

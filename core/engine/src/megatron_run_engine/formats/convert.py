@@ -23,10 +23,11 @@ from megatron_run.config.values import flat, nested
 from megatron_run.config.yaml import yaml_text
 from megatron_run.contracts.format import ADAPTERS, ReadTensor, Weights
 from megatron_run.contracts.optimizer import MASTER, StatePiece
-from megatron_run.errors import CheckpointError, InputError, RunError, taken
+from megatron_run.errors import CheckpointError, InputError, taken
 from megatron_run.files.publishing import publishing_folder
 from megatron_run.registry.choose_format import format_to_read, format_to_write
 from megatron_run.registry.discover import plain_name
+from megatron_run.registry.fetching import local_folder
 from megatron_run_engine.checkpoint.adapted import MergedReader, open_step, record_of
 from megatron_run_engine.checkpoint.files import FileSystem, followed, lock, read_whole, saving
 from megatron_run_engine.checkpoint.kept_files import SOURCE, TokenizerFiles, exported_tokenizer, source_files
@@ -34,10 +35,11 @@ from megatron_run_engine.checkpoint.manifest import About, DataRecord, make_mani
 from megatron_run_engine.checkpoint.saving import LOCK, Commit
 from megatron_run_engine.checkpoint.shard_file import NAMES, write_shard, written_type
 from megatron_run_engine.checkpoint.step_folder import CHECKPOINTS, IMPORTED, Checkpoints, find_step
-from megatron_run_engine.data.tokenizer import open_tokenizer
 from megatron_run_engine.formats.adapters import check_adapters, find_adapted, saved_adapters
 from megatron_run_engine.formats.exported_files import files_beside, given_tokenizer, special_tokens
 from megatron_run_engine.formats.gpt_tensors import Shape, gpt_options, logical_shapes, names_fault
+from megatron_run_engine.formats.import_notes import not_finite, too_many_ids
+from megatron_run_engine.formats.model_card import model_card
 from megatron_run_engine.run_folder.changes import digest
 
 if TYPE_CHECKING:
@@ -60,36 +62,15 @@ class Imported:
     notes: tuple[str, ...]
 
 
-def _not_finite(bad: Counter[str]) -> Iterator[str]:
-    """A note about values that are NaN or infinite, counted by tensor: a source that diverged or was damaged."""
-    if bad:
-        yield f"{sum(bad.values())} values are NaN or infinite, the first of them in {next(iter(bad))}"
-
-
-def _too_many_ids(weights: Weights) -> Iterator[str]:
-    """A note where the tokenizer has ids without a row of the embedding: with it, the model cannot be used."""
-    rows = weights.config.get("vocab_size")
-    if weights.tokenizer is None or not isinstance(rows, int):
-        return
-    try:
-        ids = open_tokenizer(str(weights.tokenizer)).rows
-    except RunError:  # it is told when it is used
-        return
-    if ids > rows:
-        yield (
-            f"its tokenizer has {ids} ids and the model {rows} rows for them: "
-            "use it with another one, --plugin data=text,tokenizer=FILE, or with ids, --tokens --plugin data=mock"
-        )
-
-
 @dataclass(frozen=True)
 class Exported:
-    """An export: a ``step`` of the run at ``source``."""
+    """An export: a ``step`` of the run at ``source``; and where it can be seen, if it was ``pushed``."""
 
     source: str
     step: int
     folder: str
     format: str
+    pushed: str = ""
 
 
 def import_model(
@@ -97,10 +78,13 @@ def import_model(
 ) -> Imported:
     """Write the model at ``source`` as the new ``folder``. Its format is ``name``, else recognised from its files.
 
+    ``source`` is a path, or the name of a model elsewhere (:mod:`megatron_run.registry.fetching`).
+
     ``name`` is that of an installed format, DIST:NAME, or a plugin file. A format that executes what it reads needs
     ``trust_pickle``. Adapters are written as a step that names the one that they adapt: that of the run or import
     ``base``, by default of the folder that they name. Raises a RunError, and then leaves nothing behind.
     """
+    source, base = local_folder(source), None if base is None else local_folder(base)
     chosen = format_to_read(source, name, adapters=True)
     if chosen.made.executes and not trust_pickle:
         raise CheckpointError(
@@ -115,7 +99,7 @@ def import_model(
     bad, path = Counter[str](), str(source.absolute())
     manifest = write_folder(weights, folder, f"{source} ({chosen.name})", bad, origin=path, adapters=record)
     moments = tuple(sorted(field for field, readers in weights.moments.items() if readers))
-    notes = (*weights.notes, *_not_finite(bad), *_too_many_ids(weights))
+    notes = (*weights.notes, *not_finite(bad), *too_many_ids(weights))
     return Imported(str(folder), chosen.name, weights.step, count_values(manifest), moments, notes)
 
 
@@ -135,13 +119,17 @@ def _read_adapters(chosen: ChosenFormat, source: Path, base: Path | None) -> tup
     return weights, record_of(adapters.how, under)
 
 
-def export_model(source: Path | None, folder: Path, name: str, step: int | None = None) -> Exported:
+def export_model(
+    source: Path | None, folder: Path, name: str, step: int | None = None, push: str | None = None
+) -> Exported:
     """Write a saved step in the format ``name`` as the new ``folder``, which appears when it is whole.
 
     ``source`` is a run folder, its checkpoints or one step; None is the latest run. ``step`` is one of its steps; None
-    is the newest. Raises a RunError, and then leaves nothing behind.
+    is the newest. The folder is then sent to the place ``push``, with a model card, where the format knows such places.
+    Raises a RunError, and then leaves nothing behind, but the whole folder where only sending it fails.
     """
     target, files = format_to_write(name), FileSystem()
+    publisher = None if push is None else target.publisher(push)
     checkpoints, chosen = find_step(source, step)
     with new_folder(folder) as temporary:
         with checkpoints.offering_older(chosen, lambda older: f"to export step {older}: --step {older}"):
@@ -152,9 +140,15 @@ def export_model(source: Path | None, folder: Path, name: str, step: int | None 
         for beside, content in beside_it:
             if not (temporary / beside).exists():  # what was imported with the model has been written
                 _write_file(temporary / beside, content, files)
-    return Exported(str(checkpoints.path), chosen, str(folder), target.name)
+        if publisher is not None:
+            card = model_card(checkpoints, chosen, count_values(checkpoints.manifest(chosen)))
+            _write_file(temporary / README, target.readme(publisher, card).encode(), files)
+    pushed = "" if publisher is None else target.send(publisher, folder)
+    return Exported(str(checkpoints.path), chosen, str(folder), target.name, pushed)
 
 
+#: The model card's name in a folder that is sent.
+README = "README.md"
 #: The configuration's name in an imported folder, as in a run folder.
 CONFIG = "config.yaml"
 #: Bytes of one file, and the most that an import holds where readers give no views of files. A larger tensor has a file

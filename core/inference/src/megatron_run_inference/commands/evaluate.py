@@ -77,7 +77,7 @@ def model(
     batch: int,
     as_json: bool,
 ) -> None:
-    """Evaluate MODEL: a run folder, a saved step, an imported folder, or one that an installed format reads.
+    """Evaluate MODEL: a run folder, a saved step, an imported folder, one that a format reads, or hf:ORG/NAME.
 
     The numbers of a run also go to its eval.jsonl and to TensorBoard.
     """
@@ -93,7 +93,7 @@ def model(
     source = read_source(model, step, request)
     run = plan(source, request)
     if run.sizes.world > 1:
-        given = {"path": str(model.expanduser()), "step": step, "tasks": tasks, "stride": stride, "batch": batch}
+        given = {"path": str(source.path), "step": step, "tasks": tasks, "stride": stride, "batch": batch}
         results = [TaskResult(**each) for each in _on_ranks(run, given)]
     else:
         results = load_here(run, source).evaluate(*tasks, stride=stride, batch=batch, progress=ProgressLines())
@@ -171,7 +171,7 @@ def harness(  # noqa: PLR0913  # one argument an option
     run = plan(source, request)
     how: dict[str, Any] = {"names": names, "shots": shots, "batch": batch, "chat": chat}
     if run.sizes.world > 1:
-        results = _on_ranks(run, {"path": str(model.expanduser()), "step": step, "folder": folder, **how})
+        results = _on_ranks(run, {"path": str(source.path), "step": step, "folder": folder, **how})
     else:
         results = run_harness(load_here(run, source), found, **how)
     if as_json:

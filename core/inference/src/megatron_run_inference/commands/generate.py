@@ -79,7 +79,8 @@ def generate(
     """Continue each PROMPT with a trained model, or answer them with --chat.
 
     MODEL is a run folder, one of its saved steps, an imported folder, or a folder of another program that an installed
-    format reads, as huggingface. Without a PROMPT it is read from standard input; at a terminal, line by line.
+    format reads, as huggingface; or hf:ORG/NAME[@REVISION] of the Hugging Face Hub. Without a PROMPT it is read from
+    standard input; at a terminal, line by line.
     """
     from megatron_run_inference.network import plan
     from megatron_run_inference.writing import Writing
@@ -106,7 +107,7 @@ def generate(
         given = [_ids(typed) if as_tokens else typed]
     streams = len(given) * writing.num == 1 and not as_json and not as_tokens
     if run.sizes.world > 1:
-        where = {"path": str(model.expanduser()), "step": step}
+        where = {"path": str(source.path), "step": step}
         texts = _on_ranks(run, where, given, writing, streams=streams)
     else:
         loaded = load_here(run, source)
@@ -126,11 +127,12 @@ def read_source(model: Path, step: int | None, request: Request) -> Source:
     Tells what reading it lost, as an import does.
     """
     from megatron_run.planning import check_keys
+    from megatron_run.registry.fetching import local_folder
     from megatron_run_inference.source import find_source
 
     check_keys(request)
 
-    source = find_source(model.expanduser(), step)
+    source = find_source(local_folder(model, tell).expanduser(), step)
     for note in source.notes:
         tell(note)
     return source

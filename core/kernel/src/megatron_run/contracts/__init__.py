@@ -7,10 +7,14 @@ from megatron_run.contracts.build_context import BuildContext
 from megatron_run.contracts.data import Dataset, DataSource, Field, Judge, Recipe, Split
 from megatron_run.contracts.format import (
     AdapterWeights,
+    Card,
+    Fetched,
     ForeignAdapters,
     Format,
+    Publisher,
     ReadTensor,
     TranslatedScript,
+    Wanted,
     Weights,
 )
 from megatron_run.contracts.graph_capture import CaptureSize, GraphCapture, Region
@@ -70,6 +74,7 @@ __all__ = [
     "BuildContext",
     "CaptureMetrics",
     "CaptureSize",
+    "Card",
     "CheckpointMetrics",
     "Chunk",
     "ChunkOut",
@@ -79,6 +84,7 @@ __all__ = [
     "DecodingChunk",
     "DevicePeak",
     "EvalMetrics",
+    "Fetched",
     "Field",
     "ForeignAdapters",
     "Format",
@@ -102,6 +108,7 @@ __all__ = [
     "Part",
     "Place",
     "PluginInfo",
+    "Publisher",
     "ReadState",
     "ReadTensor",
     "Recipe",
@@ -118,6 +125,7 @@ __all__ = [
     "StepTrace",
     "Timeline",
     "TranslatedScript",
+    "Wanted",
     "Weights",
     "entry_point_group",
     "mixture_of",

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -18,7 +18,13 @@ IMPORT = "import"  # Format.read
 EXPORT = "export"  # Format.write
 LAUNCH_SCRIPT = "launch-script"  # Format.translate_script
 ADAPTERS = "adapters"  # Format.read_adapters
-FORMAT_ABILITIES = (IMPORT, EXPORT, LAUNCH_SCRIPT, ADAPTERS)
+FETCH = "fetch"  # Format.fetch
+PUBLISH = "publish"  # Format.publisher
+FORMAT_ABILITIES = (IMPORT, EXPORT, LAUNCH_SCRIPT, ADAPTERS, FETCH, PUBLISH)
+
+#: What somebody wants of a name: the files of a model with its tokenizer, those of a tokenizer, or those of a dataset
+#: for which a function says that they are read. It gets each file's path below the dataset.
+Wanted = Literal["model", "tokenizer"] | Callable[[str], bool]
 
 #: Reads one whole tensor into host memory. The result may be a view of a mapped file: do not write into it.
 ReadTensor = Callable[[], "Tensor"]
@@ -87,14 +93,47 @@ class TranslatedScript(NamedTuple):
     warnings: tuple[str, ...]
 
 
+class Fetched(NamedTuple):
+    """A name's files on this machine: a ``folder``, and of a dataset the ``files`` in it that are read.
+
+    ``name`` gives the same bytes on another day: it has the revision.
+    """
+
+    folder: Path
+    name: str
+    files: tuple[Path, ...] = ()
+
+
+class Card(NamedTuple):
+    """The words about a published model: Markdown without a title, and of which model it took the weights.
+
+    ``base`` is the path or name of that model as it was imported, empty where it is unknown or there was none.
+    """
+
+    text: str
+    base: str = ""
+
+
+class Publisher(ABC):
+    """A place that is ready to take a model."""
+
+    @abstractmethod
+    def readme(self, card: Card) -> str:
+        """The content of ``README.md``, which is written into the folder before it is sent."""
+
+    @abstractmethod
+    def send(self, folder: Path) -> str:
+        """Send the files of ``folder``; where they can be seen. Raises :class:`megatron_run.errors.RunError`."""
+
+
 class Format(ABC):
     """Reads models from folders that another program wrote, writes them for another program, or both.
 
     A format serves one conversion (``megatron-run import SOURCE FOLDER --from NAME``, ``export --to NAME``), never a
     run, so it has no configuration section and no options. ``PluginInfo.provides`` lists its abilities: ``import``
     (:meth:`read`), ``export`` (:meth:`write`), ``launch-script`` (:meth:`translate_script`), ``adapters``
-    (:meth:`read_adapters`), which a format of adapters has in the place of ``import``. Implement only the methods of
-    these.
+    (:meth:`read_adapters`), which a format of adapters has in the place of ``import``, ``fetch`` (:meth:`fetch`) and
+    ``publish`` (:meth:`publisher`). Implement only the methods of these.
 
     The engine does the rest: it writes the imported folder with its configuration, checks that a ``gpt`` model is
     complete, verifies a saved step before its export, and renames a new folder into place once it is complete.
@@ -143,6 +182,8 @@ class Format(ABC):
     #: Why reading a source can execute code in its files, such as a pickle; such a source needs ``--trust-pickle``.
     #: Empty if it executes nothing.
     executes: str = ""
+    #: What comes before the colon of the names that :meth:`fetch` takes: ``hf`` of ``hf:ORG/NAME``.
+    scheme: str = ""
 
     @property
     @abstractmethod
@@ -183,3 +224,19 @@ class Format(ABC):
         Raises :class:`megatron_run.errors.InputError` if ``script`` is no launch script of that trainer.
         """
         raise NotImplementedError(f"{type(self).__name__} does not provide {LAUNCH_SCRIPT!r}")
+
+    def fetch(self, name: str, wanted: Wanted, tell: Callable[[str], None], before: Path | None = None) -> Fetched:
+        """The files that are ``wanted`` of ``name``, the part after the colon, on this machine; no others are fetched.
+
+        What is there already is not fetched again, and where the place cannot be reached it serves. ``tell`` gets
+        lines for the user. ``before`` is what the same name may have given when a run began: a name without a revision
+        stands for that one then. Executes nothing. Raises :class:`megatron_run.errors.RunError` with what to type.
+        """
+        raise NotImplementedError(f"{type(self).__name__} does not provide {FETCH!r}")
+
+    def publisher(self, name: str) -> Publisher:
+        """The place ``name``, before there is anything to send.
+
+        Raises :class:`megatron_run.errors.InputError` where nothing could be sent there.
+        """
+        raise NotImplementedError(f"{type(self).__name__} does not provide {PUBLISH!r}")

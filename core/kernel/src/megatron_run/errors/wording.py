@@ -8,6 +8,7 @@ from contextlib import suppress
 from difflib import get_close_matches
 from math import isqrt
 from pathlib import Path
+from shlex import quote
 
 
 def printable(text: str) -> str:
@@ -57,20 +58,25 @@ def near_path(path: Path) -> str:
 
 #: NAME or ORGANISATION/NAME, as models of the Hugging Face Hub are called; the part before a slash.
 _HUB_NAME = re.compile(r"(?:([A-Za-z0-9][\w-]*)/)?[A-Za-z0-9][\w.-]*")
+#: The most characters of one, and how it is typed.
+_LONGEST_HUB_NAME, _HUB = 96, "hf:"
 
 
-def from_hub(path: Path) -> str:
-    """How to get the folder ``path``, which does not exist, if it may be a name on the Hub; else an empty string."""
+def from_hub(path: Path, *, saved_steps: bool = False) -> str:
+    """The words to type for ``path``, which does not exist, if it may be a name on the Hub; else an empty string.
+
+    ``saved_steps``: those are looked for, which the Hub has not. Some commands import a model by themselves.
+    """
     near = path
     with suppress(OSError, ValueError):  # the current folder was removed; ``path`` lies elsewhere
         near = path.relative_to(Path.cwd())
-    name = _HUB_NAME.fullmatch(str(near))
+    if saved_steps and str(near).startswith(_HUB):
+        return f"import it first: megatron-run import {quote(str(near))} NEW, then name NEW"
+    name = _HUB_NAME.fullmatch(str(near)) if len(str(near)) <= _LONGEST_HUB_NAME else None
     if name is None or near.suffix[1:].isalpha() or (name[1] and (name[1] == "runs" or Path(name[1]).exists())):
         return ""
-    return (
-        f"nothing is downloaded here: if {near} is a model of the Hugging Face Hub, "
-        f"type: hf download {near} --local-dir {near} (of pip install huggingface_hub)"
-    )
+    how = " to finetune, generate or eval it, or megatron-run import {} NEW" if saved_steps else ""
+    return f"if {near} is a model of the Hugging Face Hub, type {_HUB}{near}{how.format(f'{_HUB}{near}')}"
 
 
 def advice(*parts: str) -> str:

@@ -30,14 +30,14 @@ def apply_decided(merged: ConfigSource, plugins: Mapping[str, tuple[Plugin, ...]
             key = (section_of(plugin.kind), option)
             if key in merged.values:
                 continue
-            begun = _begun(merged)
+            begun = begun_with(merged)
             value = decide() if begun is None else begun.get(dotted(key))
             if value is not None:
                 decided.put(key, value, START)
     return merge((decided, merged))
 
 
-def _begun(merged: ConfigSource) -> Mapping[str, Any] | None:
+def begun_with(merged: ConfigSource) -> Mapping[str, Any] | None:
     """The identity of the run that goes on, or is branched; None for a run that begins."""
     for key in (("run", "folder"), ("run", "branch_from")):
         place = _text(merged, key)

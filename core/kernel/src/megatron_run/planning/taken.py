@@ -16,6 +16,7 @@ from megatron_run.contracts.plugin import RUN_KINDS
 from megatron_run.errors import Findings, PluginError
 from megatron_run.planning.choosing import apply_suggestions, choose_plugins, with_options
 from megatron_run.planning.decided import apply_decided
+from megatron_run.planning.fetched import fetch_tokenizer
 from megatron_run.registry.discover import Catalog
 from megatron_run.registry.known import known_plugin
 from megatron_run.registry.loaded_plugin import Plugin, unloaded
@@ -52,6 +53,8 @@ def take(
     }
     everyone = {kind: chosen.get(kind, ()) + others.get(kind, ()) for kind in RUN_KINDS}
     merged = apply_decided(apply_suggestions(merged, everyone, notices), everyone)
+    if "data" in imported:
+        merged = fetch_tokenizer(merged, findings, notices.append)
     ready = {kind: with_options(kind, stack, merged, catalog, findings, notices) for kind, stack in chosen.items()}
     return Taken(merged, {**others, **ready})
 

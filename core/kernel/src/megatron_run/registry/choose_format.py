@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,9 +14,14 @@ from megatron_run.contracts.format import (
     FORMAT_ABILITIES,
     IMPORT,
     LAUNCH_SCRIPT,
+    PUBLISH,
+    Card,
+    Fetched,
     ForeignAdapters,
     Format,
+    Publisher,
     TranslatedScript,
+    Wanted,
     Weights,
 )
 from megatron_run.errors import CheckpointError, InputError, PluginError, RunError
@@ -35,7 +40,10 @@ _READING = (IMPORT, ADAPTERS)
 _CANNOT = dict(
     zip(
         FORMAT_ABILITIES,
-        ("cannot be imported", "cannot be exported to", "translates no launch scripts", "holds no adapters"),
+        (
+            *("cannot be imported", "cannot be exported to", "translates no launch scripts", "holds no adapters"),
+            *("fetches nothing", "publishes nothing"),
+        ),
         strict=True,
     )
 )
@@ -82,6 +90,28 @@ class ChosenFormat:
         with self._named("translate_script"):
             return self.made.translate_script(script)
 
+    def fetch(self, name: str, wanted: Wanted, tell: Callable[[str], None], before: Path | None = None) -> Fetched:
+        """Fetch what is ``wanted`` of ``name``."""
+        with self._named("fetch"):
+            return self.made.fetch(name, wanted, tell, before)
+
+    def publisher(self, name: str) -> Publisher:
+        """The place ``name``. Raises :class:`InputError` for a format that sends models nowhere."""
+        if PUBLISH not in self.plugin.provides:
+            raise InputError(f"{self.plugin} {_CANNOT[PUBLISH]}", origin="--push", fix="leave out --push")
+        with self._named("publisher"):
+            return self.made.publisher(name)
+
+    def readme(self, publisher: Publisher, card: Card) -> str:
+        """The README with which ``publisher`` sends a folder."""
+        with self._named("readme"):
+            return publisher.readme(card)
+
+    def send(self, publisher: Publisher, folder: Path) -> str:
+        """Send ``folder``; where it can be seen. An OSError passes: it is the disk's failure."""
+        with self._named("send", (RunError, OSError)):
+            return publisher.send(folder)
+
     @contextmanager
     def _named(self, method: str, passing: tuple[type[Exception], ...] = (RunError,)) -> Iterator[None]:
         try:
@@ -107,7 +137,7 @@ def format_to_read(
     catalog = scan() if catalog is None else catalog
     if choice:
         return _named(choice, _READING if adapters else (IMPORT,), f"--from {choice}", catalog)
-    readable, broken = _installed(_READING, catalog)
+    readable, broken = installed_formats(_READING, catalog)
     found = []
     for each in readable:
         try:
@@ -151,13 +181,13 @@ def _named(choice: str, abilities: tuple[str, ...], origin: str, catalog: Catalo
         what, guess = f"{chosen.plugin} {_CANNOT[abilities[0]]}", False
     else:
         what, guess = f"there is no format {choice!r}", True
-    names = [each.name for each in _installed(abilities, catalog)[0]]
+    names = [each.name for each in installed_formats(abilities, catalog)[0]]
     listed = f"known are {', '.join(names) or 'none'}"
     raise InputError(what, fix=(guess and did_you_mean(choice, names)) or listed)
 
 
-def _installed(abilities: tuple[str, ...], catalog: Catalog) -> tuple[list[ChosenFormat], list[str]]:
-    """Every installed format with one of ``abilities``, and what is wrong with those that cannot be loaded."""
+def installed_formats(abilities: tuple[str, ...], catalog: Catalog) -> tuple[list[ChosenFormat], list[str]]:
+    """Every installed format with one of ``abilities``, loaded, and what is wrong with those that cannot be loaded."""
     found, broken = [], []
     for entry in catalog.of_kind(_KIND):
         try:

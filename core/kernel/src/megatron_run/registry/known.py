@@ -82,9 +82,9 @@ KNOWN: tuple[Known, ...] = (
     Known("observer", "trace"),
     Known("observer", "wandb"),
     Known("format", "distributed", frozenset({"export", "import"})),
-    Known("format", "huggingface", frozenset({"export", "import"})),
+    Known("format", "huggingface", frozenset({"export", "fetch", "import", "publish"})),
     Known("format", "megatron", frozenset({"import", "launch-script"})),
-    Known("format", "peft", frozenset({"adapters", "export"}), within="huggingface"),
+    Known("format", "peft", frozenset({"adapters", "export", "publish"}), within="huggingface"),
     # [[[end]]]
 )
 

@@ -58,7 +58,7 @@ class InstructOptions(BaseModel):
         (), description="JSON lines of conversations: files, folders and patterns; needed"
     )
     tokenizer: Annotated[str, OF_FILES] = Field(
-        "bytes", description="bytes, or a file or folder: tokenizer.json, vocab.json, vocab.txt, .model"
+        "bytes", description="bytes, hf:ORG/NAME, or a file or folder: tokenizer.json, vocab.json, vocab.txt, .model"
     )
     template: Annotated[str, OF_FILES] = Field(
         AUTO, description="file of a Jinja chat template; auto: the tokenizer's, else lines of Role: text"

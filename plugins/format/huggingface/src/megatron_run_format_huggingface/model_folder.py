@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from functools import partial
 from math import prod
 from pathlib import Path
@@ -46,7 +46,7 @@ class Tensors:
 
     def __init__(self, folder: Path) -> None:
         #: The files of a cache are links.
-        self._files = {name: TensorFile(followed(folder / name)) for name in _file_names(folder)}
+        self._files = {name: TensorFile(followed(folder / name)) for name in file_names(folder)}
         #: Where each tensor lies, by its name.
         self.entries: dict[str, TensorEntry] = {}
         self._file_of: dict[str, TensorFile] = {}
@@ -66,8 +66,12 @@ class Tensors:
         return partial(self._file_of[name].read, name)
 
 
-def _file_names(folder: Path) -> list[str]:
-    if (folder / SINGLE).exists():
+def file_names(folder: Path, there: Collection[str] = ()) -> list[str]:
+    """The files of the weights in ``folder``, or of the names ``there`` of files that are still to come.
+
+    Raises :class:`CheckpointError` where there are none, and for an index that names files elsewhere.
+    """
+    if SINGLE in there or (folder / SINGLE).exists():
         return [SINGLE]
     if not (folder / INDEX).exists():
         pickled = sorted(path.name for path in folder.glob(f"{PICKLED}*.bin"))
@@ -142,7 +146,7 @@ def _size(tensors: Iterable[Tensor]) -> int:
 
 CONFIG = "config.json"
 #: The file beside it that comes back as it was: every token that ends a text, and how texts are generated.
-_GENERATION = "generation_config.json"
+GENERATION = "generation_config.json"
 #: Keys of ``config.json`` that its export takes over from the source.
 _TAKEN_OVER = ("bos_token_id", "eos_token_id", "pad_token_id")
 _HALVES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -200,7 +204,7 @@ def read(source: Path) -> Weights:
         sequence_length=longest,
         notes=(*family.notes(config), *([_OWN_HEAD.format(head=family.head)] if own_head else [])),
         tokenizer=source if holds_tokenizer(source) else None,
-        files={name: source / name for name in (CONFIG, _GENERATION) if (source / name).is_file()},
+        files={name: source / name for name in (CONFIG, GENERATION) if (source / name).is_file()},
     )
 
 
@@ -260,9 +264,9 @@ def write(weights: Weights, folder: Path) -> None:
     }
     write_json(folder / CONFIG, config, files)
     if not came_as and weights.special_tokens:
-        write_json(folder / _GENERATION, special_ids(weights), files)
-    if _GENERATION in weights.files:
-        write_json(folder / _GENERATION, read_json(weights.files[_GENERATION]), files)
+        write_json(folder / GENERATION, special_ids(weights), files)
+    if GENERATION in weights.files:
+        write_json(folder / GENERATION, read_json(weights.files[GENERATION]), files)
     files.sync_folder(folder)
 
 

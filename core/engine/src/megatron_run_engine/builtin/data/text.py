@@ -54,7 +54,7 @@ class TextOptions(BaseModel):
         (), description="files, folders and patterns; empty: the sources of Python's standard library"
     )
     tokenizer: Annotated[str, OF_FILES] = Field(
-        "bytes", description="bytes, or a file or folder: tokenizer.json, vocab.json, vocab.txt, .model"
+        "bytes", description="bytes, hf:ORG/NAME, or a file or folder: tokenizer.json, vocab.json, vocab.txt, .model"
     )
     packing: Literal["stream", "documents"] = Field(
         "stream", description="stream: documents run into each other; documents: attention stays within each"

@@ -39,11 +39,19 @@ VOCABULARIES = (
 )
 
 
+def is_tokenizer_file(name: str) -> bool:
+    """Whether the file ``name``, a path below a tokenizer's folder with slashes, may have its say."""
+    folder, slash, own = name.rpartition("/")
+    if slash:
+        return folder == TEMPLATES and fnmatchcase(own, "*.jinja")
+    return any(fnmatchcase(name, pattern) for pattern in (*VOCABULARIES, *DECIDING))
+
+
 def read_files(folder: Path) -> list[Path]:
     """The files of ``folder`` that may have their say. Raises :class:`DataError` for one that is no tokenizer's."""
-    patterns = (*VOCABULARIES, *DECIDING)
-    named = (path for path in folder.glob("*") if any(fnmatchcase(path.name, pattern) for pattern in patterns))
-    found = sorted(path for path in (*named, *folder.glob(f"{TEMPLATES}/*.jinja")) if path.is_file())
+    paths = (*folder.glob("*"), *folder.glob(f"{TEMPLATES}/*"))
+    named = (path for path in paths if is_tokenizer_file(path.relative_to(folder).as_posix()))
+    found = sorted(path for path in named if path.is_file())
     for path in found:
         try:
             check_file(followed(folder, str(path.relative_to(folder))), LARGEST)

@@ -9,15 +9,21 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import click
 
 from megatron_run_cli.completion import words as places
-from megatron_run_cli.grammar import Command, with_options
+from megatron_run_cli.grammar import Command, files_here, tokenizer_here, with_options
 from megatron_run_cli.output import tell
 
 if TYPE_CHECKING:
     from megatron_run_data_indexed.preparation.inputs import Format, Input
     from megatron_run_data_indexed.preparation.records import Policy, Reading
 
-TOKENIZER = "bytes, or a file or folder: tokenizer.json, vocab.json, vocab.txt, .model."
-tokenizer_option = partial(click.option, "--tokenizer", metavar="NAME", shell_complete=places.one_of_or_path("bytes"))
+TOKENIZER = "bytes, hf:ORG/NAME, or a file or folder: tokenizer.json, vocab.json, vocab.txt, .model."
+tokenizer_option = partial(
+    click.option,
+    "--tokenizer",
+    metavar="NAME",
+    callback=tokenizer_here,
+    shell_complete=places.one_of_or_path("bytes"),
+)
 _TEXTS = (
     click.argument("names", nargs=-1, required=True, metavar="INPUT...", shell_complete=places.any_path),
     click.option("--json-key", "key", default="text", show_default=True, metavar="KEY", help="Key or column of text."),
@@ -50,6 +56,13 @@ class Texts(NamedTuple):
     reading: Reading
 
 
+def inputs_of(names: tuple[str, ...], form: Format | None) -> tuple[list[Input], int]:
+    """The files of ``names`` and how many were left out; a dataset of another place is fetched first."""
+    from megatron_run_data_indexed.preparation.inputs import find_inputs, is_text
+
+    return find_inputs(files_here(names, partial(is_text, form=form)), form)
+
+
 def texts_options(*, malformed: bool = True) -> Callable[[Command], Command]:
     """Give a command its INPUTs and how they are read, as one argument ``texts``.
 
@@ -66,10 +79,9 @@ def texts_options(*, malformed: bool = True) -> Callable[[Command], Command]:
             malformed: Policy = "skip",
             **others: Any,
         ) -> Any:
-            from megatron_run_data_indexed.preparation.inputs import find_inputs
             from megatron_run_data_indexed.preparation.records import Reading
 
-            inputs, left_out = find_inputs(names, form)
+            inputs, left_out = inputs_of(names, form)
             if left_out:
                 tell(f"{left_out} files of other endings are left out")
             texts = Texts(tuple(inputs), form, Reading(key, _unescaped(separator), malformed))

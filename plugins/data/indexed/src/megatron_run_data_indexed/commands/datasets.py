@@ -15,7 +15,7 @@ from megatron_run_cli.completion import words as places
 from megatron_run_cli.grammar import json_option, naming, overwrite_option, workers_option
 from megatron_run_cli.output import print_json, print_table, tell
 from megatron_run_cli.progress import progress_bar
-from megatron_run_data_indexed.commands.data_inputs import TOKENIZER, Texts, texts_options, tokenizer_option
+from megatron_run_data_indexed.commands.data_inputs import TOKENIZER, Texts, inputs_of, texts_options, tokenizer_option
 
 _PATH = click.Path(path_type=Path)
 
@@ -62,7 +62,8 @@ def prepare(
 ) -> None:
     """Tokenise INPUTs into the dataset PREFIX, which --plugin data=indexed trains on.
 
-    INPUT is a file, a folder or a pattern: JSON lines (.jsonl), text (.txt, .md), each also .gz or .zst, and .parquet.
+    INPUT is a file, a folder or a pattern: JSON lines (.jsonl), text (.txt, .md), each also .gz or .zst, and .parquet;
+    or a dataset of the Hugging Face Hub: hf:ORG/NAME[@REVISION], with /FILES for some of it.
     Killed at any moment, the same command goes on where it stopped.
     """
     from megatron_run_data_indexed.megatron_order import split_bounds
@@ -157,10 +158,9 @@ def clean(  # noqa: PLR0913  # one argument an option
     """
     from megatron_run_data_indexed.preparation import clean as cleaning
     from megatron_run_data_indexed.preparation.document_rules import Rules
-    from megatron_run_data_indexed.preparation.inputs import find_inputs
 
     rules = Rules(min_tokens, max_tokens, frozenset(languages), shared, ngram, None if keep_duplicates else similarity)
-    test_sets = tuple(find_inputs(tests, texts.form)[0])
+    test_sets = tuple(inputs_of(tests, texts.form)[0])
     job = cleaning.Cleaning(texts.inputs, out, tokenizer, rules, texts.reading, test_sets, workers)
     with progress_bar(job.size) as bar:
         report = cleaning.clean(job, overwrite=overwrite, progress=lambda made: bar(made.size, made.kept.tokens))

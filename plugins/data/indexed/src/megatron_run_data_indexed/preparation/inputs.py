@@ -102,6 +102,11 @@ def find_inputs(names: Sequence[str], form: Format | None = None) -> tuple[list[
     return list(found.values()), left_out
 
 
+def is_text(name: str, form: Format | None = None) -> bool:
+    """Whether a file called ``name`` may hold texts: its ending says so, or ``form`` does."""
+    return not Path(name).name.startswith(".") and bool(form or _kind(Path(name))[0])
+
+
 def _kind(path: Path) -> tuple[Format | None, Compression]:
     compression = compression_of(path)
     inner = Path(path.stem) if compression else path

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from megatron_run.contracts import ForeignAdapters, Format, PluginInfo, Weights
+from megatron_run.contracts import ForeignAdapters, Format, PluginInfo, Publisher, Weights
 from megatron_run.errors import InputError
 from megatron_run.hookspecs import hookimpl
 from megatron_run_engine.checkpoint import FileSystem, followed, write_tensors
+from megatron_run_format_huggingface.hub.upload import HubRepository
 from megatron_run_format_huggingface.model_folder import METADATA, read_json, write_json
 from megatron_run_format_huggingface.peft import config, matrices
 
@@ -47,11 +48,15 @@ class Peft(Format):
         write_json(folder / config.CONFIG, config.write(weights, weights.adapters, found), files)
         files.sync_folder(folder)
 
+    def publisher(self, name: str) -> Publisher:
+        """The repository ``ORG/NAME`` of the Hub. Raises :class:`InputError` without a token."""
+        return HubRepository(name, library="peft")
+
 
 @hookimpl
 def megatron_run_plugin_info() -> PluginInfo:
     """Describe the plugin."""
-    return PluginInfo("format", "peft", provides=frozenset({"export", "adapters"}))
+    return PluginInfo("format", "peft", provides=frozenset({"export", "adapters", "publish"}))
 
 
 @hookimpl

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megatron_run.errors import CheckpointError
 from megatron_run_format_huggingface.family import must_be
+from megatron_run_format_huggingface.hub.names import at_home
 from megatron_run_format_huggingface.model_folder import CONFIG as MODEL_CONFIG
 
 if TYPE_CHECKING:
@@ -167,7 +168,7 @@ def write(weights: Weights, adapters: AdapterWeights, written: Written) -> dict[
     return {
         "peft_type": "LORA",
         "task_type": None if weights.config.get("use") == "bert" else "CAUSAL_LM",
-        "base_model_name_or_path": adapters.base if adapters.base and MODEL_CONFIG in weights.files else None,
+        **_base(adapters.base if MODEL_CONFIG in weights.files else ""),
         "inference_mode": True,
         "r": how.rank,
         "lora_alpha": _alpha(how.scale, how.rank),
@@ -182,6 +183,14 @@ def write(weights: Weights, adapters: AdapterWeights, written: Written) -> dict[
         "use_dora": False,
         "init_lora_weights": True,
     }
+
+
+def _base(base: str) -> dict[str, str | None]:
+    """The model that is adapted: its name on the Hub and its commit, where it came from there, else its path."""
+    named = at_home(Path(base))
+    if named is None:
+        return {"base_model_name_or_path": base or None}
+    return {"base_model_name_or_path": named.repository, "revision": named.revision}
 
 
 def _alpha(scale: float, rank: int) -> float:
