@@ -7,7 +7,7 @@ override PYTHON := python3
 endif
 PY      := .venv/bin/python
 PIP     := $(PY) -m pip -q --disable-pip-version-check
-MEMBERS := core/kernel core/engine core/inference core/planner core/testing cli $(patsubst %/pyproject.toml,%,$(sort $(wildcard plugins/*/*/pyproject.toml)))
+MEMBERS := $(patsubst %/pyproject.toml,%,$(sort $(wildcard core/*/pyproject.toml)) cli/pyproject.toml $(sort $(wildcard plugins/*/*/pyproject.toml)))
 
 # A stamp says that set-up came to its end, for this path of the checkout (environments cannot be moved) and for these
 # inputs. Without a stamp for the path the environment is half-made or moved, and is made anew; without one for the

@@ -18,12 +18,11 @@ class MemberDependencies(MetadataHookInterface):
     """Called by hatchling while it builds the root distribution."""
 
     def update(self, metadata: dict[str, Any]) -> None:
-        """Set ``dependencies`` to the kernel, the command line and every first-party plugin."""
+        """Set ``dependencies`` to the core, the command line and every first-party plugin."""
         root = Path(self.root)
         release = os.environ.get("MEGATRON_RUN_RELEASE") == "1"
-        core = [root / "core" / name for name in ("kernel", "engine", "inference", "planner", "testing")]
-        plugins = sorted(file.parent for file in root.glob("plugins/*/*/pyproject.toml"))
-        metadata["dependencies"] = [requirement(folder, release) for folder in [*core, root / "cli", *plugins]]
+        members = [sorted(root.glob(f"{each}/pyproject.toml")) for each in ("core/*", "cli", "plugins/*/*")]
+        metadata["dependencies"] = [requirement(file.parent, release) for files in members for file in files]
 
 
 def requirement(folder: Path, release: bool) -> str:

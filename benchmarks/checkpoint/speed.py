@@ -10,7 +10,6 @@ import os
 import statistics
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from benchmarks.checkpoint.ours import OurSide
 from benchmarks.checkpoint.peers.torch import DistributedCheckpoint, TorchSave
 from benchmarks.checkpoint.state import Side, State
 from benchmarks.optimizer.model import SHAPES
-from benchmarks.support.quiet import kept_of, ratio, take_sample
+from benchmarks.support.quiet import kept_of, ratio, timed
 from benchmarks.support.ranks import on_ranks
 from benchmarks.support.report import table
 
@@ -64,8 +63,7 @@ def _in_turn(sides: Mapping[str, Side], number: int, place: Path) -> dict[str, f
             work: Callable[[int], None] = side.save if call == "save" else side.load
             if call == "load cold":
                 forget_files(place)
-            sample = asdict(take_sample(partial(work, number)))
-            found |= {f"{name}, {call} {key}": value for key, value in sample.items()}
+            found |= timed(f"{name}, {call}", partial(work, number))
         side.drop(number)
     return found
 

@@ -118,7 +118,7 @@ def _works(device: str, tokens: int, hidden: int, vocab: int, columns: int) -> d
     inner, outer, end = values(tokens, 4 * hidden), values(tokens, 4 * hidden, learnt=False), Gelu()
     bias = torch.nn.Parameter(values(4 * hidden, learnt=False))
     options = GptOptions(num_layers=1, hidden_size=hidden, num_heads=hidden // size, vocab_size=5, position="rope")
-    rotary = Rotary(context, options.spec(length)).to(device, torch.bfloat16)
+    rotary = Rotary(context, options.spec(length, 5)).to(device, torch.bfloat16)
     return {
         "cross entropy": of("cross_entropy", 3, lambda x: cross_entropy(x, labels, vocab), values(tokens, columns)),
         "bias gradient": Work("linear", rows.nbytes, lambda: add_rows(total, rows)),

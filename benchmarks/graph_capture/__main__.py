@@ -1,4 +1,4 @@
-"""The cost and memory of captured and compiled layers: a stage, eagerly, from tapes in Python and C++, and compiled.
+"""The cost and memory of captured and compiled layers: a stage, eagerly, from tapes, and compiled.
 
     python -m benchmarks.graph_capture [--quick] [--only speed memory]
 
@@ -16,15 +16,14 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from benchmarks.graph_capture.stage import Executor, Size, Stage, one_f_one_b
+from benchmarks.graph_capture.stage import Size, Stage, one_f_one_b
 from benchmarks.support.command import run
 from benchmarks.support.report import table
 
 SAMPLES, FEW = 15, 5
 STEPS = 5
-#: Hidden size -> how many times as fast as eager the native executor should be.
-GOALS = {64: 1.4, 128: 1.2, 256: 0.97}
-EXECUTORS: tuple[Executor, ...] = ("python", "native")
+#: Hidden size -> how many times as fast as eager tapes should be.
+GOALS = {64: 1.3, 128: 1.2, 256: 0.97}
 IN_FLIGHT = 4
 
 
@@ -33,7 +32,7 @@ def speed(*, quick: bool) -> Iterator[str]:
     torch.set_num_threads(1)
     samples = FEW if quick else SAMPLES
     yield f"\nTwo layers, forward and backward, 64 tokens, fp32: median of {samples} samples of {STEPS} steps.\n"
-    sides = (*EXECUTORS, "compile")
+    sides = ("tapes", "compile")
     times, factors = (f"{name}, ms" for name in sides), (f"{name}, x eager" for name in sides)
     rows = (speed_row(hidden, samples) for hidden in GOALS)
     yield from table(("hidden", "eager, ms", *times, *factors, "goal"), rows)
@@ -51,17 +50,13 @@ def memory(*, quick: bool) -> Iterator[str]:
 def speed_row(hidden: int, samples: int) -> tuple[object, ...]:
     """Milliseconds a step of each side, and how many times as fast as eager each other is."""
     actions = one_f_one_b(1, 1)
-    sides: dict[str, Stage] = {"eager": Stage(Size(hidden))}
-    for executor in EXECUTORS:
-        torch.manual_seed(0)
-        sides[executor] = Stage(Size(hidden))
-        sides[executor].x, sides[executor].gradient = sides["eager"].x, sides["eager"].gradient
-        sides[executor].capture(actions, executor)
-        if not torch.equal(sides[executor].run(actions, 1), sides["eager"].run(actions, 1)):
-            raise SystemExit(f"the gradient by {executor} at hidden size {hidden} is not the eager one")
-    sides["compile"] = Stage(Size(hidden))
-    sides["compile"].x, sides["compile"].gradient = sides["eager"].x, sides["eager"].gradient
+    sides = {name: Stage(Size(hidden)) for name in ("eager", "tapes", "compile")}
+    for stage in sides.values():
+        stage.x, stage.gradient = sides["eager"].x, sides["eager"].gradient
+    sides["tapes"].capture(actions)
     sides["compile"].compile(actions)
+    if not torch.equal(sides["tapes"].run(actions, 1), sides["eager"].run(actions, 1)):
+        raise SystemExit(f"the gradient by tapes at hidden size {hidden} is not the eager one")
     if not torch.allclose(sides["compile"].run(actions, 1), sides["eager"].run(actions, 1), rtol=1e-4, atol=1e-5):
         raise SystemExit(f"the compiled gradient at hidden size {hidden} is not the eager one")
     times: dict[str, list[float]] = {name: [] for name in sides}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -19,8 +18,6 @@ from megatron_run_graph_capture_partial import backend_for
 from megatron_run_graph_capture_partial.capture import PartialCapture, PartialOptions
 from megatron_run_schedule_1f1b import OneForwardOneBackward
 from megatron_run_testing.build_contexts import prepare, single_process_context
-
-Executor = Literal["python", "native"]
 
 
 @dataclass(frozen=True)
@@ -63,12 +60,10 @@ class Stage:
         assert last is not None
         return last
 
-    def capture(
-        self, actions: list[Action], executor: Executor = "python", reuse: str = "per_microbatch"
-    ) -> CaptureSize:
+    def capture(self, actions: list[Action], reuse: str = "per_microbatch") -> CaptureSize:
         """Replay attn and mlp from now on; an eager step comes first."""
-        options = PartialOptions.model_validate({"scope": ("attn", "mlp"), "executor": executor, "graph_reuse": reuse})
-        return self._start(actions, PartialCapture(self.context, options, lambda: backend_for(self.context, executor)))
+        options = PartialOptions.model_validate({"scope": ("attn", "mlp"), "graph_reuse": reuse})
+        return self._start(actions, PartialCapture(self.context, options, lambda: backend_for(self.context)))
 
     def compile(self, actions: list[Action]) -> CaptureSize:
         """Run attn and mlp compiled by inductor from now on; an eager step comes first."""

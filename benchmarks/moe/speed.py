@@ -12,7 +12,6 @@ from __future__ import annotations
 import random
 import statistics
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict
 from typing import Any
 
 from benchmarks.moe.model import SHAPES, Precision, Shape, Side
@@ -23,7 +22,8 @@ from benchmarks.moe.peers.huggingface import WAYS, Mixtral, installed, name_of
 from benchmarks.moe.peers.naive import NAME as NAIVE
 from benchmarks.moe.peers.naive import NaiveLoop
 from benchmarks.support.compare import compare
-from benchmarks.support.quiet import ratio, take_sample
+from benchmarks.support.goals import Goal, apart_text, goal_table
+from benchmarks.support.quiet import ratio, timed
 from benchmarks.support.ranks import on_ranks
 from benchmarks.support.report import table
 
@@ -33,7 +33,7 @@ OURS = "megatron-run"
 PROCESSES, SAMPLES, WARM_UP = 7, 9, 3
 #: How far results may lie apart, relative to the largest value of a tensor: of 16-bit values, several roundings.
 APART: Mapping[Precision, float] = {"fp32": 1e-4, "bf16": 0.1}
-GOAL = 1.35
+GOAL = Goal(OURS, NAIVE, "at least", 1.35)
 
 
 def make_sides(shape: Shape, precision: Precision) -> dict[str, Side]:
@@ -62,7 +62,7 @@ def _round(sides: Mapping[str, Side], order: random.Random) -> dict[str, float]:
     found: dict[str, float] = {}
     for name in order.sample(list(sides), len(sides)):
         sides[name].clear()
-        found |= {f"{name} {key}": value for key, value in asdict(take_sample(sides[name].step)).items()}
+        found |= timed(name, sides[name].step)
     return found
 
 
@@ -76,8 +76,9 @@ def report(*, quick: bool) -> Iterator[str]:
     yield from time_table(found)
     if not installed():
         yield "\ntransformers is not installed here, and its sides are left out."
-    yield "\n## Goals\n"
-    yield from goal_table(found)
+    for precision in precisions:
+        yield f"\n## Goal in {precision}\n"
+        yield from goal_table(OURS, [GOAL], found[precision]["samples"])
 
 
 def _in_several_processes(precision: Precision, processes: int) -> dict[str, Any]:
@@ -97,23 +98,4 @@ def time_table(found: Mapping[Precision, Mapping[str, Any]]) -> Iterator[str]:
 def _time_row(found: Mapping[str, Any], name: str, precision: Precision) -> tuple[str, ...]:
     kept, speed_up = ratio(found["samples"], NAIVE, name)
     milliseconds = 1e3 * statistics.median(sample[f"{name} seconds"] for sample in kept.samples)
-    apart = found["apart"].get(name)
-    return (
-        f"{name}, {precision}",
-        f"{milliseconds:.1f}",
-        f"{speed_up:.2f}",
-        "not compared" if apart is None else f"{apart:.0e}" if apart else "equal",
-        str(kept),
-    )
-
-
-def goal_table(found: Mapping[Precision, Mapping[str, Any]]) -> Iterator[str]:
-    """A row a precision."""
-    columns = ("megatron-run against", "measured", "goal", "met", "samples used")
-    yield from table(columns, (_goal_row(each, precision) for precision, each in found.items()))
-
-
-def _goal_row(found: Mapping[str, Any], precision: Precision) -> tuple[str, ...]:
-    kept, measured = ratio(found["samples"], NAIVE, OURS)
-    met = "yes" if measured >= GOAL else "no"
-    return f"{NAIVE}, {precision}", f"{measured:.2f} times its speed", f"at least {GOAL:.2f}", met, str(kept)
+    return f"{name}, {precision}", f"{milliseconds:.1f}", f"{speed_up:.2f}", apart_text(found, name), str(kept)

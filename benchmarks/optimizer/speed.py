@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict
 from typing import Any
 
 from benchmarks.optimizer import ours
@@ -17,7 +16,8 @@ from benchmarks.optimizer.model import CLIP, SHAPES, Batch, Side
 from benchmarks.optimizer.peers import deepspeed
 from benchmarks.optimizer.peers.torch import DdpSide, FsdpSide
 from benchmarks.support.compare import compare
-from benchmarks.support.quiet import kept_of, ratio, take_sample
+from benchmarks.support.goals import Goal, apart_text, goal_table
+from benchmarks.support.quiet import kept_of, ratio, timed
 from benchmarks.support.ranks import on_ranks
 from benchmarks.support.report import table
 from benchmarks.support.shape import Shape
@@ -27,8 +27,7 @@ ZERO1, AT_ONCE, ADAMW, SILENT = "zero1", "zero1, no overlap", "adamw", "zero1, s
 DDP, DDP_ZERO, FSDP2, DEEPSPEED = "DDP", "DDP + ZeroRedundancyOptimizer", "FSDP2", "DeepSpeed ZeRO-1"
 #: What is timed besides steps: everything that a step sends, and what is done to send it.
 SENDING, SENDING_NOTHING = "sending alone", "sending nothing"
-#: What zero1's time may be of another's.
-GOALS = ((DDP, 1.02), (DEEPSPEED, 0.97))
+GOALS = (Goal(ZERO1, DDP, "at most", 1.02), Goal(ZERO1, DEEPSPEED, "at most", 0.97))
 #: Sides may lie this far apart: torch's norm, by which they clip, sums a whole matrix in fp32.
 TOLERANCE = 1e-3
 #: The gradient of a key's bias is zero but for rounding; what has a smaller largest value is measured against this.
@@ -81,7 +80,7 @@ def measure(shape: str, samples: int) -> dict[str, Any]:
         "apart": apart,
         "state": {name: side.state_bytes() for name, side in sides.items()},
         "parameters": zero1.values,
-        "samples": [_in_turn(calls) for _ in range(samples)],
+        "samples": [{k: v for each in calls.items() for k, v in timed(*each).items()} for _ in range(samples)],
     }
 
 
@@ -90,12 +89,6 @@ def _two_steps(side: Side) -> dict[str, Any]:
     found = {**side.first_moments(), "first losses": side.losses}
     side.step()
     return {**found, "second losses": side.losses}
-
-
-def _in_turn(calls: Mapping[str, Callable[[], object]]) -> dict[str, float]:
-    """One timed call of each: ``<name> seconds``, ``<name> processor``, ``<name> foreign``."""
-    samples = {name: asdict(take_sample(call)) for name, call in calls.items()}
-    return {f"{name} {key}": value for name, sample in samples.items() for key, value in sample.items()}
 
 
 def report(*, quick: bool) -> Iterator[str]:
@@ -112,7 +105,7 @@ def report(*, quick: bool) -> Iterator[str]:
         yield from overlap_table(found)
         if shape == "small":
             yield "\n### Goals\n"
-            yield from goal_table(found)
+            yield from goal_table(ZERO1, (goal for goal in GOALS if goal.other in found["state"]), found["samples"])
         yield "\n### Optimizer state of a rank\n"
         yield from state_table(found)
 
@@ -128,9 +121,8 @@ def _time_row(found: Mapping[str, Any], name: str) -> tuple[str, ...]:
     _, of_it = ratio(found["samples"], ZERO1, name)
     _, processor = ratio(found["samples"], name, DDP, "processor")
     seconds = statistics.median(sample[f"{name} seconds"] for sample in kept.samples)
-    apart = found["apart"].get(name)
-    difference = "not compared" if apart is None else f"{apart:.0e}" if apart else "equal"
-    return name, f"{seconds:.3f}", f"{of_ddp:.3f}", f"{of_it:.3f}", f"{processor:.3f}", difference, str(kept)
+    ratios = (f"{each:.3f}" for each in (of_ddp, of_it, processor))
+    return name, f"{seconds:.3f}", *ratios, apart_text(found, name), str(kept)
 
 
 def overlap_table(found: Mapping[str, Any]) -> Iterator[str]:
@@ -144,18 +136,6 @@ def overlap_table(found: Mapping[str, Any]) -> Iterator[str]:
         added = statistics.median(s[f"{name} seconds"] - s[f"{SILENT} seconds"] for s in both.samples)
         rows.append((name, f"{added:.3f}", f"{1 - added / sending:.0%}", str(both)))
     yield from table(columns, rows)
-
-
-def goal_table(found: Mapping[str, Any]) -> Iterator[str]:
-    """A row a goal that can be measured here."""
-    rows = (_goal_row(found, *goal) for goal in GOALS if goal[0] in found["state"])
-    yield from table(("zero1 against", "measured", "goal", "met", "samples used"), rows)
-
-
-def _goal_row(found: Mapping[str, Any], other: str, goal: float) -> tuple[str, ...]:
-    kept, measured = ratio(found["samples"], ZERO1, other)
-    met = "yes" if measured <= goal else "no"
-    return other, f"{measured:.3f} of its time", f"at most {goal:.2f}", met, str(kept)
 
 
 def state_table(found: Mapping[str, Any]) -> Iterator[str]:

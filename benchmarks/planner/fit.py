@@ -80,7 +80,7 @@ def errors(device: Device, rows: Sequence[Measured]) -> Vector:
             split.recompute,
         )
         if key not in layers:
-            layers[key] = {kind: layer_time(kind, split, device) for _, kind in model.kinds}
+            layers[key] = {kind: layer_time(kind, split, device) for kind in model.kinds.layers}
         places = split.pipeline * split.chunks
         counts = tuple(spread(len(model.layers), places)) if len(model.layers) % places else ()
         layout = looped_layout(LayoutSpec(split.pipeline, split.chunks, len(model.layers), counts))

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 from benchmarks.single.model import SHAPES, Precision, Side, Weights
 from benchmarks.single.sides import BARE, ERF, MEGATRON, NANOGPT, OPTIONAL, TANH, TRAINER, installed, keys, make_side
-from benchmarks.support.quiet import ratio, take_sample
+from benchmarks.support.goals import Goal, apart_text, goal_table
+from benchmarks.support.quiet import ratio, timed
 from benchmarks.support.ranks import on_ranks
 from benchmarks.support.report import table
 from benchmarks.support.shape import Shape
@@ -24,13 +25,20 @@ THREADS = 2
 WARM_UP = 3
 #: How far the losses of those steps may lie apart, relative to ours: of another GELU, and of 16-bit rounding, more.
 APART: Mapping[Precision, float] = {"fp32": 1e-3, "bf16": 2e-2}
-#: Ours against whom, in which precision; the goal for their time over ours, or for ours over theirs.
-GOALS: Sequence[tuple[str, Precision, str, float]] = (
-    (NANOGPT, "fp32", "at least", 1.00),
-    (ERF, "bf16", "at least", 1.20),
-    (MEGATRON, "bf16", "at least", 1.35),
-    (BARE, "fp32", "at most", 1.03),
-    (BARE, "bf16", "at most", 1.03),
+
+
+def label(name: str, precision: Precision) -> str:
+    """The name of a side in samples and tables."""
+    return f"{name}, {precision}"
+
+
+FP32, BF16 = label(TRAINER, "fp32"), label(TRAINER, "bf16")
+GOALS = (
+    Goal(FP32, label(NANOGPT, "fp32"), "at least", 1.00),
+    Goal(BF16, label(ERF, "bf16"), "at least", 1.20),
+    Goal(BF16, label(MEGATRON, "bf16"), "at least", 1.35),
+    Goal(FP32, label(BARE, "fp32"), "at most", 1.03),
+    Goal(BF16, label(BARE, "bf16"), "at most", 1.03),
 )
 
 
@@ -45,11 +53,6 @@ def measure(shape: str, samples: int) -> dict[str, Any]:
     for side in sides.values():
         side.close()
     return {"apart": apart, "samples": rounds}
-
-
-def label(name: str, precision: Precision) -> str:
-    """The name of a side in samples and tables."""
-    return f"{name}, {precision}"
 
 
 def _make_sides(shape: Shape) -> dict[str, Any]:
@@ -74,8 +77,7 @@ def _round(sides: Mapping[str, Side], batch: Any, order: random.Random) -> dict[
     """One timed step of each side: ``<side> seconds``, ``<side> foreign`` and the like."""
     found: dict[str, float] = {}
     for name in order.sample(list(sides), len(sides)):
-        sample = take_sample(lambda side=sides[name]: side.step(batch))  # type: ignore[misc]  # bound at once
-        found |= {f"{name} {key}": value for key, value in asdict(sample).items()}
+        found |= timed(name, partial(sides[name].step, batch))
     return found
 
 
@@ -92,7 +94,7 @@ def report(*, quick: bool) -> Iterator[str]:
     if missing:
         yield f"\nNot installed here, and left out: {', '.join(missing)}."
     yield "\n## Goals\n"
-    yield from goal_table(found)
+    yield from goal_table("megatron-run", (goal for goal in GOALS if goal.other in found["apart"]), found["samples"])
 
 
 def rate_table(found: Mapping[str, Any]) -> Iterator[str]:
@@ -107,19 +109,4 @@ def rate_table(found: Mapping[str, Any]) -> Iterator[str]:
 
 def _rate_row(found: Mapping[str, Any], name: str, base: str) -> tuple[str, ...]:
     kept, rate = ratio(found["samples"], base, name)
-    apart = found["apart"][name]
-    return name, f"{rate:.2f}", f"{apart:.0e}" if apart else "equal", str(kept)
-
-
-def goal_table(found: Mapping[str, Any]) -> Iterator[str]:
-    """A row a goal that can be measured here."""
-    rows = (_goal_row(found, *goal) for goal in GOALS if label(*goal[:2]) in found["apart"])
-    yield from table(("megatron-run against", "measured", "goal", "met", "samples used"), rows)
-
-
-def _goal_row(found: Mapping[str, Any], other: str, precision: Precision, bound: str, goal: float) -> tuple[str, ...]:
-    least, pair = bound == "at least", (label(TRAINER, precision), label(other, precision))
-    kept, measured = ratio(found["samples"], *(reversed(pair) if least else pair))
-    met = measured >= goal if least else measured <= goal
-    what = "times its speed" if least else "of its time"
-    return pair[1], f"{measured:.3f} {what}", f"{bound} {goal:.2f}", "yes" if met else "no", str(kept)
+    return name, f"{rate:.2f}", apart_text(found, name), str(kept)

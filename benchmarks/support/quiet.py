@@ -6,7 +6,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
@@ -55,6 +55,11 @@ def take_sample(call: Callable[[], object]) -> Sample:
     wall, busy, everything = slowest.tolist()
     foreign = max(0.0, busy - total.item()) / (everything * (os.cpu_count() or 1))
     return Sample(wall, total.item(), foreign)
+
+
+def timed(name: str, call: Callable[[], object]) -> dict[str, float]:
+    """One timed call, as part of a round: ``<name> seconds``, ``<name> processor`` and ``<name> foreign``."""
+    return {f"{name} {key}": value for key, value in asdict(take_sample(call)).items()}
 
 
 @dataclass(frozen=True)

@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict
 from typing import Any
 
 import torch.distributed as dist
 
 from benchmarks.support.compare import compare
+from benchmarks.support.goals import Goal, apart_text, goal_table
 from benchmarks.support.megatron import NAME as MEGATRON
 from benchmarks.support.megatron import installed
-from benchmarks.support.quiet import ratio, take_sample
+from benchmarks.support.quiet import ratio, timed
 from benchmarks.support.ranks import on_ranks
 from benchmarks.support.report import table
 from benchmarks.support.shape import Shape
@@ -41,8 +41,11 @@ OURS: Mapping[str, Mapping[str, bool]] = {
     "tensor, sequence": {"sequence": True},
     "tensor, sequence, overlap=false": {"sequence": True, "overlap": False},
 }
-#: Whose time ours is compared with; the goal for theirs over ours, or for ours over theirs.
-GOALS = ((ONE_RANK, "at least", 1.55), (DTENSOR, "at most", 0.88), (MEGATRON, "at most", 1.00))
+GOALS = (
+    Goal(TENSOR, ONE_RANK, "at least", 1.55),
+    Goal(TENSOR, DTENSOR, "at most", 0.88),
+    Goal(TENSOR, MEGATRON, "at most", 1.00),
+)
 
 
 def make_sides(shape: Shape) -> dict[str, Side]:
@@ -76,8 +79,7 @@ def _in_turn(sides: Mapping[str, Side]) -> dict[str, float]:
     for name, side in sides.items():
         side.clear()
         busy = dist.get_rank() < side.ranks
-        sample = take_sample(side.step if busy else _rest)
-        found |= {f"{name} {key}": value for key, value in asdict(sample).items()}
+        found |= timed(name, side.step if busy else _rest)
     return found
 
 
@@ -95,7 +97,7 @@ def report(*, quick: bool) -> Iterator[str]:
     if MEGATRON not in found["sent"]:
         yield "\nmegatron-core is not installed here, and left out."
     yield "\n## Goals\n"
-    yield from goal_table(found)
+    yield from goal_table(TENSOR, (goal for goal in GOALS if goal.other in found["sent"]), found["samples"])
     yield "\n## Bytes that a rank sends in a step\n"
     yield from traffic_table(found, shape)
 
@@ -109,22 +111,7 @@ def time_table(found: Mapping[str, Any]) -> Iterator[str]:
 def _time_row(found: Mapping[str, Any], name: str) -> tuple[str, ...]:
     kept, speed_up = ratio(found["samples"], ONE_RANK, name)
     seconds = statistics.median(sample[f"{name} seconds"] for sample in kept.samples)
-    apart = found["apart"][name]
-    return name, f"{seconds:.3f}", f"{speed_up:.3f}", f"{apart:.0e}" if apart else "equal", str(kept)
-
-
-def goal_table(found: Mapping[str, Any]) -> Iterator[str]:
-    """A row a goal that can be measured here."""
-    rows = (_goal_row(found, *goal) for goal in GOALS if goal[0] in found["sent"])
-    yield from table(("tensor against", "measured", "goal", "met", "samples used"), rows)
-
-
-def _goal_row(found: Mapping[str, Any], other: str, bound: str, goal: float) -> tuple[str, ...]:
-    least = bound == "at least"
-    kept, measured = ratio(found["samples"], *((other, TENSOR) if least else (TENSOR, other)))
-    met = measured >= goal if least else measured <= goal
-    what = "times its speed" if least else "of its time"
-    return other, f"{measured:.3f} {what}", f"{bound} {goal:.2f}", "yes" if met else "no", str(kept)
+    return name, f"{seconds:.3f}", f"{speed_up:.3f}", apart_text(found, name), str(kept)
 
 
 def traffic_table(found: Mapping[str, Any], shape: Shape) -> Iterator[str]:

@@ -12,7 +12,7 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
-from docs.site.pages import ROOT, entries, libraries, made_pages
+from docs.site.pages import ROOT, catalogue, entries, libraries, made_pages
 from megatron_run.contracts import KINDS
 
 #: Pages that lie outside docs/, or go by another name there: path in the repository -> path in the site.
@@ -85,13 +85,13 @@ def _guides() -> Iterator[dict[str, Any]]:
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add the pages that are not in docs/."""
+    """Add the pages that are not in docs/, and the catalogue of plugins."""
     contents = files.get_file_from_path("index.md")
     assert contents is not None
     files.remove(contents)
     for source, path in _MOVED.items():
         files.append(File.generated(config, path, abs_src_path=str(ROOT / source)))
-    for path, text in made_pages():
+    for path, text in (*made_pages(), ("plugins.json", catalogue())):
         files.append(File.generated(config, path, content=text))
     return files
 

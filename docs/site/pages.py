@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import ast
+import json
 import re
 import tomllib
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cache
 from importlib.metadata import entry_points
 from pathlib import Path
 
+from docs.site.catalogue import by_others
+from docs.site.catalogue import rows as listed_by_others
 from docs.site.docstrings import as_markdown
 from megatron_run.contracts import KINDS, PluginInfo, entry_point_group
+from megatron_run.contracts.plugin import COMMAND
+from megatron_run.registry.known import COMMAND_SUMMARIES, KNOWN_COMMANDS
 from megatron_run_cli.reports.keys import model_keys
 
 ROOT = Path(__file__).parents[2]
@@ -124,11 +129,38 @@ def _about(kind: str) -> str:
 
 def _plugins() -> str:
     parts = ["# Plugins\n\nFrom the metadata of each; `megatron-run plugins info KIND=NAME` says the same."]
-    parts.append(" Plugins by others carry the keyword `megatron-run-plugin` on the package index.\n")
+    parts.append(" Those [by others](#by-others) stand below. [plugins.json](plugins.json) has all of them as data.\n")
     for kind in KINDS:
         parts += [f"\n## {kind}\n\n{_about(kind)} See [its contract](kinds/{kind}.md).\n"]
         parts += [_plugin(each) for each in plugins() if each.info.kind == kind]
-    return "".join(parts)
+    return "".join(parts) + _by_others()
+
+
+def _by_others() -> str:
+    """The part of the page that others fill."""
+    text = "\n## By others\n\nOne line in `plugins/by-others.csv` adds [yours](plugin-authors.md#publish-it)."
+    text += " Others carry the keyword `megatron-run-plugin` on the package index.\n\n"
+    rows = list(listed_by_others())
+    return text + (_table(("kind", "plugin", "distribution", "what it does"), rows) if rows else "")
+
+
+def catalogue() -> str:
+    """What ``megatron-run plugins search`` reads: every plugin and command, as JSON."""
+    ours = [
+        {
+            "kind": each.info.kind,
+            "name": each.info.name,
+            "distribution": each.distribution,
+            "summary": each.summary.replace("``", "").replace("`", ""),
+        }
+        for each in plugins()
+    ]
+    ours += [
+        {"kind": COMMAND, "name": name, "distribution": KNOWN_COMMANDS[name], "summary": summary}
+        for name, summary in COMMAND_SUMMARIES.items()
+    ]
+    others = [{**asdict(each), "by_others": True} for each in by_others()]
+    return json.dumps({"v": 1, "plugins": [*ours, *others]}, indent=1) + "\n"
 
 
 def _plugin(plugin: Plugin) -> str:

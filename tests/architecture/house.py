@@ -12,13 +12,13 @@ import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 
-from tests.support.checkout import module_name
+from tests.support.checkout import COMMAND_LINE, UPON, module_name
 
 #: Import roots that count as one entry.
-WHOLE = ("megatron_run_inference", "megatron_run_planner", "megatron_run_testing", "megatron_run_cli")
+WHOLE = tuple(each.package for each in (*UPON, COMMAND_LINE))
 Graph = Mapping[str, frozenset[str]]
 
 
@@ -44,7 +44,7 @@ class House:
         return {name: frozenset(self._imported(name, file)) for name, file in self.files.items()}
 
     def _imported(self, importer: str, file: Path) -> Iterator[str]:
-        for name in imported_names(ast.parse(file.read_text(encoding="utf-8"))):
+        for name in imported_by(file):
             found = name if name in self.files else name.rpartition(".")[0]
             if found in self.files and found != importer:
                 yield found
@@ -81,6 +81,12 @@ def entry_of(module: str) -> str:
 
 def _is_entry(name: str) -> bool:
     return "." in name or name in WHOLE
+
+
+@cache
+def imported_by(file: Path) -> frozenset[str]:
+    """As :func:`imported_names` of the source ``file``, which is read once."""
+    return frozenset(imported_names(ast.parse(file.read_text(encoding="utf-8"))))
 
 
 def imported_names(tree: ast.AST) -> Iterator[str]:
@@ -134,7 +140,7 @@ def shared_names(files: Iterable[Path]) -> Counter[str]:
 def asked_by_plugins(everywhere: House, core: set[str], top: str) -> set[str]:
     """The names of the import root ``top`` that plugins import, each with its module."""
     files = (file for name, file in everywhere.files.items() if name.partition(".")[0] not in core)
-    imported = (name for file in files for name in imported_names(ast.parse(file.read_text(encoding="utf-8"))))
+    imported = (name for file in files for name in imported_by(file))
     return {name for name in imported if name.startswith(f"{top}.")}
 
 

@@ -7,21 +7,21 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.architecture.house import WHOLE, Graph, House, floors
+from tests.architecture.house import Graph, House, floors
+from tests.support.checkout import COMMAND_LINE, ENGINE, KERNEL, UPON
 
 ROOT = Path(__file__).parents[2]
 TARGET = ROOT / "docs" / "images" / "house.svg"
-#: Import root -> the distribution and its colour.
-COLOURS = {
-    "megatron_run": ("kernel: no torch", "#dbeafe"),
-    "megatron_run_engine": ("engine", "#dcfce7"),
-    "megatron_run_inference": ("inference", "#cffafe"),
-    "megatron_run_planner": ("planner", "#ffedd5"),
-    "megatron_run_testing": ("suites", "#fef3c7"),
-    "megatron_run_cli": ("command", "#fae8ff"),
-}
+#: Import root -> its colour: the kernel's, the engine's, and those of all that stands on them.
+COLOURS = dict(
+    zip(
+        (each.package for each in (KERNEL, ENGINE, *UPON, COMMAND_LINE)),
+        ("#dbeafe", "#dcfce7", "#cffafe", "#ffedd5", "#fee2e2", "#ede9fe", "#fef3c7", "#fae8ff"),
+        strict=True,
+    )
+)
 FONT = 'font-family="sans-serif" font-size="13"'
-WIDTH, BOX, GAP, ROW, HEIGHT, MARGIN = 900, 112, 18, 78, 34, 56
+WIDTH, BOX, GAP, ROW, HEIGHT, MARGIN, LEGEND = 900, 112, 18, 78, 34, 76, 4
 
 
 def drawing(house: House) -> str:
@@ -44,20 +44,20 @@ def drawing(house: House) -> str:
             )
     for name, (x, y) in sorted(centres.items()):
         root, _, entry = name.partition(".")
-        label = entry or COLOURS[root][0]
+        label = entry or root.removeprefix("megatron_run_")
         lines.append(
             f'<rect x="{x - BOX // 2}" y="{y - HEIGHT // 2}" width="{BOX}" height="{HEIGHT}" rx="6" '
-            f'fill="{COLOURS[root][1]}" stroke="#64748b"/>'
+            f'fill="{COLOURS[root]}" stroke="#64748b"/>'
         )
         lines.append(f'<text x="{x}" y="{y + 5}" text-anchor="middle">{label}</text>')
     lines += [
         f'<text x="12" y="{(top - level) * ROW + MARGIN + 5}" fill="#64748b">{level}</text>'
         for level in range(1, top + 1)
     ]
-    for index, (root, (label, colour)) in enumerate(COLOURS.items()):
-        x = 20 + index * 148
-        lines.append(f'<rect x="{x}" y="8" width="14" height="14" rx="3" fill="{colour}" stroke="#64748b"/>')
-        lines.append(f'<text x="{x + 20}" y="20" fill="#334155">{root}{"" if root in WHOLE else f" ({label})"}</text>')
+    for index, (root, colour) in enumerate(COLOURS.items()):
+        x, y = 20 + index % LEGEND * 220, 8 + index // LEGEND * 20
+        lines.append(f'<rect x="{x}" y="{y}" width="14" height="14" rx="3" fill="{colour}" stroke="#64748b"/>')
+        lines.append(f'<text x="{x + 20}" y="{y + 12}" fill="#334155">{root}</text>')
     return "\n".join([*lines, "</svg>"]) + "\n"
 
 

@@ -9,18 +9,17 @@ from pathlib import Path
 import pytest
 
 from megatron_run.contracts.plugin import COMMAND, entry_point_group
-from tests.architecture.house import House, circles, entry_of, floors, imported_names
+from tests.architecture.house import House, circles, entry_of, floors, imported_by
 from tests.architecture.picture import drawing
 from tests.support.checkout import (
     COMMAND_LINE,
     ENGINE,
-    INFERENCE,
     KERNEL,
     MEMBERS,
-    PLANNER,
     PLUGINS,
     ROOT,
     TESTING,
+    UPON,
     Member,
     module_name,
 )
@@ -46,17 +45,13 @@ SHARED = {
     "megatron_run_cli.completion.words",
     "megatron_run_cli.editor_schema",
     "megatron_run_cli.grammar",
-    "megatron_run_cli.groups",
+    "megatron_run_cli.command_groups",
     "megatron_run_cli.output",
     "megatron_run_cli.progress",
     "megatron_run_cli.streams",
 }
 #: Plugins of a single file, which the pages show.
 EXAMPLES = sorted((ROOT / "tests" / "examples" / "plugins").glob("*.py"))
-
-
-def imported_by(file: Path) -> set[str]:
-    return set(imported_names(ast.parse(file.read_text(encoding="utf-8"))))
 
 
 def entries_of(member: Member) -> list[str]:
@@ -84,7 +79,7 @@ def test_a_root_has_few_entries(member: Member) -> None:
     assert len(entries_of(member)) <= ROOMS.get(member, ENTRIES)
 
 
-@pytest.mark.parametrize("member", [COMMAND_LINE, INFERENCE, PLANNER, TESTING], ids=str)
+@pytest.mark.parametrize("member", [*UPON, COMMAND_LINE], ids=str)
 def test_a_root_that_counts_as_one_entry_has_few_modules(member: Member) -> None:
     """Its ``__init__`` aside, as everywhere."""
     inside = [name for name in HOUSE.files if name.startswith(f"{member.package}.") and not is_command(name)]
@@ -108,19 +103,12 @@ def test_a_package_says_what_it_imports(name: str) -> None:
     assert said.rstrip(".").replace("\n", " ").split(", ") == (found or ["nothing"])
 
 
-@pytest.mark.parametrize(
-    ("member", "below"),
-    [
-        (KERNEL, set()),
-        (ENGINE, {KERNEL.package}),
-        (INFERENCE, {KERNEL.package, ENGINE.package}),
-        (PLANNER, {KERNEL.package}),
-        (TESTING, {KERNEL.package, ENGINE.package}),
-    ],
-    ids=["kernel", "engine", "inference", "planner", "testing"],
-)
-def test_a_distribution_imports_those_below_it(member: Member, below: set[str]) -> None:
-    ours = {each.package for each in (KERNEL, ENGINE, INFERENCE, PLANNER, TESTING, COMMAND_LINE, *PLUGINS)}
+@pytest.mark.parametrize("member", [KERNEL, ENGINE, *UPON], ids=str)
+def test_a_distribution_imports_those_below_it(member: Member) -> None:
+    """Of kernel and engine those that it asks pip for; the suites use the engine where it is installed."""
+    asked = " ".join(member.project["dependencies"])
+    below = {each.package for each in (KERNEL, ENGINE) if f"{each.name}==" in asked or member is TESTING}
+    ours = {each.package for each in MEMBERS}
     for module, file in member.modules.items():
         found = {name.partition(".")[0] for name in imported_by(file)} & ours
         above = {COMMAND_LINE.package, ENGINE.package} if is_command(module) else set()  # a plan may ask the engine
@@ -181,7 +169,11 @@ def test_plugins_import_public_names_only(file: Path) -> None:
 
 @pytest.mark.parametrize("plugin", PLUGINS, ids=str)
 def test_plugins_do_not_import_each_other(plugin: Member) -> None:
-    others = {COMMAND_LINE.package, INFERENCE.package, *(other.package for other in PLUGINS)} - {plugin.package}
+    others = {
+        COMMAND_LINE.package,
+        *(each.package for each in UPON if each is not TESTING),
+        *(other.package for other in PLUGINS),
+    } - {plugin.package}
     for module, file in plugin.modules.items():
         closed = others - {COMMAND_LINE.package} if is_command(module) else others
         assert not {name.partition(".")[0] for name in imported_by(file)} & closed, file

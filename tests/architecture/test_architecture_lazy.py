@@ -31,7 +31,7 @@ LAZY = {
     name: file
     for member in (KERNEL, ENGINE, INFERENCE)
     for name, file in member.modules.items()
-    if file.name == "__init__.py" and "lazy_names(" in file.read_text(encoding="utf-8")
+    if file.name == "__init__.py" and "_names(__name__" in file.read_text(encoding="utf-8")
 }
 PLUGINS_LIST = """
 import sys
@@ -126,7 +126,7 @@ def test_a_lazy_package_offers_and_shows_its_names(package: str, file: Path) -> 
     offered: dict[str, object] = {}
     exec(f"from {package} import *", offered)
     assert offered.keys() - {"__builtins__"} == set(module.__all__)
-    assert not offered.keys() & {"TYPE_CHECKING", "annotations", "lazy_names"}
+    assert not offered.keys() & {"TYPE_CHECKING", "annotations", "lazy_names", "typed_names"}
     assert {*module.__all__, *vars(module), "__name__", "__doc__"} <= {*dir(module)}
     assert vars(module).items() >= {(name, offered[name]) for name in module.__all__}, "each is looked up once"
     assert not {

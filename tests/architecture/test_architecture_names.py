@@ -10,13 +10,11 @@ from megatron_run.registry.known import KNOWN
 from tests.support.checkout import (
     COMMAND_LINE,
     ENGINE,
-    INFERENCE,
     KERNEL,
     MEMBERS,
-    PLANNER,
     PLUGINS,
     ROOT,
-    TESTING,
+    UPON,
     Member,
     read_project,
 )
@@ -28,9 +26,9 @@ FORBIDDEN = {"megatron", "core", "cli", "plugins"}
 def test_kernel_engine_suites_and_command_line() -> None:
     assert (KERNEL.name, KERNEL.package) == ("megatron-run-core", "megatron_run")
     assert (ENGINE.name, ENGINE.package) == ("megatron-run-engine", "megatron_run_engine")
-    assert (INFERENCE.name, INFERENCE.package) == ("megatron-run-inference", "megatron_run_inference")
-    assert (PLANNER.name, PLANNER.package) == ("megatron-run-planner", "megatron_run_planner")
-    assert (TESTING.name, TESTING.package) == ("megatron-run-testing", "megatron_run_testing")
+    for each in UPON:
+        name = each.folder.name
+        assert (each.name, each.package) == (f"megatron-run-{name}", f"megatron_run_{name}")
     assert (COMMAND_LINE.name, COMMAND_LINE.package) == ("megatron-run-cli", "megatron_run_cli")
     assert COMMAND_LINE.project["scripts"] == {"megatron-run": "megatron_run_cli.__main__:program"}
     assert read_project(ROOT)["name"] == "megatron-run"
@@ -94,8 +92,7 @@ def test_members_ask_for_this_kernel(member: Member) -> None:
         return
     version = KERNEL.project["version"]
     major, minor, _ = (int(part) for part in version.split("."))
-    together = member in (ENGINE, INFERENCE, PLANNER, TESTING, COMMAND_LINE)
-    versions = f"=={version}" if together else f">={major}.{minor},<{major}.{minor + 1}"
+    versions = f"=={version}" if member not in PLUGINS else f">={major}.{minor},<{major}.{minor + 1}"
     asked = [line for line in member.project["dependencies"] if line.startswith("megatron-run-")]
     assert f"{KERNEL.name}{versions}" in asked
     assert all(line.endswith(versions) for line in asked)

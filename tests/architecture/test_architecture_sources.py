@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -45,10 +45,15 @@ PICKLING = {
 }
 
 
-def pickle_faults(tree: ast.AST) -> list[str]:
-    """Imports and calls in ``tree`` that read or write pickles."""
+def nodes_of(source: str) -> list[ast.AST]:
+    """All nodes of ``source``, its module first: each rule goes through them, and the tree is walked once."""
+    return [*ast.walk(ast.parse(source))]
+
+
+def pickle_faults(nodes: Iterable[ast.AST]) -> list[str]:
+    """Imports and calls among ``nodes`` that read or write pickles."""
     found = []
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Import | ast.ImportFrom | ast.Attribute) and UNSAFE_PACKAGE in dotted(node):
             found.append(UNSAFE_PACKAGE)
         if isinstance(node, ast.Import):
@@ -72,9 +77,9 @@ def dotted(node: ast.Import | ast.ImportFrom | ast.Attribute) -> str:
     return " ".join(prefix + alias.name for alias in node.names)
 
 
-def long_functions(tree: ast.AST) -> list[str]:
-    """Functions of ``tree`` that are longer than the limit."""
-    functions = (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
+def long_functions(nodes: Iterable[ast.AST]) -> list[str]:
+    """Functions among ``nodes`` that are longer than the limit."""
+    functions = (node for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
     return [node.name for node in functions if (node.end_lineno or 0) - node.lineno + 1 > LINES_PER_FUNCTION]
 
 
@@ -94,34 +99,32 @@ def bound_name(node: ast.AST) -> str:
     return (node.rest or "") if isinstance(node, ast.MatchMapping) else ""
 
 
-def idle_names(tree: ast.AST) -> list[str]:
-    """What ``tree`` binds to a name of :data:`IDLE_NAMES`, or to one behind an underscore."""
-    bound = ((node, bound_name(node)) for node in ast.walk(tree))
+def idle_names(nodes: Iterable[ast.AST]) -> list[str]:
+    """What ``nodes`` bind to a name of :data:`IDLE_NAMES`, or to one behind an underscore."""
+    bound = ((node, bound_name(node)) for node in nodes)
     found = ((getattr(node, "lineno", 0), name) for node, name in bound if name.lstrip("_") in IDLE_NAMES)
     return [f"line {line}: say what {name!r} is" for line, name in found]
 
 
-def style_faults(file: Path, tree: ast.AST) -> Iterator[str]:
+def style_faults(file: Path, nodes: Sequence[ast.AST]) -> Iterator[str]:
     """What a source does that a source must not do."""
-    if not (isinstance(tree, ast.Module) and ast.get_docstring(tree)):
+    if not (isinstance(nodes[0], ast.Module) and ast.get_docstring(nodes[0])):
         yield "say in a docstring what the module is for"
     allowed = PICKLING if "testing" in file.parts else set()
     excepted = EXCEPTIONS.get(file.relative_to(ROOT).as_posix(), set())
-    faults = [fault for fault in pickle_faults(tree) if fault.rpartition(".")[2] not in allowed]
+    faults = [fault for fault in pickle_faults(nodes) if fault.rpartition(".")[2] not in allowed]
     yield from (fault for fault in faults if fault not in excepted)
-    yield from (
-        f"line {node.lineno}: hand state down instead" for node in ast.walk(tree) if isinstance(node, ast.Global)
-    )
+    yield from (f"line {node.lineno}: hand state down instead" for node in nodes if isinstance(node, ast.Global))
     described = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-    texts = (ast.get_docstring(node) or "" for node in ast.walk(tree) if isinstance(node, described))
+    texts = (ast.get_docstring(node) or "" for node in nodes if isinstance(node, described))
     yield from (f"begin with a noun or a verb: {text[:40]}" for text in texts if text.startswith("What "))
 
 
-def size_faults(file: Path, tree: ast.AST, lines: int) -> Iterator[str]:
+def size_faults(file: Path, nodes: Iterable[ast.AST], lines: int) -> Iterator[str]:
     """Where a file is no small room."""
     if file.stem in VAGUE:
         yield "name it for its idea"
-    yield from (f"{name} is too long" for name in long_functions(tree))
+    yield from (f"{name} is too long" for name in long_functions(nodes))
     if lines > LINES_PER_FILE:
         yield f"{lines} lines"
 
@@ -131,21 +134,21 @@ def test_sources_keep_the_style_and_every_file_is_a_small_room() -> None:
     found, sources, named = [], set(SOURCES), {*SOURCES, *SCRIPTS}
     for file in (*SOURCES, *TESTS, *SCRIPTS):
         text = file.read_text(encoding="utf-8")
-        tree = ast.parse(text, filename=str(file))
+        nodes = nodes_of(text)
         faults = [
-            *size_faults(file, tree, len(text.splitlines())),
-            *(style_faults(file, tree) if file in sources else ()),
-            *(idle_names(tree) if file in named else ()),
+            *size_faults(file, nodes, len(text.splitlines())),
+            *(style_faults(file, nodes) if file in sources else ()),
+            *(idle_names(nodes) if file in named else ()),
         ]
         found += [f"{file.relative_to(ROOT)}: {fault}" for fault in faults]
     assert not found
 
 
 def test_other_files_are_found() -> None:
-    tree = ast.parse("def f():\n    '''What it does.'''\n    global state" + LINES_PER_FUNCTION * "\n    state = 1")
+    nodes = nodes_of("def f():\n    '''What it does.'''\n    global state" + LINES_PER_FUNCTION * "\n    state = 1")
     file = ROOT / "core" / "kernel" / "utils.py"
-    assert len([*style_faults(file, tree)]) == 3
-    assert len([*size_faults(file, tree, LINES_PER_FILE + 1)]) == 3
+    assert len([*style_faults(file, nodes)]) == 3
+    assert len([*size_faults(file, nodes, LINES_PER_FILE + 1)]) == 3
 
 
 @pytest.mark.parametrize(
@@ -168,18 +171,18 @@ def test_other_files_are_found() -> None:
     ],
 )
 def test_pickle_is_found(source: str) -> None:
-    assert pickle_faults(ast.parse(source))
+    assert pickle_faults(nodes_of(source))
 
 
 @pytest.mark.parametrize("file", EXCEPTIONS)
 def test_an_exception_that_nobody_needs_is_none(file: str) -> None:
-    assert EXCEPTIONS[file] <= set(pickle_faults(ast.parse((ROOT / file).read_text(encoding="utf-8"))))
+    assert EXCEPTIONS[file] <= set(pickle_faults(nodes_of((ROOT / file).read_text(encoding="utf-8"))))
 
 
 def test_long_function_is_found() -> None:
     body = "    x = 1\n"
-    assert not long_functions(ast.parse("def f():\n" + body * (LINES_PER_FUNCTION - 1)))
-    assert long_functions(ast.parse("def f():\n" + body * LINES_PER_FUNCTION)) == ["f"]
+    assert not long_functions(nodes_of("def f():\n" + body * (LINES_PER_FUNCTION - 1)))
+    assert long_functions(nodes_of("def f():\n" + body * LINES_PER_FUNCTION)) == ["f"]
 
 
 @pytest.mark.parametrize(
@@ -205,9 +208,9 @@ def test_long_function_is_found() -> None:
     ],
 )
 def test_a_name_that_says_not_what_it_holds_is_found(source: str) -> None:
-    assert idle_names(ast.parse(source))
+    assert idle_names(nodes_of(source))
 
 
 def test_a_name_that_says_what_it_holds_is_kept() -> None:
     kept = "words = [each.word for each in stack]\nself.word = embed(words, word=1)\nour_rows = their_rows = told\n"
-    assert not idle_names(ast.parse(kept))
+    assert not idle_names(nodes_of(kept))

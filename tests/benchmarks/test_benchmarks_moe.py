@@ -9,11 +9,11 @@ import pytest
 from benchmarks.moe.peers.dense import NAME as DENSE
 from benchmarks.moe.peers.huggingface import WAYS, installed, name_of
 from benchmarks.moe.peers.naive import NAME as NAIVE
-from benchmarks.moe.speed import APART, OURS, goal_table, measure, time_table
+from benchmarks.moe.speed import APART, OURS, measure, time_table
 from tests.support.ranks import run_ranks
 
 
-def test_rows_hold_medians_of_ratios_and_whether_the_goal_is_met() -> None:
+def test_rows_hold_medians_of_ratios() -> None:
     seconds = {OURS: 0.01, NAIVE: 0.02}
     sample = {f"{name} seconds": taken for name, taken in seconds.items()} | {
         f"{name} foreign": 0.0 for name in seconds
@@ -23,9 +23,6 @@ def test_rows_hold_medians_of_ratios_and_whether_the_goal_is_met() -> None:
         f"| {OURS}, fp32 | 10.0 | 2.00 | 1e-06 | 3 of 3 |",
         f"| {NAIVE}, fp32 | 20.0 | 1.00 | equal | 3 of 3 |",
     ]
-    assert list(goal_table({"fp32": found}))[2] == (
-        f"| {NAIVE}, fp32 | 2.00 times its speed | at least 1.35 | yes | 3 of 3 |"
-    )
 
 
 def measure_tiny(rank: int, world: int) -> dict[str, Any]:

@@ -19,7 +19,6 @@ from benchmarks.optimizer.speed import (
     SENDING_NOTHING,
     SILENT,
     ZERO1,
-    goal_table,
     measure,
     overlap_table,
     state_table,
@@ -41,15 +40,11 @@ FOUND = {
 }
 
 
-def test_rows_hold_medians_and_whether_each_goal_is_met() -> None:
+def test_rows_hold_medians() -> None:
     rows = list(time_table(FOUND))[2:]
     assert rows[0] == "| zero1 | 1.100 | 1.100 | 1.000 | 1.100 | equal | 3 of 3 |"
     assert rows[1] == "| zero1, silent | 1.000 | 1.000 | 1.100 | 1.000 | not compared | 3 of 3 |"
     assert rows[2] == "| DDP | 1.000 | 1.000 | 1.100 | 1.000 | 2e-06 | 3 of 3 |"
-    assert list(goal_table(FOUND))[2:] == [
-        "| DDP | 1.100 of its time | at most 1.02 | no | 3 of 3 |",
-        "| DeepSpeed ZeRO-1 | 0.550 of its time | at most 0.97 | yes | 3 of 3 |",
-    ]
 
 
 def test_what_is_hidden_is_what_a_step_is_not_longer_by() -> None:

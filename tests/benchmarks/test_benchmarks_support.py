@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from benchmarks.support.command import run
 from benchmarks.support.compare import compare
+from benchmarks.support.goals import Goal, apart_text, goal_table
 from benchmarks.support.quiet import busy_seconds, undisturbed
 from benchmarks.support.ranks import on_ranks
 from benchmarks.support.report import heading, table
@@ -84,6 +85,7 @@ def test_every_benchmark_says_what_it_does_and_can_be_quick(
     assert f"`{module}`" in (ROOT / "benchmarks" / "README.md").read_text(encoding="utf-8")
 
 
+@pytest.mark.nightly  # as do those of the benchmarks, in processes that import torch anew
 @pytest.mark.multiproc
 def test_rank_0_hands_back_what_it_found() -> None:
     assert on_ranks(sum_of_ranks, 2, {"factor": 3}) == 3
@@ -128,6 +130,19 @@ def test_results_say_what_ran_where() -> None:
 
 def test_a_table_is_markdown() -> None:
     assert list(table(("a", "b"), [(1, "two")])) == ["| a | b |", "|---|---|", "| 1 | two |"]
+
+
+def test_a_goal_is_met_at_its_bound_or_on_its_side() -> None:
+    sample = {"ours seconds": 1.0, "ours foreign": 0.0, "theirs seconds": 1.5, "theirs foreign": 0.0}
+    goals = [Goal("ours", "theirs", "at least", 1.6), Goal("ours", "theirs", "at most", 0.7)]
+    assert list(goal_table("this", goals, [sample] * 3))[2:] == [
+        "| theirs | 1.500 times its speed | at least 1.60 | no | 3 of 3 |",
+        "| theirs | 0.667 of its time | at most 0.70 | yes | 3 of 3 |",
+    ]
+
+
+def test_how_far_sides_lie_apart_is_said_of_those_that_were_compared() -> None:
+    assert [apart_text({"apart": {"a": 2e-6, "b": 0.0}}, name) for name in "abc"] == ["2e-06", "equal", "not compared"]
 
 
 RIGHT = {"zero": torch.zeros(2), "a": torch.tensor([1.0, 4.0])}

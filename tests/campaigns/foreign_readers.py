@@ -98,7 +98,7 @@ def _tokenized(path: Path) -> object:
 
 
 def _rendered(path: Path) -> object:
-    from megatron_run_engine.data.chat_template.messages import NoConversation
+    from megatron_run_engine.data.chat_template.chat_messages import NoConversation
     from megatron_run_engine.data.chat_template.template import Templates
     from megatron_run_engine.data.tokenizer import open_tokenizer
 
@@ -155,7 +155,7 @@ def _converted(path: Path) -> object:
 
 def _conversations(path: Path) -> object:
     from megatron_run_data_instruct.conversations import conversation, lines_of
-    from megatron_run_engine.data.chat_template.messages import NoConversation
+    from megatron_run_engine.data.chat_template.chat_messages import NoConversation
     from megatron_run_engine.data.chat_template.template import Templates
     from megatron_run_engine.data.documents import Document
     from megatron_run_engine.data.tokenizer import ByteTokenizer

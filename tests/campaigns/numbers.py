@@ -31,6 +31,11 @@ _COMMANDS: Mapping[tuple[str, ...], tuple[str, ...]] = {
     ("plan", "goodput"): ("preset:tiny", "--gpus", "8", "--device", "a100"),
     ("plan", "schedule"): ("preset:tiny", "--gpus", "4", "--device", "a100", "--effort", "0.01"),
 }
+#: Layers over stages, each as many as one configuration may have alone.
+_DEEP = tuple(
+    (f"--set=model.num_layers={layers}", f"--set=parallel.pipeline={stages}", "--set=schedule.use=1f1b")
+    for layers, stages in ((20_000, 1), (100_000, 1), (2_000, 2_000), (100_000, 1_000), (100_000, 100_000))
+)
 #: Words of a dry run whose numbers are huge together: the bound of one of them keeps the others from being read.
 _TOGETHER = (
     ("--nproc={}", "--set=train.global_batch_size={}", "--set=train.micro_batch_size=1"),
@@ -54,6 +59,14 @@ def _words(key: KeyInfo, value: str) -> tuple[str, ...]:
     return (*plugin, "--set", f"{key.name}={listed}")
 
 
+def deep() -> Iterator[tuple[str, ...]]:
+    """The words of commands about many layers times many stages."""
+    for words in _DEEP:
+        yield ("preset:tiny", "--dry-run", *words)
+        yield ("plan", "search", "preset:tiny", "--as-is", "--gpus", words[1].rpartition("=")[2], *words)
+        yield ("schedule", "show", "preset:tiny", *words)
+
+
 def options() -> Iterator[tuple[str, ...]]:
     """The words of ``_COMMANDS`` with each of their options that takes a value, which is huge."""
     for command, words in _COMMANDS.items():
@@ -66,6 +79,7 @@ def options() -> Iterator[tuple[str, ...]]:
         for option in found.params:
             if isinstance(option, click.Option) and not option.is_flag and not isinstance(option.type, click.Path):
                 yield from ((*command, *words, option.opts[-1], value) for value in HUGE)
+    yield from deep()
     for words in _TOGETHER:
         yield from (("preset:tiny", "--dry-run", *(word.replace("{}", value) for word in words)) for value in HUGE)
 

@@ -26,6 +26,8 @@ from megatron_run_engine.launch.watchdog.page import Page
 from megatron_run_engine.run_folder import History, open_run_folder
 from megatron_run_engine.run_folder.folder import RunFolder
 from megatron_run_inference.source import find_source
+from megatron_run_report.page import page
+from megatron_run_report.record import Record
 from tests.campaigns.fuzzed import CONFIG, PLAN, RUN, SAVED, WIRE, reads
 from tests.campaigns.samples import RUN_VALUES
 from tests.support.forked import tiny
@@ -91,13 +93,49 @@ def _continued(path: Path) -> None:
     LineFile(path).close()
 
 
+def _reported(path: Path) -> object:
+    return len(page([Record(path.parent)]).encode())
+
+
 reads("run.json", RUN, "run/run.json", _joined, "json", share=0.03)
 reads("status.json", RUN, "run/status.json", _status, "json", share=0.5)
 reads("metrics.jsonl", RUN, "history/metrics.jsonl", _history, "lines", share=3)
 reads("eval.jsonl", RUN, "history/eval.jsonl", _history, "lines", share=2)
 reads("metrics.jsonl that goes on", RUN, "history/metrics.jsonl", _continued, "lines", share=1)
+for _name, _change, _share in (
+    ("history/metrics.jsonl", "lines", 0.3),
+    ("history/eval.jsonl", "lines", 0.3),
+    *((f"run/{each}.json", "json", 0.1) for each in ("run", "plan", "environment", "device", "status")),
+    ("run/config.yaml", "bytes", 0.1),
+):
+    reads(f"{_name} in a report", RUN, _name, _reported, _change, share=_share)
 reads("config.yaml of a run", RUN, "run/config.yaml", lambda path: find_source(path.parent), share=0.1)
 reads("latest", RUN, "run/checkpoints/latest", lambda path: find_source(path.parent), share=0.1)
+
+# Sweeps, and the catalogue of plugins.
+
+
+def _swept(path: Path) -> object:
+    from megatron_run_sweep.outcomes import outcomes, ranked, read_metric
+    from megatron_run_sweep.picture import drawing
+    from megatron_run_sweep.record import read_sweep
+
+    home = next(folder for folder in path.parents if folder.name == "sweep")
+    there = read_sweep(home)
+    found = ranked(outcomes(there, home, read_metric("loss")), maximize=False) if there else []
+    return found, drawing(found, "eval.loss", maximize=False)
+
+
+def _published(path: Path) -> object:
+    from megatron_run_cli.reports.catalogue import read_catalogue, search
+
+    return search(["a"], read_catalogue(str(path)), ())
+
+
+reads("sweep.json", RUN, "sweep/sweep.json", _swept, "json", share=1)
+reads("status.json in a sweep", RUN, "sweep/run-000/status.json", _swept, "json", share=0.5)
+reads("eval.jsonl in a sweep", RUN, "sweep/run-000/eval.jsonl", _swept, "lines", share=1)
+reads("a catalogue", CONFIG, "catalogue/plugins.json", _published, "json", share=1)
 
 # Saved steps.
 

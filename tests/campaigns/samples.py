@@ -81,6 +81,32 @@ def _write_history(folder: Path) -> None:
     (home / "eval.jsonl").write_text("".join(json.dumps(each) + "\n" for each in scored))
 
 
+def _write_sweep(folder: Path) -> None:
+    from megatron_run_sweep.record import Run, Sweep, write_sweep
+
+    home = folder / "sweep"
+    runs = (Run(values={"train.lr": "1e-3"}, exit_code=0), Run(values={"train.lr": "1e-2"}))
+    write_sweep(Sweep(configs=("preset:tiny",), over=("train.lr=1e-3,1e-2",), runs=runs), home)
+    for index, loss in enumerate((3.5, 2.5)):
+        run = home / f"run-00{index}"
+        run.mkdir()
+        (run / "status.json").write_text(json.dumps({"state": "failed", "step": 2, "exit_code": 6, "message": "why"}))
+        scored = [{"step": step, "split": "validation", "loss": loss, "extra": {"a": 1}} for step in (1, 2)]
+        (run / "eval.jsonl").write_text("".join(json.dumps(each) + "\n" for each in scored))
+
+
+def _write_catalogue(folder: Path) -> None:
+    (folder / "catalogue").mkdir()
+    listed = {
+        "kind": "schedule",
+        "name": "a",
+        "distribution": "acme-a",
+        "summary": "About a",
+        "url": "https://a.example",
+    }
+    (folder / "catalogue" / "plugins.json").write_text(json.dumps({"v": 1, "plugins": [listed, listed]}))
+
+
 def _write_step(folder: Path) -> None:
     save_alone(folder / "saved", 1, random_state(1, tensors=2))
 
@@ -221,6 +247,8 @@ _SAMPLES: Mapping[tuple[str, ...], Callable[[Path], None]] = {
     ("words",): _write_words,
     ("run",): _write_run,
     ("history",): _write_history,
+    ("sweep",): _write_sweep,
+    ("catalogue",): _write_catalogue,
     ("saved",): _write_step,
     ("planner",): _write_plans,
     ("gpt2", "llama", "mixtral", "parts", "export"): _write_models,

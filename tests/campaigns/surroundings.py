@@ -142,7 +142,7 @@ MISDEEDS: Mapping[str, tuple[str, tuple[int, ...]]] = {
     "raises": ("raise KeyError('mine')", (0,)),
     "runs out of memory": ("raise MemoryError", (0, 7)),
     "recurses": ("self.{hook}(*_)", (0,)),
-    "exits": ("raise SystemExit(3)", (1, 3, 4)),
+    "exits": ("raise SystemExit(3)", (0,)),
     "leaves": ("__import__('os')._exit(0)", (4,)),
     "blocks": ("__import__('time').sleep(3600)", (4,)),
     "stops itself": ("__import__('os').kill(__import__('os').getpid(), 19)", (4,)),

@@ -24,6 +24,7 @@ from megatron_run.contracts.plugin import COMMAND, KINDS, RUN_KINDS
 from megatron_run.files.latest_run import point_latest_at
 from megatron_run.planning import check_keys
 from megatron_run.registry.discover import scan
+from megatron_run_cli.completion import vocabulary
 from megatron_run_cli.completion.shells import SHELLS, VARIABLE, Bash, script
 from megatron_run_cli.completion.vocabulary import learn, learned
 from megatron_run_cli.main import main, program
@@ -51,7 +52,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     for step in (20, 100):
         (tmp_path / "runs" / "first" / "checkpoints" / f"step{step}").mkdir(parents=True)
-    for name in ("mine.yaml", "text.txt", "two words.yaml"):
+    for name in ("mine.yaml", "text.txt", "text.txt.lock", "two words.yaml", "runs/first/.lock", "runs/first/.a.tmp"):
         (tmp_path / name).write_text("", encoding="utf-8")
     return tmp_path
 
@@ -124,6 +125,12 @@ def names(kind: str) -> list[str]:
         ("config explain train.lr_w", ["train.lr_warmup", "train.lr_wsd", "train.lr_wsd_shape"]),
         ("preset:ti", ["preset:tiny"]),
         ("m", ["mine.yaml"]),
+        ("--plugin parallel-layer=lora,targets=", []),
+        ("--set parallel-layer.targets=m", []),
+        ("--set data.paths=te", ["data.paths=text.txt"]),
+        ("--set run.init_from=runs/f", ["run.init_from=runs/first/"]),
+        ("runs/first/.", []),
+        ("eval runs/first --task lambada=t", ["lambada=text.txt"]),
         ("--dry-run --device h", ["h100", "h200"]),
         ("eval runs/first --task l", ["lambada="]),
         ("eval runs/first --task perplexity=", ["perplexity=validation", "perplexity=mine.yaml", "perplexity=runs/"]),
@@ -271,6 +278,7 @@ def test_what_no_shell_asks_is_silent_too(asked: str, monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("shell", SHELLS)
 def test_the_command_prints_the_script(shell: str, monkeypatch: pytest.MonkeyPatch, capsys: Output) -> None:
+    monkeypatch.setattr(vocabulary, "learn", lambda _: True)  # a process that imports every plugin, for each shell
     assert main(["completion", shell]) == 0
     printed = capsys.readouterr().out
     assert printed == script(shell, program)

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron_run_cli.main import main
+from megatron_run_cli.reports import dry_run
 
 Output = pytest.CaptureFixture[str]
 
@@ -148,6 +149,7 @@ def test_a_mistake_gets_one_line(mistake: str, monkeypatch: pytest.MonkeyPatch, 
 def test_what_is_worth_knowing_is_a_notice(
     case: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: Output
 ) -> None:
+    monkeypatch.setattr(dry_run, "_step_memory", lambda *_: None)  # a third of a second, for what nobody reads
     typed, notices = NOTICES[case]
     monkeypatch.chdir(tmp_path)
     (tmp_path / "window.yaml").write_text("scaler: {use: dynamic, loss_scale_window: 10}\n")

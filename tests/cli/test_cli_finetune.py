@@ -56,6 +56,12 @@ def run(*words: object) -> int:
     return main([str(word) for word in words])
 
 
+def train_forked(*words: object) -> None:
+    """A training that succeeds, in a process that is forked: its ranks import nothing anew."""
+    done = forked_command([str(word) for word in words], Path.cwd())
+    assert done.returncode == 0, done.stderr
+
+
 def sets(*keys: str) -> list[str]:
     return [word for key in keys for word in ("--set", key)]
 
@@ -188,6 +194,7 @@ def test_a_model_of_bytes_is_tuned_from_its_run_and_from_its_export(
         )
 
 
+@pytest.mark.multiproc
 def test_what_a_model_came_with_comes_out_of_its_fine_tuning(
     texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Output
 ) -> None:
@@ -205,9 +212,9 @@ def test_what_a_model_came_with_comes_out_of_its_fine_tuning(
     Path("hf/generation_config.json").write_text(json.dumps(said))
     Path("hf/special_tokens_map.json").write_text('{"eos_token": "the"}')
     tuning = ("--data", texts, *sets(*SMALL, "train.sequence_length=16"))
-    assert run("finetune", "hf", *tuning, *sets("run.folder=tuned")) == 0
+    train_forked("finetune", "hf", *tuning, *sets("run.folder=tuned"))
     shutil.rmtree("runs")  # a run needs no more what it began with
-    assert run("finetune", "tuned", *tuning, *sets("run.folder=more")) == 0
+    train_forked("finetune", "tuned", *tuning, *sets("run.folder=more"))
     shutil.copytree("more", "elsewhere")
     assert run("export", "elsewhere", "out", "--to", "huggingface") == 0
     ours, told = (json.loads(Path(folder, "generation_config.json").read_text()) for folder in ("out", "hf"))
@@ -231,6 +238,7 @@ def test_what_a_model_came_with_comes_out_of_its_fine_tuning(
     assert "too long" not in capfd.readouterr().err
 
 
+@pytest.mark.multiproc
 def test_the_data_of_another_vocabulary_do_not_hand_on_what_ids_meant(
     texts: Path, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -242,6 +250,6 @@ def test_the_data_of_another_vocabulary_do_not_hand_on_what_ids_meant(
     other.write_text(json.dumps(content))
     words = ("ours/config.yaml", "--allow-change", "data.tokenizer")
     keys = sets(*SMALL, "run.folder=r", f"data.paths={texts}", f"data.tokenizer={other}", "train.sequence_length=16")
-    assert run(*words, *keys) == 0
+    train_forked(*words, *keys)
     assert Path("ours/source/generation_config.json").is_file()
     assert not Path("r/source").exists()

@@ -111,6 +111,19 @@ def test_version(capsys: Output) -> None:
         ),
         (["config", "show", "preset:tiny", "--set", "train.lrr=1"], 2, "unknown key train.lrr"),
         (["preset:tyny", "--dry-run"], 2, "did you mean 'tiny'?"),
+        *(
+            ([*words, option, name, value], 2, f"a space where = belongs; type {option} {name}={value}\n")
+            for words, option, name, value in (
+                (["preset:tiny"], "--set", "train.steps", "5"),
+                (["config", "show", "preset:tiny"], "--set", "data.paths", "./texts"),
+                (["plugins", "check", "schedule=1f1b"], "--set", "group_size", "4"),
+                (["plan", "preset:tiny"], "--what-if", "parallel.pipeline", "2"),
+                (["generate", "folder", "hello"], "--set", "run.device", "cpu"),
+                (["preset:tiny"], "--plugin", "schedule", "1f1b"),
+            )
+        ),
+        (["--set=train.steps", "5", "preset:tiny"], 2, "; type --set train.steps=5\n"),
+        (["--set", "train.steps", "preset:tiny"], 2, "'train.steps' is no KEY=VALUE (from --set)"),
         (["missing.yaml", "--dry-run"], 2, "the configuration missing.yaml cannot be read"),
         (["preset:tiny", "--plugin", "schedule=none-such", "--dry-run"], 3, "none-such"),
     ],

@@ -256,10 +256,12 @@ def test_a_predicted_step_lasts_as_long_as_it_says(capsys: Output, tmp_path: Pat
 
 
 def test_how_a_model_was_read_is_said(capsys: Output) -> None:
-    assert main(["plan", "preset:tiny", "--gpus", "1", "--as-is"]) == 0
+    text = ["--plugin", "data=text,paths=texts"]
+    assert main(["plan", "preset:tiny", "--gpus", "1", "--as-is", *text]) == 0
     assert "read as" in capsys.readouterr().out  # no vocabulary is given
-    assert main(["plan", "preset:tiny", "--gpus", "1", "--as-is", "--set", "model.vocab_size=128"]) == 0
-    assert "read as" not in capsys.readouterr().out
+    for known in ([], [*text, "--set", "model.vocab_size=128"]):
+        assert main(["plan", "preset:tiny", "--gpus", "1", "--as-is", *known]) == 0
+        assert "read as" not in capsys.readouterr().out
     windows = ["--set", "model.vocab_size=128", "--set", "model.attention.window=8"]
     assert main(["plan", "preset:tiny", "--gpus", "1", "--as-is", *windows, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["reading"].startswith("full attention because")

@@ -10,7 +10,10 @@ import pytest
 from megatron_run_cli.main import main
 
 
-@pytest.mark.parametrize(("dropout", "gpus", "start"), [(0.0, "64", 32), (0.1, "64", 32), (0.0, "8", 16)])
+@pytest.mark.parametrize(
+    ("dropout", "gpus", "start"),
+    [pytest.param(0.0, "64", 32, marks=pytest.mark.nightly), (0.1, "64", 32), (0.0, "8", 16)],
+)
 def test_the_best_of_a_ramp_up_passes_the_dry_run_which_counts_the_same_memory(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, dropout: float, gpus: str, start: int
 ) -> None:

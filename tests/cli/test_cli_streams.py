@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from megatron_run_cli.__main__ import program
 from megatron_run_cli.main import main
-from tests.support.forked import TINY
+from tests.support.forked import TINY, forked_command
 
 _FULL = (
     "megatron-run: standard output cannot be written: No space left on device; "
@@ -45,11 +47,17 @@ def test_a_full_output_is_told_once_and_by_its_name(words: str, tmp_path: Path) 
     assert (ran.returncode, ran.stderr) == (5, _FULL)
 
 
+def into_a_full_device() -> None:
+    """The command, whose output is one on which nothing can be written."""
+    os.dup2(os.open("/dev/full", os.O_WRONLY), 1)
+    program()
+
+
+@pytest.mark.multiproc
 def test_a_training_goes_on_without_an_output_and_says_where_it_prints(tmp_path: Path) -> None:
     sets = " ".join(f"--set {key}={value}" for key, value in TINY.items() if key != "observer.use")
-    words = f"preset:tiny {sets} --set run.folder=out"
-    command = f"exec {sys.executable} -P -m megatron_run_cli {words} > /dev/full"
-    ran = subprocess.run(["/bin/bash", "-c", command], cwd=tmp_path, capture_output=True, text=True, check=False)
+    words = f"preset:tiny {sets} --set run.folder=out".split()
+    ran = forked_command(words, tmp_path, program=f"{__name__}:{into_a_full_device.__name__}")
     said = [line for line in ran.stderr.splitlines() if "standard output" in line]
     assert (ran.returncode, len(said)) == (0, 1), ran.stderr
     log = Path(said[0].partition("the run goes on, and prints into ")[2])

@@ -12,7 +12,7 @@ from tests.support.first_party import plugins
 #: They need a library, a server or files: their tests run this suite, te's on a GPU with it and elsewhere on a
 #: stand-in.
 ELSEWHERE = {"parallel-layer=te", "graph-capture=te", "graph-capture=compile", "optimizer=deepspeed", "observer=mlflow"}
-ELSEWHERE |= {"data=instruct"}
+ELSEWHERE |= {"data=instruct", "observer=wandb"}
 CASES = {
     f"{name}: {check.name}": check
     for name, plugin in installed_plugins()
@@ -20,10 +20,20 @@ CASES = {
     for check in checks_for(plugin)
 }
 NAMES = tuple(CASES)
+#: Variants of which tests of their own show by day what is theirs: overlap in what tensor-parallel ranks count, whole
+#: matrices in zero1's pairs of runs, and the pieces of a decoder in those of the network.
+BY_NIGHT = {
+    "parallel-layer=tensor as without overlap",
+    "optimizer=zero1 as of whole matrices",
+    "model=gpt as neox",
+    "model=gpt as olmo",
+}
 
 
-@pytest.mark.usefixtures("fork_server")
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.usefixtures("fork_server", "forked_elsewhere")
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.nightly] * (name.partition(":")[0] in BY_NIGHT)) for name in NAMES]
+)
 def test_an_installed_plugin_conforms(name: str) -> None:
     CASES.pop(name).run()  # the last check of a plugin lets go of its data
 

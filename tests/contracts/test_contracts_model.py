@@ -1,6 +1,7 @@
 """The suite of kind model sees what a wrong one does."""
 
 import re
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -9,7 +10,7 @@ from torch import nn
 
 from megatron_run.config.values import nested
 from megatron_run.contracts import Boundary, Chunk, ChunkOut, Microbatch, ParallelLayers
-from megatron_run.contracts.costs import ModelCosts
+from megatron_run.contracts.costs import LayerCosts, ModelCosts, SegmentCosts
 from megatron_run.contracts.schedule import Place
 from megatron_run_engine.builtin.model.gpt import Gpt, GptOptions
 from megatron_run_testing import CheckFailed
@@ -226,6 +227,31 @@ class CostlessOptions(GptOptions):
     def costs(self, sequence_length: int, vocab_size: int) -> ModelCosts:
         narrow = GptOptions.model_validate({**self.model_dump(), "hidden_size": self.hidden_size // 2})
         return narrow.costs(sequence_length, vocab_size)
+
+
+class OtherwiseKept(GptOptions):
+    """Its costs have the weights of its layers, and ``factor`` times their saved values."""
+
+    factor: float = 1.0
+
+    def costs(self, sequence_length: int, vocab_size: int) -> ModelCosts:
+        found = super().costs(sequence_length, vocab_size)
+        return replace(found, layers=tuple(map(self._layer, found.layers)))
+
+    def _layer(self, layer: LayerCosts) -> LayerCosts:
+        products = ((layer.hidden, round(layer.weights / layer.hidden)),)
+        kept = self.factor * layer.saved / layer.tokens - 2 * layer.hidden
+        return replace(layer, parts=(SegmentCosts("all", products, kept),))
+
+
+@pytest.mark.parametrize(("factor", "right"), [(1.0, True), (2.0, False), (0.5, False), (1 / 3, False)])
+def test_saved_values_of_other_layers_are_refused(factor: float, right: bool) -> None:
+    options = OtherwiseKept.model_validate({**SMALL["model"], "factor": factor})
+    (check,) = (each for each in model_checks(Gpt, options) if each.name == "a layer saves what its costs tell")  # type: ignore[arg-type]  # it takes its own options
+    with (
+        nullcontext() if right else pytest.raises(CheckFailed, match=r"costs tell [\d,]+ saved values of layer 1 in 2")
+    ):
+        assert not check.run()
 
 
 def test_costs_of_other_layers_are_refused() -> None:

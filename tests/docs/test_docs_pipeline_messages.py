@@ -11,13 +11,14 @@ from itertools import product
 import pytest
 
 from megatron_run.contracts import Schedule
-from megatron_run.contracts.schedule import Action, LayoutSpec, ScheduleSpec, looped_layout
+from megatron_run.contracts.schedule import Action
 from megatron_run.pipeline.lower import Instruction, Message, lower
 from megatron_run.pipeline.verify import verify
 from megatron_run_schedule_1f1b import OneForwardOneBackward
 from megatron_run_schedule_interleaved import Interleaved
 from tests.docs.textbook_loops import OPERATIONS, Call, interleaved, one_forward_one_backward, parts
 from tests.support.checkout import ROOT
+from tests.support.random_schedules import looped_spec
 
 PAGE = (ROOT / "docs" / "pipeline-messages.md").read_text(encoding="utf-8")
 ROWS = re.findall(r"^- `(\w+)`: (.*)$", PAGE, re.MULTILINE)
@@ -30,8 +31,7 @@ Step = tuple[str, Message]
 
 
 def lowered(schedule: Schedule, stages: int, chunks: int, microbatches: int) -> list[tuple[Instruction, ...]]:
-    layout = looped_layout(LayoutSpec(stages, chunks, stages * chunks))
-    spec = ScheduleSpec(layout, stages, chunks, microbatches)
+    spec = looped_spec(stages, chunks, microbatches)
     plan = verify(spec, schedule.actions(spec))
     return [lower(plan, stage) for stage in range(stages)]
 

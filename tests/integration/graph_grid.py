@@ -178,19 +178,17 @@ class Way:
 
     reuse: str
     chain: bool
-    executor: str
 
     def __str__(self) -> str:
-        return f"{self.reuse}, {'chained' if self.chain else 'copied'}, {self.executor}"
+        return f"{self.reuse}, {'chained' if self.chain else 'copied'}"
 
     def plugin(self, scope: Sequence[str]) -> str:
         """The choice of graph capture, as a user types it."""
-        options = f"graph_reuse={self.reuse},chain={str(self.chain).lower()},executor={self.executor}"
+        options = f"graph_reuse={self.reuse},chain={str(self.chain).lower()}"
         return f"graph-capture=partial,scope={','.join(scope)},{options}"
 
 
-REUSES, EXECUTORS = ("per_microbatch", "per_slot"), ("python", "native")
-WAYS = tuple(Way(*each) for each in product(REUSES, (True, False), EXECUTORS))
+WAYS = tuple(Way(*each) for each in product(("per_microbatch", "per_slot"), (True, False)))
 
 
 @dataclass(frozen=True, order=True)
@@ -246,14 +244,13 @@ def whole_product() -> list[Case]:
 
 
 def selection() -> list[Case]:
-    """Few of it, over at most two stages, that meet every schedule, network, precision and way, but compile nothing.
+    """Few of it, over at most two stages, that meet every schedule, network, precision and way.
 
     Graphs over data- and tensor-parallel ranks have tests of their own, beside the plugin's.
     """
     arrangements = (ALONE[1], ALONE[2], ALONE[3], TWO_STAGES[4], TWO_STAGES[7], ALONE[5])
-    ways = [way for way in WAYS if way.executor == "python"]
     chosen = []
     for turn, arrangement in enumerate(arrangements):
         network, precision = NETWORKS[turn % len(NETWORKS)], PRECISIONS[turn % len(PRECISIONS)]
-        chosen.append(Case(arrangement, network, precision, ways[(turn + turn // 4) % len(ways)]))
+        chosen.append(Case(arrangement, network, precision, WAYS[(turn + turn // 4) % len(WAYS)]))
     return chosen

@@ -11,7 +11,7 @@ from functools import cache
 
 import pytest
 
-from tests.integration.graph_grid import NETWORKS, PRECISIONS, REUSES, Case, selection
+from tests.integration.graph_grid import NETWORKS, PRECISIONS, WAYS, Case, selection
 from tests.integration.graph_grid_checks import Compared, capture_faults, number_faults
 from tests.integration.grid import RULES
 from tests.support.training import Seen, train_many
@@ -35,7 +35,7 @@ def test_the_selection_meets_every_choice() -> None:
     assert {case.arrangement.shape.schedule for case in SELECTION} == set(RULES)
     assert {case.network for case in SELECTION} == set(NETWORKS)
     assert {case.precision for case in SELECTION} == set(PRECISIONS)
-    assert {(way.reuse, way.chain) for way in ways if way} == {(r, chain) for r in REUSES for chain in (True, False)}
+    assert ways - {None} == set(WAYS)
     assert any(case.arrangement.start for case in SELECTION)
 
 

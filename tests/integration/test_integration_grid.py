@@ -53,6 +53,8 @@ SPECIAL = {
         "not ascending": Case(Shape("gpipe", 2, 1, 5), Variant(tied=False, dropout=True)),
     }.items()
 }
+#: By day test_integration_loss_mean and test_integration_experts have pipelines of several data-parallel ranks.
+RARE = {name for name, case in SPECIAL.items() if case.data > 1}
 
 
 pytestmark = pytest.mark.timeout(2 * PATIENCE)
@@ -78,17 +80,26 @@ def selected(stages: int) -> list[Trained]:
 
 
 @pytest.fixture(scope="module")
-def special(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Trained]:
-    """The special cases; with data parallelism compared with the same data parallelism without a pipeline."""
+def special(tmp_path_factory: pytest.TempPathFactory) -> Callable[[bool], dict[str, Trained]]:
+    """The special cases, the rare ones or the others.
+
+    With data parallelism they are compared with the same data parallelism without a pipeline.
+    """
     file = schedule_file(tmp_path_factory.mktemp("mine") / "last_first.py", actions=LAST_FIRST)
-    cases = SPECIAL | {"not ascending": replace(SPECIAL["not ascending"], plugin=f"schedule={file}")}
-    asked = sorted({*cases.values(), *(case.reference for case in cases.values() if case.data > 1)})
-    done: dict[Case, list[Seen]] = {}
-    for world in sorted({case.world for case in asked}):
-        mine = [case for case in asked if case.world == world]
-        done |= dict(zip(mine, train_many(world, [case.request for case in mine], timeout=PATIENCE), strict=True))
-    alone = {**single_processes(), **{case: ranks[0] for case, ranks in done.items()}}
-    return {name: Trained(case, done[case], alone[case.reference]) for name, case in cases.items()}
+    every = SPECIAL | {"not ascending": replace(SPECIAL["not ascending"], plugin=f"schedule={file}")}
+
+    @cache
+    def trained(rare: bool) -> dict[str, Trained]:
+        cases = {name: case for name, case in every.items() if (name in RARE) is rare}
+        asked = sorted({*cases.values(), *(case.reference for case in cases.values() if case.data > 1)})
+        done: dict[Case, list[Seen]] = {}
+        for world in sorted({case.world for case in asked}):
+            mine = [case for case in asked if case.world == world]
+            done |= dict(zip(mine, train_many(world, [case.request for case in mine], timeout=PATIENCE), strict=True))
+        alone = {**single_processes(), **{case: ranks[0] for case, ranks in done.items()}}
+        return {name: Trained(case, done[case], alone[case.reference]) for name, case in cases.items()}
+
+    return trained
 
 
 def faults(check: Callable[[Trained], Iterator[str]], trained: Iterable[Trained]) -> list[str]:
@@ -118,19 +129,22 @@ def test_a_schedule_runs_its_plan_and_trains_what_a_single_process_trains(
 @pytest.mark.multiproc
 @pytest.mark.slow
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__.removesuffix("_faults"))
-@pytest.mark.parametrize("name", SPECIAL)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.nightly] * (name in RARE)) for name in SPECIAL])
 def test_so_does_a_special_case(
-    special: dict[str, Trained], name: str, check: Callable[[Trained], Iterator[str]]
+    special: Callable[[bool], dict[str, Trained]], name: str, check: Callable[[Trained], Iterator[str]]
 ) -> None:
-    assert not faults(check, [special[name]])
+    assert not faults(check, [special(name in RARE)[name]])
 
 
 @pytest.mark.multiproc
 @pytest.mark.slow
-def test_gradients_are_exact_wherever_the_plan_is_ascending(special: dict[str, Trained]) -> None:
-    for trained in special.values():
+@pytest.mark.parametrize("rare", [False, pytest.param(True, marks=pytest.mark.nightly)], ids=["most", "rare"])
+def test_gradients_are_exact_wherever_the_plan_is_ascending(
+    special: Callable[[bool], dict[str, Trained]], rare: bool
+) -> None:
+    for name, trained in special(rare).items():
         ascending = trained.ranks[0].plan.ascending
-        assert ascending is (trained is not special["not ascending"])
+        assert ascending is (name != "not ascending")
         if not trained.case.variant.tied:
             assert trained.bit_equal is ascending
 

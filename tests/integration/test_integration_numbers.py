@@ -10,7 +10,7 @@ import pytest
 from tests.campaigns import fuzz
 from tests.campaigns.fuzz import Fuzzed, read_all
 from tests.campaigns.fuzzed import DATA, READERS, FuzzedReader
-from tests.campaigns.numbers import huge, keys, options
+from tests.campaigns.numbers import deep, huge, keys, options
 from tests.campaigns.samples import write_samples
 
 #: What once had no answer: the reader, and the words that it was given.
@@ -25,6 +25,7 @@ FOUND = [
     ("a plan with huge numbers", ("--set", "model.choices=1000000")),
     ("a plan with huge numbers", ("--set", "train.global_batch_size=1000000")),
     ("options with huge numbers", ("plan", "search", "preset:tiny", "--device", "a100", "--gpus", str(10**18))),
+    *(("options with huge numbers", words) for words in deep()),
     ("options with huge numbers", ("plan", "goodput", "preset:tiny", "--gpus", "8", "--days", "1000000")),
     ("options with huge numbers", ("schedule", "show", "preset:tiny", "--stages", "4", "--microbatches", "1000000")),
 ]

@@ -56,7 +56,7 @@ SPLITS = (
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Conversations and texts of unequal lengths, and a run for each model, data and packing."""
+    """Conversations and texts of unequal lengths, where :func:`trained` puts runs."""
     made, drawn = tmp_path_factory.mktemp("scoring"), random.Random(1)
     lines = [
         {"prompt": f"say {number}", "response": f"word{number} " * drawn.choice([1, 2, 5, 9])} for number in range(40)
@@ -65,14 +65,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (made / "text").mkdir()
     for number in range(30):
         (made / "text" / f"{number}.txt").write_text(f"text {number} " * drawn.choice([1, 3, 7]))
-    for model, data, packing in cases():
-        name = f"{model}-{data}-{packing}"
-        (made / name).mkdir()
-        own = (f"data.use={data}", f"data.paths={made / data}", f"data.packing={packing}")
-        bench = Bench(made / name, *SETS, *MODELS[model], *own, again=True)
-        bench.train()
-        (last,) = bench.watch.evaluations
-        (made / name / "seen.json").write_text(json.dumps([last.loss, last.tokens]))
     return made
 
 
@@ -82,8 +74,17 @@ def cases() -> list[tuple[str, str, str]]:
     return packed + [(model, "instruct", "none") for model in MODELS]
 
 
-def by_training(folder: Path, run: str) -> tuple[float, int]:
-    loss, tokens = json.loads((folder / run / "seen.json").read_text())
+def trained(folder: Path, name: str) -> tuple[float, int]:
+    """The loss and the tokens of the evaluation of the run ``name``, which is made if it is not there."""
+    run, (model, data, packing) = folder / name, name.split("-")
+    if not run.exists():
+        run.mkdir()
+        own = (f"data.use={data}", f"data.paths={folder / data}", f"data.packing={packing}")
+        bench = Bench(run, *SETS, *MODELS[model], *own, again=True)
+        bench.train()
+        (last,) = bench.watch.evaluations
+        (run / "seen.json").write_text(json.dumps([last.loss, last.tokens]))
+    loss, tokens = json.loads((run / "seen.json").read_text())
     return loss, tokens
 
 
@@ -128,32 +129,36 @@ def windows_of(model: Any) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize("case", cases(), ids="-".join)
-def test_one_process_scores_alike_by_every_way(folder: Path, case: tuple[str, str, str]) -> None:
-    name = "-".join(case)
-    loss, tokens = by_training(folder, name)
+#: What is scored every time, in one process and by every topology: each model, each kind of data, and each packing.
+BY_DAY = ("learned-instruct-none", "rotary-text-documents", "experts-instruct-documents")
+BY_NIGHT = [name for name in map("-".join, cases()) if name not in BY_DAY]
+at_night = pytest.mark.nightly
+
+
+@pytest.mark.parametrize("name", [*BY_DAY, *(pytest.param(name, marks=at_night) for name in BY_NIGHT)])
+def test_one_process_scores_alike_by_every_way(folder: Path, name: str) -> None:
+    loss, tokens = trained(folder, name)
     for found in ways(0, 1, str(folder), [name], (), ())[0]:
         assert found == (pytest.approx(loss, abs=2e-6), tokens)
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(  # the test above compares packed rows with their documents alone too
+    "model", [model if model == "experts" else pytest.param(model, marks=at_night) for model in MODELS]
+)
 def test_conversations_score_alike_packed_and_alone(folder: Path, model: str) -> None:
     """Of one model's weights: the packing is data's, and may be set for an evaluation."""
     name = f"{model}-instruct-documents"
+    loss, _ = trained(folder, name)
     packed, alone = (ways(0, 1, str(folder), [name], (f"data.packing={packing}",), ())[0] for packing in PACKING)
     assert packed[0] == (pytest.approx(alone[0][0], abs=2e-6), alone[0][1])
-    assert packed[0][0] == pytest.approx(by_training(folder, name)[0], abs=2e-6)
+    assert packed[0][0] == pytest.approx(loss, abs=2e-6)
 
 
-#: By topology what is scored there every time.
-BY_DAY = ("learned-instruct-none", "rotary-text-documents", "experts-instruct-documents")
-BY_NIGHT = [name for name in map("-".join, cases()) if name not in BY_DAY]
-
-
-@pytest.mark.parametrize("names", [BY_DAY, pytest.param(BY_NIGHT, marks=pytest.mark.nightly)], ids=["some", "others"])
+@pytest.mark.parametrize("names", [BY_DAY, pytest.param(BY_NIGHT, marks=at_night)], ids=["some", "others"])
 @pytest.mark.parametrize("split", SPLITS, ids=lambda split: split.sets[0])
 def test_every_topology_scores_alike_by_every_way(folder: Path, split: Split, names: Sequence[str]) -> None:
+    expected = {name: trained(folder, name) for name in names}
     for by_case in run_ranks(ways, split.world, str(folder), names, split.sets, split.plugins, timeout=250):
         for name, found in zip(names, by_case, strict=True):
-            loss, tokens = by_training(folder, name)
+            loss, tokens = expected[name]
             assert found == tuple([(pytest.approx(loss, abs=5e-6), tokens)] * 2), name

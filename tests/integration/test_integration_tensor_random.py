@@ -70,6 +70,7 @@ CASES: dict[int, dict[str, Case]] = {
 #: are made twice. Runs that differ from themselves differ from recomputed ones too.
 RARE = {"t2 p2", "t2 p2 recompute", *(f"{name} again" for name in ("t1", "t2", "t2 p2"))}
 RARE |= {"t1", "t1 recompute", "t2 sequence recompute", "t2 zero-bubble selective", "t2 d2 sequence"}
+RARE |= {"t2 p2 sequence recompute"}
 #: What is equal bit for bit.
 ALIKE = [
     ("t1", "t1 recompute"),

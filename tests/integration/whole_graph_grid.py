@@ -10,7 +10,6 @@ page of results, and exits with 1 when something is wrong. Two cores need some t
 
 from __future__ import annotations
 
-import logging
 import os
 import sys
 import time
@@ -94,7 +93,6 @@ def summary(done: Sequence[Compared], faults: Sequence[str]) -> list[str]:
         f"- captures on a rank: {captures}",
         f"- by network: {shares(case.network for case in cases)}",
         f"- by precision: {shares(case.precision for case in cases)}",
-        f"- by executor: {shares(case.way.executor for case in cases if case.way)}",
         f"- all bits equal: {sum(not any(bit_faults(each)) for each in done)}",
         f"- {sum(case.reordered for case in cases)} runs whose last bits may differ: {REORDERED}",
         f"- faults: {len(faults)}",
@@ -106,18 +104,6 @@ def shares(values: Iterator[object]) -> str:
     return "; ".join(f"{value} {count}" for value, count in Counter(map(str, values)).items())
 
 
-def what_can_be_built(product: Sequence[Case]) -> list[Case]:
-    """``product`` less the native executor where it cannot be compiled: Python would take its place."""
-    from megatron_run_graph_capture_partial.native import build
-
-    try:
-        build(logging.getLogger("megatron_run"), lambda: None)
-    except Exception as cause:  # noqa: BLE001 RUF100  # whatever a machine lacks
-        print(f"without the native executor, which cannot be built: {cause}", file=sys.stderr)
-        return [case for case in product if case.way is None or case.way.executor == "python"]
-    return list(product)
-
-
 if __name__ == "__main__":
     os.environ["OMP_NUM_THREADS"] = "1"
-    sys.exit(run(what_can_be_built(whole_product())))
+    sys.exit(run(whole_product()))

@@ -66,6 +66,19 @@ GRID = {
     "stages of sequence parallel ranks": Configuration(4, (*PIPE, SPLIT), GPT | stages(2) | SEQUENCE),
 }
 
+#: By night, since by day each choice has another case: the other layers, the other vocabulary, or more stages.
+RARE = (
+    "few words",
+    "all recomputed",
+    "llama, half recomputed",
+    "llama, all recomputed",
+    "experts of llama",
+    "sequence parallel",
+    "sequence parallel llama",
+    "two stages",
+    "two stages, all recomputed",
+)
+
 
 @pytest.mark.parametrize("tensor", [1, 2, 8])
 @pytest.mark.parametrize("words", [1, 128, 50257, 128256])
@@ -74,7 +87,7 @@ def test_tables_of_words_are_padded_as_layers_pad_them(words: int, tensor: int) 
     assert rows_of_words(words, tensor) == tensor * rows_of_a_rank(words, peers)
 
 
-@pytest.mark.parametrize("name", GRID)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.nightly] * (name in RARE)) for name in GRID])
 def test_a_rank_needs_what_a_dry_run_counts(name: str) -> None:
     request = GRID[name].request
     run, task = resolve(request), read_task(request, GRID[name].ranks)

@@ -102,8 +102,18 @@ KEPT: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("parallel", [{}, {"tensor": 2, "sequence": True}], ids=["alone", "sequence parallel"])
-@pytest.mark.parametrize("name", KEPT)
+#: How a layer may be split.
+PARALLEL: dict[str, dict[str, Any]] = {"alone": {}, "sequence parallel": {"tensor": 2, "sequence": True}}
+
+
+@pytest.mark.parametrize(
+    ("name", "parallel"),
+    [  # by day every other layer is split
+        pytest.param(name, PARALLEL[way], id=f"{name}-{way}", marks=[pytest.mark.nightly] * (index % 2 != place))
+        for index, name in enumerate(KEPT)
+        for place, way in enumerate(PARALLEL)
+    ],
+)
 def test_a_layer_keeps_what_the_planner_counts(name: str, parallel: dict[str, Any]) -> None:
     """Without dropout and RMSNorm, of which a CPU keeps other pieces; all but statistics of norms and softmax."""
     model = {**_GPT, "hidden_size": 1024, "num_heads": 16, **KEPT[name], "dropout": 0.0}

@@ -99,16 +99,16 @@ def test_nothing_is_said_to_be_enough_where_nothing_is(schedules: Schedules) -> 
 
 def test_buffers_are_those_of_messages_gathers_and_experts() -> None:
     model, split = TASK.model, ModelSplit(tensor=4, pipeline=2, micro_batch=3)
-    layer = model.layers[0]
+    layer, layers = model.layers[0], model.part(range(4))
     whole = 2 * 3 * model.sequence * model.hidden
-    assert communication(model, ModelSplit(tensor=4, data=8)) == 0
-    assert communication(model, split) == 4 * whole
-    assert communication(model, replace(split, sequence_parallel=True)) == 4 * whole / 4
-    assert communication(model, split, [True, False]) == 3 * whole
-    assert communication(model, split, [False, True]) == 2 * whole
+    assert communication(model, ModelSplit(tensor=4, data=8), layers) == 0
+    assert communication(model, split, layers) == 4 * whole
+    assert communication(model, replace(split, sequence_parallel=True), layers) == 4 * whole / 4
+    assert communication(model, split, layers, [True, False]) == 3 * whole
+    assert communication(model, split, layers, [False, True]) == 2 * whole
     routed = replace(model, layers=(replace(layer, parts=(FeedForwardCosts(1, experts=8, top_k=2),)),))
-    assert communication(routed, ModelSplit(micro_batch=3, data=4, expert=4)) == 4 * whole
-    held = rank_memory(model, split, 4, [True, False], 4)
-    assert held.communication == communication(model, split, [True, False])
+    assert communication(routed, ModelSplit(micro_batch=3, data=4, expert=4), routed.kinds) == 4 * whole
+    held = rank_memory(model, split, layers, [True, False], 4)
+    assert held.communication == communication(model, split, layers, [True, False])
     full = replace(split, recompute="full")
-    assert rank_memory(model, full, 4, [True, False], 4).temporaries > recomputed(model, full) > 0
+    assert rank_memory(model, full, layers, [True, False], 4).temporaries > recomputed(layers, full) > 0

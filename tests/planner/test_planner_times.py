@@ -245,12 +245,12 @@ def test_what_is_before_and_behind_the_layers_counts(
     plain, split = gpt2(4, 1024, 16, 512, 50257), ModelSplit(micro_batch=1, global_batch=4)
     other = replace(plain, **change)
     times = [last_time(model, split, device) for model in (plain, other)]
-    weights = [rank_memory(model, split, 4, [True, True], 1).parameters for model in (plain, other)]
+    weights = [rank_memory(model, split, model.kinds, [True, True], 1).parameters for model in (plain, other)]
     assert (times[1].forward > times[0].forward) is slower
     assert (weights[1] > weights[0]) is larger
     if change == {"logits": False}:
         assert times[1].forward < times[0].forward
-        assert rank_memory(other, split, 4, [False, True], 1).parameters < weights[0]
+        assert rank_memory(other, split, other.kinds, [False, True], 1).parameters < weights[0]
 
 
 def test_a_part_of_products_alone_has_no_kernels_besides() -> None:

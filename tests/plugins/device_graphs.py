@@ -18,7 +18,7 @@ from megatron_run_engine.runtime.context import BuildContext
 from megatron_run_graph_capture_partial.arena import Arena
 from megatron_run_graph_capture_partial.backend import weak_alias
 from megatron_run_graph_capture_partial.capture import PartialCapture, PartialOptions
-from megatron_run_graph_capture_partial.tape import Operation, Recorder, Tape, TapeBackend, in_python
+from megatron_run_graph_capture_partial.tape import Operation, Recorder, Tape, TapeBackend
 from tests.support.device_memory import POISON, Memory
 
 _fill = torch.ops.aten.fill_.Scalar
@@ -72,14 +72,11 @@ class DeviceTape(Tape):
 class DeviceBackend(TapeBackend):
     """Makes such graphs and pools."""
 
-    def __init__(self, generators: Sequence[torch.Generator]) -> None:
-        super().__init__(generators, in_python)
-
     def pool(self) -> Pool:
         return Pool()
 
     def graph(self) -> DeviceTape:
-        return DeviceTape(self._generators, in_python)
+        return DeviceTape(self._generators)
 
 
 def device_capture(context: BuildContext, **options: Any) -> PartialCapture:

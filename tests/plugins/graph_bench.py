@@ -15,7 +15,7 @@ from megatron_run.contracts.schedule import Action, LayoutSpec, ScheduleSpec, lo
 from megatron_run.contracts.topology import Sizes, Topology
 from megatron_run.pipeline.plan import Plan, positions
 from megatron_run.pipeline.verify import verify
-from megatron_run_engine.builtin.model.gpt import Gpt, GptOptions
+from megatron_run_engine.builtin.model.gpt import ExpertOptions, Gpt, GptOptions
 from megatron_run_engine.builtin.parallel_layer.dense import DenseLayers
 from megatron_run_engine.capture import RegionCapture
 from megatron_run_engine.nn.parallel import LayerSplit, ReplicatedDropout
@@ -28,13 +28,14 @@ from megatron_run_parallel_layer_tensor import TensorLayers
 from megatron_run_testing.build_contexts import context_at, example_microbatch, prepare, single_process_context
 
 SMALL = GptOptions(num_layers=2, hidden_size=16, num_heads=2, vocab_size=32, dropout=0.1)
+EXPERTS = SMALL.model_copy(update={"experts": ExpertOptions(count=4, z_loss_coeff=1e-3)})
 LR = 0.05
 
 
 def partial_capture(context: BuildContext, **options: Any) -> PartialCapture:
     """The plugin's object; ``options`` are its options."""
     chosen = PartialOptions.model_validate({"scope": ("attn", "mlp"), **options})
-    return PartialCapture(context, chosen, lambda: backend_for(context, chosen.executor))
+    return PartialCapture(context, chosen, lambda: backend_for(context))
 
 
 class SharedDropout(TensorLayers):

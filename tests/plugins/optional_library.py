@@ -15,9 +15,9 @@ from megatron_run_cli.reports import probe
 from tests.support.forked import forked_command
 
 
-def answer_here(entries: Sequence[Entry], timeout: float) -> tuple[list[dict[str, Any]], str]:
+def answer_here(entries: Sequence[Entry], timeout: float, refusals: bool) -> tuple[list[dict[str, Any]], str]:
     """What a child process would answer of plugins, for which it would import torch anew."""
-    return [json.loads(json.dumps(probe._answer(entry, SourceDigests()))) for entry in entries], ""
+    return [json.loads(json.dumps(probe._answer(entry, SourceDigests(), refusals))) for entry in entries], ""
 
 
 def check_import(plugin: str, library: str, folder: Path) -> None:

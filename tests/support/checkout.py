@@ -67,12 +67,14 @@ def read_project(folder: Path) -> dict[str, Any]:
     return project
 
 
-KERNEL, ENGINE, INFERENCE, PLANNER, TESTING = (
-    Member(ROOT / "core" / name) for name in ("kernel", "engine", "inference", "planner", "testing")
-)
+_CORE = {file.parent.name: Member(file.parent) for file in sorted(ROOT.glob("core/*/pyproject.toml"))}
+KERNEL, ENGINE = _CORE["kernel"], _CORE["engine"]
+INFERENCE, PLANNER, TESTING = _CORE["inference"], _CORE["planner"], _CORE["testing"]
+#: What stands on these two: planner, inference, suites and the like.
+UPON = tuple(each for each in _CORE.values() if each not in (KERNEL, ENGINE))
 COMMAND_LINE = Member(ROOT / "cli")
 PLUGINS = tuple(Member(file.parent) for file in sorted(ROOT.glob("plugins/*/*/pyproject.toml")))
-MEMBERS = (KERNEL, ENGINE, INFERENCE, PLANNER, TESTING, COMMAND_LINE, *PLUGINS)
+MEMBERS = (KERNEL, ENGINE, *UPON, COMMAND_LINE, *PLUGINS)
 
 
 def kept_files() -> list[Path]:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import click
 
-from megatron_run_cli.groups import example_of
+from megatron_run_cli.command_groups import example_of
 from megatron_run_cli.main import program
 
 

@@ -74,6 +74,10 @@ def compile_library(file: Path, code: str, *options: str, versions: str = "") ->
     return file
 
 
+#: By soname and code what was compiled: a library has no path of its own, and finds others beside itself.
+_COMPILED: dict[tuple[str, str], bytes] = {}
+
+
 @dataclass
 class Copies:
     """One copy of every library, in the folders ``cudnn`` and ``cuda``; ``version`` follows the major in files' names.
@@ -104,7 +108,12 @@ class Copies:
         folder = self.cudnn if name.startswith("cudnn") else self.cuda
         soname = f"lib{name}.so.{MAJORS[name.partition('_')[0]]}"
         file = folder / f"{soname}{self.version}"
-        compile_library(file, code, f"-Wl,-soname,{soname}", "-Wl,-rpath,$ORIGIN", *linked, versions=soname)
+        if (soname, code) in _COMPILED:
+            folder.mkdir(parents=True, exist_ok=True)
+            file.write_bytes(_COMPILED[soname, code])
+        else:
+            compile_library(file, code, f"-Wl,-soname,{soname}", "-Wl,-rpath,$ORIGIN", *linked, versions=soname)
+            _COMPILED[soname, code] = file.read_bytes()
         if self.version:
             link = folder / soname
             link.unlink(missing_ok=True)

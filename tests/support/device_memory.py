@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
 
+from megatron_run_engine.runtime import tensors_in, with_tensors
 from megatron_run_graph_capture_partial.arena import Arena
 from megatron_run_graph_capture_partial.backend import weak_alias
 from megatron_run_graph_capture_partial.tape import WITHOUT_VALUES
@@ -62,7 +62,7 @@ class Device(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         if _in_place(func):
             return result
-        given = () if func is _lift else (x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor))
+        given = () if func is _lift else tensors_in((args, kwargs))
         storages = {x.untyped_storage()._cdata for x in given}
 
         def place(tensor: Tensor) -> Tensor:
@@ -72,7 +72,7 @@ class Device(TorchDispatchMode):
             moved = self.memory.like(tensor)
             return moved if func in WITHOUT_VALUES else moved.copy_(tensor)
 
-        return place(result) if isinstance(result, Tensor) else tree_map_only(Tensor, place, result)
+        return with_tensors(result, place)
 
 
 @cache

@@ -5,6 +5,7 @@ from __future__ import annotations
 from megatron_run.contracts.schedule import Action, LayoutSpec, ScheduleSpec, looped_layout
 from megatron_run.pipeline.plan import Plan
 from megatron_run.pipeline.verify import verify
+from tests.support.random_schedules import looped_spec
 
 
 def plan_of(*texts: str, spec: ScheduleSpec | None = None) -> Plan:
@@ -29,7 +30,7 @@ def one_forward_one_backward_plan(stages: int = 4, microbatches: int = 8) -> Pla
 
 def interleaved_plan(stages: int = 4, chunks: int = 2, microbatches: int = 8) -> Plan:
     """Interleaved 1F1B in groups of P microbatches; M is a multiple of P."""
-    spec = ScheduleSpec(looped_layout(LayoutSpec(stages, chunks, stages * chunks)), stages, chunks, microbatches)
+    spec = looped_spec(stages, chunks, microbatches)
     visits = sorted(
         ((m, chunk) for m in range(microbatches) for chunk in range(chunks)),
         key=lambda visit: (visit[0] // stages, visit[1], visit[0]),

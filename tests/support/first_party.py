@@ -5,9 +5,11 @@ A new plugin is its folder, and nothing else.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from functools import cache
 
+from megatron_run.config.fields import default_of
 from megatron_run.contracts.plugin import COMMAND, KINDS, entry_point_group
 from megatron_run.registry.discover import scan
 from megatron_run.registry.load import load
@@ -62,7 +64,21 @@ def known() -> Iterator[str]:
         provides = ", ".join(f'"{ability}"' for ability in sorted(each.info.provides))
         more = f", frozenset({{{provides}}})" * bool(provides) + ", builtin=True" * _built_in(each)
         more += f', within="{_holder(each)}"' * bool(_holder(each))
+        more += f", vocab_size={_vocabulary(each)}" * bool(_vocabulary(each))
         yield f'    Known("{each.kind}", "{each.name}"{more}),'
+
+
+def suggestions() -> Iterator[str]:
+    """For the kernel: what each plugin that may be missing suggests."""
+    for each in plugins():
+        if each.distribution != KERNEL.name and each.info.suggests:
+            yield f'        "{each}": {json.dumps(dict(each.info.suggests))},'
+
+
+def _vocabulary(plugin: Plugin) -> int:
+    """The token ids that data has whose options say none; 0 for other plugins, and where files say it."""
+    found = plugin.options_model.model_fields.get("vocab_size") if plugin.kind == "data" else None
+    return 0 if found is None else default_of(found) or 0
 
 
 def known_commands() -> Iterator[str]:

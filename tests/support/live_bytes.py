@@ -2,58 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from typing import Any
 
-from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from megatron_run_engine.estimate.step_memory import LiveBytes
 
 #: Operators that give a tensor whose memory is a mapped file.
 _MAPPED = frozenset({"aten::from_file"})
 
 
-class LiveBytes(TorchDispatchMode):
-    """The most bytes of tensors that this thread made within the block and that were alive together: ``peak``.
+class MadeBytes(LiveBytes):
+    """Mapped files add nothing."""
 
-    Views add nothing, and neither do mapped files.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch's
-        self.peak: int = 0
-        self._live: dict[StorageWeakRef, int] = {}
-        self._mapped: set[StorageWeakRef] = set()
-
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        given = {StorageWeakRef(each.untyped_storage()) for each in _tensors((args, kwargs))}
-        result = func(*args, **(kwargs or {}))
-        for tensor in _tensors(result):
-            storage = tensor.untyped_storage()
-            place = StorageWeakRef(storage)
-            if func._schema.name in _MAPPED:
-                self._mapped.add(place)
-            elif place not in given and place not in self._mapped and tensor.device.type == "cpu":
-                self._live[place] = storage.nbytes()
-        self._live = {place: size for place, size in self._live.items() if not place.expired()}
-        self.peak = max(self.peak, sum(self._live.values()))
-        return result
-
-
-def _tensors(tree: object) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func._schema.name in _MAPPED:
+            return func(*args, **(kwargs or {}))
+        return super().__torch_dispatch__(func, types, args, kwargs)
 
 
 def peak_of(work: Callable[[], object]) -> int:
-    """The peak of :class:`LiveBytes` while ``work`` runs."""
-    live = LiveBytes()
+    """The most bytes of tensors that ``work`` made and that were alive together; views add nothing."""
+    live = MadeBytes()
     with live:
         work()
     return live.peak

@@ -28,6 +28,11 @@ def vee_layout(spec: LayoutSpec) -> tuple[Place, ...]:
     return tuple(places)
 
 
+def looped_spec(stages: int, chunks: int, microbatches: int) -> ScheduleSpec:
+    """The shape of a step in which chunks go round the stages, with one layer a place."""
+    return ScheduleSpec(looped_layout(LayoutSpec(stages, chunks, stages * chunks)), stages, chunks, microbatches)
+
+
 def random_spec(random: Random, *, stages: int | None = None) -> ScheduleSpec:
     """A random shape, looped or V-shaped, with one layer a place; ``stages`` fixes the number of stages."""
     stages = stages or random.randint(1, 4)

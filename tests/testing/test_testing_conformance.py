@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 
@@ -214,3 +215,24 @@ def test_nothing_to_check_says_what_to_type(
         check(target)
     assert caught.value.exit_code == code
     assert str(caught.value).startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("field", "message"),
+    [
+        ('key: SecretStr = SecretStr("s3")', r"written as .*\*\*\*.* the options .* are read as"),
+        ("size: Annotated[int, PlainSerializer(lambda size: f'{size} kB')] = 7", "cannot be written as JSON and read"),
+    ],
+)
+def test_options_that_a_rank_would_read_otherwise_are_a_failure(tmp_path: Path, field: str, message: str) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "from typing import Annotated\n"
+        "from pydantic import BaseModel, ConfigDict, PlainSerializer, SecretStr\n"
+        f'class Options(BaseModel):\n    model_config = ConfigDict(frozen=True, extra="forbid")\n    {field}\n'
+        + schedule_source()
+        .replace('"zigzag")', '"zigzag", options=Options)')
+        .replace("create_schedule()", "create_schedule(options)")
+    )
+    (failure,) = [each for each in failures(file) if "options" in each.name]
+    assert re.search(message, failure.message)

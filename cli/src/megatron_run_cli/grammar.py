@@ -6,11 +6,13 @@ Options that several commands share stand here too, and the request that they ma
 from __future__ import annotations
 
 import os
+import re
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import wraps
+from functools import reduce, wraps
 from pathlib import Path
+from shlex import quote
 from typing import Any, NoReturn
 
 import click
@@ -18,8 +20,8 @@ import click
 from megatron_run.errors import InputError, PluginError, RunError
 from megatron_run.errors.wording import did_you_mean, near_path
 from megatron_run_cli import RANK_VARIABLES
+from megatron_run_cli.command_groups import DefaultGroup
 from megatron_run_cli.completion import words
-from megatron_run_cli.groups import DefaultGroup
 from megatron_run_cli.output import tell
 from megatron_run_cli.termination import ending_in_order
 
@@ -134,12 +136,32 @@ def option_meant(option: str) -> str:
     return f"type {' or '.join(f'--set {key}=VALUE' for key in meant)}" if meant else ""
 
 
+#: Options that take a name, ``=`` and a value, and such a name.
+_OF_PAIRS, _PAIRED = ("--set", "--plugin", "--what-if"), re.compile(r"[\w-]+(\.[\w-]+)*")
+
+
+def joined(typed: Sequence[str]) -> str:
+    """The words to type where a space stands in the place of an ``=``, as in ``--set train.steps 5``; else empty."""
+    apart = [part for each in typed for part in (each.split("=", 1) if each.startswith(_OF_PAIRS) else [each])]
+    for option, name, value in zip(apart, apart[1:], apart[2:], strict=False):
+        there = value.startswith(("--", "preset:")) or (is_config(value) and Path(value).is_file())
+        if option in _OF_PAIRS and _PAIRED.fullmatch(name) and not there:
+            return (
+                f"{option} {name} {value}: there is a space where = belongs; type {option} {quote(f'{name}={value}')}"
+            )
+    return ""
+
+
 Command = Callable[..., Any]
+
+
+def with_options(command: Command, *options: Callable[[Command], Command]) -> Command:
+    """``command`` with ``options``, which its help lists in this order."""
+    return reduce(lambda decorated, option: option(decorated), reversed(options), command)
+
 
 overwrite_option = click.option("--overwrite", is_flag=True, help="Replace what is there.")
 json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON on standard output.")
-#: ``main`` looks for it among the words, since it must hold for every error, those of parsing included.
-debug_option = click.option("--debug", is_flag=True, expose_value=False, help="Show tracebacks of errors.")
 
 
 def _cores(context: click.Context, _parameter: click.Parameter, workers: int | None) -> int:
@@ -270,10 +292,7 @@ def rank_options(command: Command) -> Command:
 
         return command(request=Request((), sets, plugins, nproc), **others)
 
-    decorated: Command = with_request
-    for decorator in reversed(_RUN_OPTIONS[1:]):
-        decorated = decorator(decorated)
-    return decorated
+    return with_options(with_request, *_RUN_OPTIONS[1:])
 
 
 def run_options(command: Command) -> Command:
@@ -288,7 +307,4 @@ def run_options(command: Command) -> Command:
         stdin = sys.stdin.read() if "-" in configs else None
         return command(request=Request(configs, sets, plugins, nproc, stdin, os.environ), **others)
 
-    decorated: Command = with_request
-    for decorator in reversed(_RUN_OPTIONS):
-        decorated = decorator(decorated)
-    return decorated
+    return with_options(with_request, *_RUN_OPTIONS)

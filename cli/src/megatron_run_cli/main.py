@@ -16,6 +16,7 @@ from megatron_run import __version__
 from megatron_run.errors import ExitCode, PluginError, RunError
 from megatron_run.errors.install_hint import check_installed
 from megatron_run.errors.machine_limits import system_limit
+from megatron_run_cli.command_groups import example_of
 from megatron_run_cli.commands.checkpoint import checkpoint
 from megatron_run_cli.commands.completion import completion
 from megatron_run_cli.commands.config import config
@@ -24,8 +25,7 @@ from megatron_run_cli.commands.plugins import plugins
 from megatron_run_cli.commands.schedule import schedule
 from megatron_run_cli.commands.train import finetune, train
 from megatron_run_cli.completion.shells import VARIABLE, answer
-from megatron_run_cli.grammar import Program, option_meant
-from megatron_run_cli.groups import example_of
+from megatron_run_cli.grammar import Program, joined, option_meant
 from megatron_run_cli.output import print_refusal, start_answer, tell_error
 from megatron_run_cli.streams import check_folder, full_disk
 from megatron_run_cli.termination import Terminated
@@ -116,6 +116,10 @@ def _ended(error: BaseException) -> str:
 
 def _refused(message: str, code: ExitCode, words: Sequence[str], cause: BaseException | None = None) -> int:
     """Say why nothing was done, with ``--json`` as a run that ended says it, and return the exit code."""
+    if code is ExitCode.INPUT and (meant := joined(words)):
+        message = meant
+    if code in (ExitCode.SIGINT, ExitCode.SIGTERM) and sys.stderr.isatty():
+        click.echo(err=True)  # the terminal has written ^C, maybe behind a bar
     tell_error(message, cause if "--debug" in words else None)
     if "--json" in words:
         print_refusal({"exit_code": int(code), "retry": code.retry, "message": message, "folder": None})

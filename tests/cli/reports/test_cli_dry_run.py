@@ -8,7 +8,7 @@ import pytest
 
 from megatron_run.config.values import flat
 from megatron_run.errors import CheckpointError, DataError, ExitCode, InputError, Problems
-from megatron_run.planning import resolve
+from megatron_run.planning import load_config, resolve
 from megatron_run_cli.main import main
 from megatron_run_cli.reports.dry_run import dry_run_json, dry_run_text, slots_text
 from megatron_run_engine.capture import Pass, shared_slots
@@ -104,3 +104,21 @@ def test_a_row_longer_than_berts_positions_is_refused_when_it_is_planned(tmp_pat
     values = {"model.max_positions": 8, "train.sequence_length": 16}
     with pytest.raises(Problems, match="a row of 16 tokens"):
         resolve(tiny(tmp_path / "run", values, ("model=bert",)))
+
+
+def test_more_layers_than_are_built_are_planned_and_not_counted(tmp_path: Path) -> None:
+    """What a start would refuse beside the model is refused all the same."""
+    deep = {"model.num_layers": 20_000}
+    text = dry_run_text(load_config("preset:tiny", sets=deep), read_device("a100"))
+    assert "parameters, memory and graphs are not counted: 20,001 layers and stages would be built" in text
+    assert "memory of a rank, of 80.0 GiB on A100 80 GB" in text
+    (tmp_path / "other").write_text("")
+    with pytest.raises(InputError, match="is not a run folder"):
+        dry_run_text(load_config("preset:tiny", sets={**deep, "run.folder": str(tmp_path)}))
+
+
+def test_what_layers_keep_is_the_planners_where_they_are_too_many_to_run() -> None:
+    record = dry_run_json(load_config("preset:tiny", sets={"model.num_layers": 250}), read_device("a100"))
+    assert record["parameters"] > 250 * 12 * 32**2
+    assert record["activations_by_stage"] is None
+    assert record["memory"]["by_stage"][0]["activations"] > 0

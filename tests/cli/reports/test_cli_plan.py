@@ -5,19 +5,18 @@ from pathlib import Path
 
 import pytest
 
-from megatron_run.contracts.schedule import Action, LayoutSpec, ScheduleSpec, looped_layout
+from megatron_run.contracts.schedule import Action
 from megatron_run.errors import InputError
+from megatron_run.pipeline.picture import leading_forwards, phases
 from megatron_run_cli.reports.schedule_report import (
     fault_record,
-    leading_forwards,
-    phases,
     plan_record,
     plan_text,
     write_svg,
     write_trace,
 )
 from tests.support.drawn_plans import interleaved_plan, one_forward_one_backward_plan, plan_of
-from tests.support.random_schedules import random_plan
+from tests.support.random_schedules import looped_spec, random_plan
 
 GOLDEN = Path(__file__).with_name("interleaved_4_2_8.json")
 
@@ -98,7 +97,7 @@ def test_the_text_counts_weight_gradients_that_wait() -> None:
 
 
 def test_of_many_stages_the_text_names_a_few() -> None:
-    spec = ScheduleSpec(looped_layout(LayoutSpec(20, 1, 20)), 20, 1, 1)
+    spec = looped_spec(20, 1, 1)
     text = plan_text(plan_of(*["F0.0 B0.0"] * 20, spec=spec), "mine")
     assert "in flight at most 1, 1, ..., 1;" in text
 

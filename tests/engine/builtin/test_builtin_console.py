@@ -16,7 +16,6 @@ from megatron_run_engine.builtin.observer.console import (
     ConsoleOptions,
     amount,
     comparison,
-    duration,
     megatron_run_create_observer,
 )
 from megatron_run_testing.observer import example_run, example_step
@@ -136,13 +135,6 @@ def test_the_launcher_decides_by_the_environment(
         observer.on_train_start(example_run(tmp_path))
         observer.on_train_end("finished")
         assert ("\x1b[" in capsys.readouterr().out) == escapes
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"), [(0, "0 s"), (59.4, "59 s"), (59.6, "1 min 00 s"), (185, "3 min 05 s"), (8040, "2 h 14 min")]
-)
-def test_durations_read_well(seconds: float, text: str) -> None:
-    assert duration(seconds) == text
 
 
 @pytest.mark.parametrize(("value", "text"), [(0, "0"), (950, "950"), (12_345, "12.3k"), (4_500_000, "4.5M")])

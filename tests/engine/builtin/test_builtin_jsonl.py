@@ -51,6 +51,16 @@ def test_what_is_not_finite_is_null(tmp_path: Path, loss: float | None) -> None:
     ]
 
 
+def test_a_sample_is_a_line_with_its_step_and_a_run_without_one_has_no_file(tmp_path: Path) -> None:
+    observer = JsonLines()
+    observer.on_train_start(example_run(tmp_path, attempt=2))
+    assert not (tmp_path / "samples.jsonl").exists()
+    observer.on_step_end(example_step(7))
+    observer.on_sample("once\n\x1b[2J<b>")
+    observer.on_train_end("finished")
+    assert strict(tmp_path / "samples.jsonl") == [{"step": 7, "attempt": 2, "text": "once\n\x1b[2J<b>"}]
+
+
 def test_each_line_is_there_once_written(tmp_path: Path) -> None:
     observer = JsonLines()
     observer.on_train_start(example_run(tmp_path))

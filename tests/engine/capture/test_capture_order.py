@@ -8,12 +8,13 @@ from itertools import product
 import pytest
 
 from megatron_run.contracts import Schedule
-from megatron_run.contracts.schedule import Action, LayoutSpec, ScheduleSpec, looped_layout
+from megatron_run.contracts.schedule import Action
 from megatron_run.errors import GraphCaptureError
 from megatron_run_engine.capture import OrderGuard, passes, recordings, shared_slots, slots_by_chunk
 from megatron_run_schedule_1f1b import OneForwardOneBackward
 from megatron_run_schedule_interleaved import Interleaved
 from megatron_run_schedule_zero_bubble.h1 import ZeroBubbleH1
+from tests.support.random_schedules import looped_spec
 
 #: (P, rank, V, M, G): stages, stage, chunks, microbatches and the group of the interleaved schedule.
 Config = tuple[int, int, int, int, int]
@@ -49,7 +50,7 @@ def closed_order(config: Config) -> list[tuple[str, int, int]]:
 def actions_of(config: Config) -> Sequence[Action]:
     p, rank, v, m, g = config
     schedule: Schedule = OneForwardOneBackward() if v == 1 else Interleaved(g)
-    return schedule.actions(ScheduleSpec(looped_layout(LayoutSpec(p, v, p * v)), p, v, m))[rank]
+    return schedule.actions(looped_spec(p, v, m))[rank]
 
 
 def test_there_are_at_least_four_hundred_configurations() -> None:
@@ -88,7 +89,7 @@ def test_slots_of_a_chunk_are_the_most_that_it_has_in_flight() -> None:
 
 
 def test_a_split_backward_is_captured_whole_and_ends_at_its_weight_gradient() -> None:
-    spec = ScheduleSpec(looped_layout(LayoutSpec(2, 1, 2)), 2, 1, 2)
+    spec = looped_spec(2, 1, 2)
     order = passes(ZeroBubbleH1().actions(spec)[1], 1)
     assert [each.kind for each in order if each.copy == 0] == ["F", "B", "end"]
     actions = [Action.parse(text) for text in ["F0.0", "I0.0", "F1.0", "W0.0", "I1.0", "W1.0"]]

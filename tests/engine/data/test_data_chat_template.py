@@ -15,7 +15,7 @@ from megatron_run_data_instruct import InstructOptions
 from megatron_run_data_instruct import megatron_run_create_data as instruct
 from megatron_run_engine.builtin.data.text import TextOptions
 from megatron_run_engine.builtin.data.text import megatron_run_create_data as text
-from megatron_run_engine.data.chat_template.messages import NoConversation
+from megatron_run_engine.data.chat_template.chat_messages import NoConversation
 from megatron_run_engine.data.chat_template.prompt import AnswerPrompt, ChatPrompts
 from megatron_run_engine.data.chat_template.template import PLAIN, ChatTemplate
 from tests.support.hub_folders import FAMILIES, TOOLS, conversations, hub_tokenizer

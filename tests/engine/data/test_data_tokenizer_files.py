@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,8 @@ from megatron_run_engine.data.standalone_tokenizer import json_file
 from megatron_run_engine.data.tokenizer import open_tokenizer
 from megatron_run_engine.data.tokenizer_training import KINDS, train_tokenizer
 
-transformers = pytest.importorskip("transformers")
+#: Imported by the tests that ask it: collecting them in every worker would take a second of each.
+pytestmark = pytest.mark.skipif(find_spec("transformers") is None, reason="needs transformers")
 
 SENTENCES = [
     "The quick brown fox jumps over the lazy dog, doesn't it?",
@@ -59,7 +61,9 @@ def gpt2_files(made: Path, folder: Path, prefix: str = "") -> Path:
 def test_gpt2s_two_files_are_read_as_transformers_reads_them(made: Path, tmp_path: Path, prefix: str) -> None:
     vocabulary = gpt2_files(made, tmp_path, prefix)
     merges = vocabulary.with_name(f"{prefix}merges.txt")
-    model = transformers.GPT2TokenizerFast(vocab=str(vocabulary), merges=str(merges))
+    from transformers import GPT2TokenizerFast
+
+    model: Any = GPT2TokenizerFast(vocab=str(vocabulary), merges=str(merges))
     expected = theirs(model, TRICKY)
     assert ids(vocabulary, TRICKY) == ids(merges, TRICKY) == expected
     ours = open_tokenizer(str(vocabulary))
@@ -79,16 +83,20 @@ def test_a_wordpiece_vocabulary_is_read_as_transformers_reads_it(tmp_path: Path,
     vocabulary.write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *words]) + "\n")
     if told:
         (tmp_path / "tokenizer_config.json").write_text(json.dumps({"do_lower_case": lower}))
-    model = transformers.BertTokenizerFast(vocab=str(vocabulary), do_lower_case=lower)
+    from transformers import BertTokenizerFast
+
+    model: Any = BertTokenizerFast(vocab=str(vocabulary), do_lower_case=lower)
     assert ids(vocabulary, TRICKY) == ids(tmp_path, TRICKY) == theirs(model, TRICKY)
     assert open_tokenizer(str(tmp_path)).end_of_document == model.sep_token_id
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_folder_of_hugging_face_is_read_as_transformers_reads_it(made: Path, tmp_path: Path, kind: str) -> None:
-    model = transformers.PreTrainedTokenizerFast(tokenizer_file=str(made / f"{kind}.json"))
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    model: Any = PreTrainedTokenizerFast(tokenizer_file=str(made / f"{kind}.json"))
     model.save_pretrained(tmp_path)
-    loaded = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    loaded = AutoTokenizer.from_pretrained(tmp_path)
     assert ids(tmp_path, TRICKY) == theirs(loaded, TRICKY)
 
 

@@ -32,8 +32,8 @@ def interpreted_bytes(request: str) -> tuple[int, int]:
 
 @pytest.mark.multiproc
 def test_the_peak_with_the_kernels_of_a_gpu_is_what_was_counted() -> None:
-    small = {**sized(128, 4, 32, batch=4, layers=1), "data.vocab_size": 2000}  # more takes the interpreter seconds
-    request = Configuration(1, (), small, sequence=32).request
+    small = {**sized(64, 4, 16, batch=2, layers=1), "data.vocab_size": 2000}  # more takes the interpreter seconds
+    request = Configuration(1, (), small, sequence=16).request
     planned, live = interpreted(interpreted_bytes, request.to_json())
     assert planned == pytest.approx(live, rel=0.01)  # a tenth less than with another tensor for the logits' gradient
     # Beside the kernels a GPU has one for its attention, where a CPU multiplies and keeps the scores.

@@ -71,7 +71,7 @@ def losses(folder: Path) -> Any:
     return loss_of
 
 
-@pytest.mark.parametrize("stride", [1, 5, POSITIONS])
+@pytest.mark.parametrize("stride", [pytest.param(1, marks=pytest.mark.nightly), 5, POSITIONS])
 def test_perplexity_gives_each_token_the_context_of_its_window(
     model: LoadedModel, losses: Any, tmp_path: Path, stride: int
 ) -> None:

@@ -18,7 +18,7 @@ import pytest
 
 from megatron_run.errors import ExitCode
 from megatron_run.planning import load_config
-from megatron_run.planning.handover import hand_over
+from megatron_run.planning.run_text import hand_over
 from megatron_run_engine.launch import fork_server, start
 from megatron_run_engine.launch.job import RunResult
 from tests.engine.launch.launcher import Launcher, no_process_left

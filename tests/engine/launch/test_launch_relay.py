@@ -90,3 +90,26 @@ def test_a_log_that_cannot_be_read_is_no_fault_of_the_reader(log: Path, exists: 
     relay.start()
     relay.finish()
     assert told == [said.format(log=log)]
+
+
+def test_a_line_is_told_from_its_beginning_where_a_bar_was_drawn(tmp_path: Path) -> None:
+    """And what is told once all is copied begins a line too; after whole lines none is added."""
+    shown: list[bytes] = []
+    for drawn, expected in ((b"\rstep 3/20", b"\rstep 3/20\nstopping\n\rstep 4/20\n"), (b"a\n", b"a\nstopping\nb\n")):
+        log = tmp_path / "log"
+        log.write_bytes(drawn)
+        shown.clear()
+        copied = threading.Event()
+
+        def show(data: bytes, copied: threading.Event = copied) -> None:
+            shown.append(data)
+            copied.set()
+
+        relay = Relay(log, show, lambda line: shown.append(f"{line}\n".encode()), bars=True)
+        relay.start()
+        assert copied.wait(10)
+        relay.tell("stopping")
+        with log.open("ab") as more:
+            more.write(b"\rstep 4/20" if drawn != b"a\n" else b"b\n")
+        relay.finish()
+        assert b"".join(shown) == expected

@@ -10,7 +10,7 @@ from megatron_run.config.request import Request
 from megatron_run.errors import ExitCode, InputError
 from megatron_run.files.latest_run import point_latest_at
 from megatron_run.planning import ResolvedRun, resolve
-from megatron_run.planning.handover import hand_over, take_over
+from megatron_run.planning.run_text import hand_over, take_over
 from megatron_run_engine.launch import LaunchOptions, RunResult, launch
 from megatron_run_engine.launch.failures import Restarts, resumed
 

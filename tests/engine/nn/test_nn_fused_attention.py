@@ -24,18 +24,19 @@ from megatron_run_testing.model import build_model
 from tests.support.interpreted import interpreted
 
 VOCAB, LENGTH, BATCH = 37, 12, 2
-SIZES = {"num_layers": 2, "hidden_size": 24, "num_heads": 4, "vocab_size": VOCAB, "dropout": 0.0}
+#: One layer has each way; ``gpt`` alone has two, of which each hands its residual to the other.
+SIZES = {"num_layers": 1, "hidden_size": 24, "num_heads": 4, "vocab_size": VOCAB, "dropout": 0.0}
 LLAMA = {"position": "rope", "norm.kind": "rmsnorm", "activation": "swiglu", "num_kv_heads": 2}
 LATENT = {"query_rank": 7, "kv_rank": 12, "rope_head_size": 4, "nope_head_size": 6, "value_head_size": 8}
 MODELS: dict[str, tuple[type, type[BaseModel], dict[str, Any]]] = {
-    "gpt": (Gpt, GptOptions, {}),
+    "gpt": (Gpt, GptOptions, {"num_layers": 2}),
     "grouped heads": (Gpt, GptOptions, {"num_kv_heads": 1}),
     "rotary positions": (Gpt, GptOptions, LLAMA),
     "norms of each head": (Gpt, GptOptions, {**LLAMA, "attention.qk_norm": "head"}),
     "norms of all heads": (Gpt, GptOptions, {**LLAMA, "attention.qk_norm": "full"}),
     "norms without rotary positions": (Gpt, GptOptions, {"attention.qk_norm": "head"}),
     "latent attention": (DeepSeek, DeepSeekOptions, {"ffn_size": 40, **LATENT}),
-    "t5": (T5, T5Options, {"head_size": 10, "encoder_layers": 1, "encoder_length": LENGTH}),
+    "t5": (T5, T5Options, {"num_layers": 2, "head_size": 10, "encoder_layers": 1, "encoder_length": LENGTH}),
 }
 Tried = tuple[str, dict[str, Any], bool]
 CASES: list[Tried] = [(name, {}, False) for name in MODELS]

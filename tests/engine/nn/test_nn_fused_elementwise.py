@@ -15,7 +15,6 @@ from torch.nn import functional as F
 
 from megatron_run_engine.nn.fused import fuses, rotated
 from megatron_run_engine.nn.mlp import swiglu
-from tests.support.interpreted import interpreted
 
 TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 #: Features of gate and of up: less than a program has, and more.
@@ -84,12 +83,6 @@ def everything() -> dict[str, Any]:
         "distant": distant(),
         "one vector": one_vector(),
     }
-
-
-@pytest.fixture(scope="module")
-def found() -> dict[str, Any]:
-    """The results of the kernels by Triton's interpreter."""
-    return interpreted(everything)
 
 
 def close(found: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor], dtype: str) -> None:

@@ -118,12 +118,6 @@ def everything() -> dict[str, Any]:
     }
 
 
-@pytest.fixture(scope="module")
-def found() -> dict[str, Any]:
-    """The results of the kernel by Triton's interpreter."""
-    return interpreted(everything)
-
-
 def check_joined(found: Tensor, case: tuple[str, Any, str]) -> None:
     assert found.is_contiguous()
     assert torch.equal(found.cpu(), expected(case))

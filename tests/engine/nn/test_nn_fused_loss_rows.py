@@ -20,7 +20,6 @@ from megatron_run_engine.nn.cross_entropy import CrossEntropy, LinearCrossEntrop
 from megatron_run_engine.nn.fused import fuses, row_statistics, write_gradient
 from megatron_run_engine.runtime.comm import create_groups
 from megatron_run_engine.runtime.gradients import GradientAccumulator
-from tests.support.interpreted import interpreted
 from tests.support.ranks import run_ranks
 
 TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -167,12 +166,6 @@ def everything() -> dict[str, Any]:
         "written": written_over(),
         "chunks": in_chunks(),
     }
-
-
-@pytest.fixture(scope="module")
-def found() -> dict[str, Any]:
-    """The results of the kernels by Triton's interpreter."""
-    return interpreted(everything)
 
 
 def check(found: Found, case: Case, tokens: int = TOKENS) -> None:

@@ -136,12 +136,6 @@ def everything() -> dict[str, Any]:
     }
 
 
-@pytest.fixture(scope="module")
-def found() -> dict[str, Any]:
-    """The results of the kernels by Triton's interpreter."""
-    return interpreted(everything)
-
-
 def check_sums(found: list[Tensor]) -> None:
     for (shape, dtype), total in zip(product(SHAPES, TYPES), found, strict=True):
         expected = 1 + matrix(shape, dtype).double().sum(0)

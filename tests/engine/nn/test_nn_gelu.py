@@ -24,7 +24,6 @@ from megatron_run_engine.nn.parallel import LayerSplit, column_linear
 from megatron_run_engine.runtime.comm import ALONE
 from megatron_run_engine.runtime.gradients import main_grad, own_main_grad
 from megatron_run_testing.build_contexts import single_process_context
-from tests.support.interpreted import interpreted
 
 TYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 FORMS = {"none": False, "tanh": True}
@@ -116,12 +115,6 @@ def everything() -> dict[str, Any]:
         "narrow": in_layer("at once", "none", totals=torch.bfloat16),
         "widest": widest_sum(),
     }
-
-
-@pytest.fixture(scope="module")
-def found() -> dict[str, Any]:
-    """The results of the kernels by Triton's interpreter."""
-    return interpreted(everything)
 
 
 def check_activated(found: Activated, dtype: str, form: str, shape: tuple[int, int]) -> None:

@@ -12,7 +12,7 @@ def rotary(length: int, theta: float = 10000.0) -> Rotary:
     options = GptOptions(
         num_layers=1, hidden_size=24, num_heads=3, vocab_size=5, position="rope", rope=RopeOptions(theta=theta)
     )
-    return Rotary(single_process_context(options), options.spec(length))
+    return Rotary(single_process_context(options), options.spec(length, 5))
 
 
 def test_pairs_turn_as_complex_numbers() -> None:

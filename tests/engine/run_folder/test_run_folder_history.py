@@ -66,6 +66,18 @@ def test_the_best_step_is_the_best_that_is_saved(
     assert found == (None if best is None else tmp_path / "checkpoints" / f"step{best}")
 
 
+def test_a_task_of_the_same_step_is_a_row_of_its_own_and_decides_nothing(tmp_path: Path) -> None:
+    rows = [{"step": step, "split": "validation", "loss": loss} for step, loss in ((10, 2.0), (20, 3.0))]
+    rows += [{"step": step, "split": "lambada", "loss": loss} for step, loss in ((10, 9.0), (20, 1.0), (20, 1.5))]
+    write(tmp_path / "eval.jsonl", *rows)
+    for step in (10, 20):
+        (tmp_path / "checkpoints" / f"step{step}").mkdir(parents=True)
+    found = History(tmp_path)
+    assert found.evaluations["split"] == ["validation", "lambada"] * 2
+    assert found.evaluations["loss"] == [2.0, 9.0, 3.0, 1.5]
+    assert found.best == tmp_path / "checkpoints" / "step10"
+
+
 def test_a_frame_is_pandas_or_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path / "metrics.jsonl", {"step": 1, "loss": 4.0})
     monkeypatch.setitem(sys.modules, "pandas", None)

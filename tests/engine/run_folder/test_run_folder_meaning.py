@@ -27,7 +27,7 @@ from typing import Annotated, ClassVar
 from pydantic import Field
 
 from megatron_run import PluginInfo, hookimpl
-from megatron_run.contracts.groups import Group
+from megatron_run.contracts.option_groups import Group
 from megatron_run.contracts.meaning import FREE_OF_WEIGHTS, NOT_LEARNED, OF_NEW_PART, OF_TRAINING
 from megatron_run_engine.builtin.model.gpt import Gpt, GptOptions
 

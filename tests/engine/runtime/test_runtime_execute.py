@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron_run.contracts import Boundary, ChunkOut, Microbatch
-from megatron_run.contracts.schedule import Action, LayoutSpec, ScheduleSpec, looped_layout
+from megatron_run.contracts.schedule import Action
 from megatron_run.contracts.topology import Sizes, Topology
 from megatron_run.errors import PluginError
 from megatron_run.pipeline.plan import Plan
@@ -21,7 +21,7 @@ from megatron_run_engine.runtime.comm import create_groups
 from megatron_run_engine.runtime.gradients import main_grad
 from megatron_run_engine.runtime.messages import Messenger
 from megatron_run_schedule_1f1b import OneForwardOneBackward
-from tests.support.random_schedules import random_plan
+from tests.support.random_schedules import looped_spec, random_plan
 from tests.support.ranks import run_ranks
 from tests.support.toy_chunks import PairedChunk, ToyChunk, by_autograd
 from tests.support.toy_stage import Bench, faults
@@ -50,7 +50,7 @@ def test_random_legal_schedules_run_without_a_wrong_message(seeds: range) -> Non
 
 def forwards_then_backwards(microbatches: int, *, ops: str) -> Plan:
     """A plan of one stage: all forwards, then ``ops`` for each microbatch."""
-    spec = ScheduleSpec(looped_layout(LayoutSpec(1, 1, 1)), 1, 1, microbatches)
+    spec = looped_spec(1, 1, microbatches)
     forwards = [Action("F", m, 0) for m in range(microbatches)]
     return verify(spec, [forwards + [Action.parse(f"{op}{m}.0") for m in range(microbatches) for op in ops]])
 
@@ -74,7 +74,7 @@ def test_a_recomputed_forward_gives_the_same_gradients_and_reports_its_loss_once
 
 
 def test_a_recomputed_forward_of_a_later_chunk_begins_with_what_the_chunk_was_given() -> None:
-    spec = ScheduleSpec(looped_layout(LayoutSpec(1, 2, 2)), 1, 2, 2)
+    spec = looped_spec(1, 2, 2)
     forwards, backwards = "F0.0 F0.1 F1.0 F1.1", "R0.1 B0.1 R0.0 B0.0 R1.1 B1.1 R1.0 B1.0"
     plan = verify(spec, [[Action.parse(word) for word in f"{forwards} {backwards}".split()]])
     for paired in (False, True):
@@ -83,7 +83,7 @@ def test_a_recomputed_forward_of_a_later_chunk_begins_with_what_the_chunk_was_gi
 
 def send_wrong(rank: int, world: int) -> str:
     groups = create_groups(Topology(Sizes(pipeline=world), rank), timedelta(seconds=20))
-    spec = ScheduleSpec(looped_layout(LayoutSpec(2, 1, 2)), 2, 1, 1)
+    spec = looped_spec(2, 1, 1)
     plan = verify(spec, [[Action("F", 0, 0), Action("B", 0, 0)]] * 2)
     if rank == 1:
         return ""  # the sender must notice, before anything is sent
@@ -102,7 +102,7 @@ def held_sends(rank: int, world: int, microbatches: int) -> int:
     """The most sent tensors that this stage holds at once, in 1F1B."""
     groups = create_groups(Topology(Sizes(pipeline=world), rank), timedelta(seconds=20))
     messenger, held = Messenger(groups.channels, range(world), CPU), [0]
-    spec = ScheduleSpec(looped_layout(LayoutSpec(world, 1, world)), world, 1, microbatches)
+    spec = looped_spec(world, 1, microbatches)
     bench = Bench(verify(spec, OneForwardOneBackward().actions(spec)), rank, messenger)
     send = messenger.send
 
@@ -146,7 +146,7 @@ class Broken(ToyChunk):
 
 def raised_by(chunk: type[ToyChunk], boundary: Callable[[Microbatch], Boundary] | None = None) -> Exception:
     """What two microbatches raise on rank 0, which has both positions, as such chunks."""
-    spec = ScheduleSpec(looped_layout(LayoutSpec(1, 2, 2)), 1, 2, 2)
+    spec = looped_spec(1, 2, 2)
     words = "F0.0 F0.1 B0.1 B0.0 F1.0 F1.1 B1.1 B1.0"
     plan = verify(spec, [[Action.parse(word) for word in words.split()]])
     with pytest.raises(Exception) as caught:  # noqa: PT011  # which one is the caller's to say

@@ -15,7 +15,6 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatron_run.contracts import Boundary, ChunkOut, Microbatch
-from megatron_run.contracts.schedule import LayoutSpec, ScheduleSpec, looped_layout
 from megatron_run.contracts.topology import Sizes, Topology
 from megatron_run.errors import RankLostError
 from megatron_run.pipeline.lower import Message
@@ -24,7 +23,7 @@ from megatron_run.pipeline.verify import verify
 from megatron_run_engine.runtime.comm import Channels, ParallelGroup, create_groups
 from megatron_run_engine.runtime.messages import Messenger
 from megatron_run_schedule_1f1b import OneForwardOneBackward
-from tests.support.random_schedules import random_plan
+from tests.support.random_schedules import looped_spec, random_plan
 from tests.support.ranks import run_ranks
 from tests.support.toy_chunks import ToyChunk
 from tests.support.toy_stage import Bench, faults
@@ -40,7 +39,7 @@ def channels(rank: int, world: int) -> Channels:
 
 
 def one_forward_one_backward(stages: int, microbatches: int) -> Plan:
-    spec = ScheduleSpec(looped_layout(LayoutSpec(stages, 1, stages)), stages, 1, microbatches)
+    spec = looped_spec(stages, 1, microbatches)
     return verify(spec, OneForwardOneBackward().actions(spec))
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from megatron_run.errors import CheckpointError, ExitCode, InputError, Problems
-from megatron_run.planning import load_config
+from megatron_run.planning import ResolvedRun, load_config
 from megatron_run_engine.builtin.observer.jsonl import JsonLines
 from megatron_run_engine.checkpoint.step_folder import Checkpoints
 from megatron_run_engine.run_folder import check_run_folder, open_run_folder
@@ -289,6 +289,18 @@ def test_a_step_that_is_gone_is_refused_with_those_that_are_there(key: str, shor
     gone = {"init_from": str(short / "checkpoints" / "step3"), "branch_from": f"{short}@3"}[key]
     with pytest.raises(CheckpointError, match="saved steps: 2, 4"):
         check_source(load_config("preset:tiny", sets={**STEADY, f"run.{key}": gone}))
+
+
+def test_a_step_to_resume_that_is_not_there_is_refused_before_a_model_is_built(short: Path, tmp_path: Path) -> None:
+    def resuming(folder: Path, step: str) -> ResolvedRun:
+        run = load_config("preset:tiny", sets={**STEADY, "run.folder": str(folder)})
+        return replace(run, request=replace(run.request, resume=step))
+
+    with pytest.raises(CheckpointError, match="step20; saved steps: 2, 4"):
+        check_source(resuming(short, "20"))
+    for resume in ("4", "auto", "never"):
+        check_source(resuming(short, resume))
+    check_source(resuming(tmp_path, "20"))  # that there is no run is said where one is opened
 
 
 def test_two_sources_are_one_too_many(tmp_path: Path) -> None:

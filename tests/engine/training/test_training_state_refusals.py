@@ -27,20 +27,24 @@ HOLE = "\0"
 
 
 class Site(NamedTuple):
-    """A call that makes a refusal: its function or method, and the text that begins the message."""
+    """A call that makes a refusal: its function or method, the text that begins the message, and its reason."""
 
     place: str
     text: str
+    why: str = ""
 
 
 class Row(NamedTuple):
-    """A row of the table: words of a message, and one place that raises it."""
+    """A row of the table: words of a message, behind a colon those of its reason, and one place that raises it."""
 
     words: str
     place: str
+    group: str = ""
+    line: str = ""
 
     def lists(self, site: Site) -> bool:
-        return self.words in site.text and f"{site.place}.".startswith(f"{self.place}.")
+        words, _, why = self.words.partition(": ")
+        return words in site.text and why in site.why and f"{site.place}.".startswith(f"{self.place}.")
 
 
 def literal(node: ast.expr | None, function: ast.AST) -> str:
@@ -67,7 +71,8 @@ def sites(module: str, source: str) -> Iterator[Site]:
             place = f"{prefix}.{function.name}" if isinstance(function, ast.FunctionDef) else prefix
             for node in ast.walk(function):
                 if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in RAISERS:
-                    yield Site(place, literal(node.args[0] if node.args else None, function))
+                    why = next((each.value for each in node.keywords if each.arg == "why"), None)
+                    yield Site(place, literal(node.args[0] if node.args else None, function), literal(why, function))
 
 
 def sources() -> dict[str, Path]:
@@ -79,10 +84,16 @@ def sources() -> dict[str, Path]:
 def rows() -> list[Row]:
     """The rows of the table, one for each place."""
     _, _, table, *_ = re.split(r"(?m)^=+  =+\n", state.__doc__ or "")
-    lines = [line for line in table.splitlines() if not line.startswith("*")]
-    found = [(line[:41].strip(), re.findall("``(.+?)``", line)) for line in lines]
-    assert all(words and places for words, places in found)
-    return [Row(words, place) for words, places in found for place in places]
+    found, group = list[Row](), ""
+    for line in table.splitlines():
+        if line.startswith("*"):
+            group = line
+            continue
+        words, places = line[:41].strip(), re.findall("``(.+?)``", line)
+        assert words, line
+        assert places, line
+        found += [Row(words, place, group, line) for place in places]
+    return found
 
 
 @cache
@@ -103,6 +114,21 @@ def test_every_row_is_raised_where_it_says() -> None:
     assert not [row for row in rows() if not any(row.lists(site) for site in all_sites())]
 
 
+def test_a_row_names_the_function_that_raises_or_the_class_of_which_several_do() -> None:
+    for row in rows():
+        places = {site.place for site in all_sites() if row.lists(site)}
+        assert places == {row.place} or (len(places) > 1 and "." in row.place), row
+        assert places == {row.place} or {place.rpartition(".")[0] for place in places} == {row.place}, row
+        assert places == {row.place} or row.place.rpartition(".")[2][0].isupper(), row
+
+
+def test_rows_of_a_group_that_begin_alike_are_told_apart() -> None:
+    for row in rows():
+        assert not [
+            each for each in rows() if each.group == row.group and each.words in row.words and each.line != row.line
+        ]
+
+
 def test_no_refusal_is_overlooked() -> None:
     files = (file for name, file in sources().items() if f"{name}.".startswith(PROMISED))
     text = "".join(file.read_text(encoding="utf-8") for file in files)
@@ -114,7 +140,7 @@ def test_no_refusal_is_overlooked() -> None:
 def test_a_refusal_without_a_row_is_found() -> None:
     source = "class Reader:\n def find(self):\n  raise CheckpointError(f'{self.path} is {self.hue} all over', why='')"
     (site,) = sites("checkpoint.reader", source)
-    assert site == Site("checkpoint.reader.Reader.find", f"{HOLE} is {HOLE} all over")
+    assert site == Site("checkpoint.reader.Reader.find", f"{HOLE} is {HOLE} all over", "")
     assert not any(row.lists(site) for row in rows())
     assert Row("all over", "checkpoint.reader").lists(site)
     assert not Row("all over", "checkpoint.read").lists(site)

@@ -142,8 +142,9 @@ def stage_ranks(split: str) -> list[int]:
 
 
 def on_every_split(test: Any) -> Any:
-    """1F1B is tried by day where each stage has several ranks, of which one is traced."""
-    splits = [pytest.param(split, marks=pytest.mark.nightly) if split == "1f1b-p2" else split for split in SPLITS]
+    """By day one rank, chunks, and 1F1B where each stage has several ranks, of which one is traced."""
+    rare = ("1f1b-p2", "zero-bubble-p2")
+    splits = [pytest.param(split, marks=[pytest.mark.nightly] * (split in rare)) for split in SPLITS]
     return pytest.mark.multiproc(pytest.mark.parametrize("split", splits)(test))
 
 

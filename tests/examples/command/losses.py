@@ -12,15 +12,14 @@ import click
 
 from megatron_run.errors import InputError
 from megatron_run.hookspecs import hookimpl
-from megatron_run_cli.grammar import debug_option, json_option
-from megatron_run_cli.groups import example
+from megatron_run_cli.command_groups import example
+from megatron_run_cli.grammar import json_option
 from megatron_run_cli.output import print_json, print_table
 
 
 @click.command(epilog=example("losses runs"))
 @click.argument("folder", type=click.Path(path_type=Path))
 @json_option
-@debug_option
 def command(folder: Path, *, as_json: bool) -> None:
     """List the last losses of each run in FOLDER."""
     files = sorted(folder.glob("*/eval.jsonl"))

@@ -7,7 +7,15 @@ from pathlib import Path
 import pytest
 
 from megatron_run.errors import InputError, Problems
-from megatron_run.errors.wording import advice, did_you_mean, near_path, nearest_divisors, nearest_multiples, printable
+from megatron_run.errors.wording import (
+    advice,
+    did_you_mean,
+    duration,
+    near_path,
+    nearest_divisors,
+    nearest_multiples,
+    printable,
+)
 
 
 def test_a_name_that_others_chose_neither_reaches_the_terminal_nor_begins_a_line() -> None:
@@ -68,3 +76,10 @@ def test_a_message_brings_a_terminal_nothing_but_text_and_tables() -> None:
 def test_a_word_of_absurd_length_is_compared_with_none() -> None:
     assert did_you_mean("a" * 100_000, ["a" * 99_999]) == ""
     assert did_you_mean("interleavd", ["a" * 100_000, "interleaved"]) == "did you mean 'interleaved'?"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0, "0 s"), (59.4, "59 s"), (59.6, "1 min 00 s"), (185, "3 min 05 s"), (8040, "2 h 14 min")]
+)
+def test_durations_read_well(seconds: float, text: str) -> None:
+    assert duration(seconds) == text

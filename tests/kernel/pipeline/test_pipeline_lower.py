@@ -17,7 +17,7 @@ from megatron_run_testing.schedule.ordered_channels import (
     per_channel,
     per_stage,
 )
-from tests.support.random_schedules import Layout, random_plan, vee_layout
+from tests.support.random_schedules import Layout, looped_spec, random_plan, vee_layout
 
 SEEDS = range(400)
 
@@ -108,7 +108,7 @@ def test_a_hand_off_inside_a_stage_is_local() -> None:
 
 
 def one_forward_one_backward() -> Plan:
-    spec = ScheduleSpec(looped_layout(LayoutSpec(2, 1, 2)), 2, 1, 3)
+    spec = looped_spec(2, 1, 3)
     texts = ("F0.0 F1.0 B0.0 F2.0 B1.0 B2.0", "F0.0 B0.0 F1.0 B1.0 F2.0 B2.0")
     return verify(spec, [[Action.parse(word) for word in text.split()] for text in texts])
 
@@ -129,7 +129,7 @@ def test_a_send_is_retired_at_the_first_receive_that_proves_its_use() -> None:
 
 
 def test_a_reply_that_is_made_of_the_message_itself_proves_its_use() -> None:
-    spec = ScheduleSpec(looped_layout(LayoutSpec(2, 2, 4)), 2, 2, 1)
+    spec = looped_spec(2, 2, 1)
     plan = verify(spec, [[Action.parse(word) for word in ["F0.0", "F0.1", "B0.1", "B0.0"]]] * 2)
     out, back, *_ = lower(plan, 0)
     assert back.retire == (out.send,)
@@ -157,7 +157,7 @@ def test_sends_are_retired_where_brute_force_says(seed: int) -> None:
 
 
 def test_gradients_are_synchronised_at_each_chunks_last_gradient() -> None:
-    spec = ScheduleSpec(looped_layout(LayoutSpec(1, 2, 2)), 1, 2, 1)
+    spec = looped_spec(1, 2, 1)
     split = verify(spec, [[Action.parse(word) for word in ["F0.0", "F0.1", "I0.1", "B0.0", "W0.1"]]])
     assert [str(step.action) for step in lower(split, 0) if step.sync] == ["B0.0", "W0.1"]
     later = verify(spec, [[Action.parse(word) for word in ["F0.0", "F0.1", "B0.1", "B0.0", "S0.1"]]])

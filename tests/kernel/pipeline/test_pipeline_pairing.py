@@ -8,13 +8,13 @@ from random import Random
 
 import pytest
 
-from megatron_run.contracts.schedule import Action, LayoutSpec, ScheduleSpec, looped_layout
+from megatron_run.contracts.schedule import Action, LayoutSpec, ScheduleSpec
 from megatron_run.errors import ScheduleError
 from megatron_run.pipeline import lower as lowering
 from megatron_run.pipeline.lower import Message, check_pairing, lower
 from megatron_run.pipeline.plan import Plan
 from megatron_run.pipeline.verify import verify
-from tests.support.random_schedules import random_plan, vee_layout
+from tests.support.random_schedules import looped_spec, random_plan, vee_layout
 
 FOLDED = "F0.0 F0.1 B0.1 B0.0 F1.0 F1.1 B1.1 B1.0"
 
@@ -27,7 +27,7 @@ def folded(costs: dict[str, float]) -> Plan:
 
 def crossing() -> Plan:
     """Stage 0 sends the microbatches in order, stage 1 uses them in the opposite order."""
-    spec = ScheduleSpec(looped_layout(LayoutSpec(2, 1, 2)), 2, 1, 2)
+    spec = looped_spec(2, 1, 2)
     lists = ("F0.0 F1.0 B1.0 B0.0", "F1.0 F0.0 B1.0 B0.0")
     return verify(spec, [[Action.parse(word) for word in text.split()] for text in lists])
 

@@ -4,14 +4,14 @@ from itertools import pairwise
 
 import pytest
 
-from megatron_run.contracts.schedule import Action, LayoutSpec, ScheduleSpec, looped_layout
+from megatron_run.contracts.schedule import Action, ScheduleSpec
 from megatron_run.pipeline.simulate import simulate, timeline, timeline_text
 from megatron_run.pipeline.verify import verify
-from tests.support.random_schedules import random_plan
+from tests.support.random_schedules import looped_spec, random_plan
 
 
 def one_forward_one_backward() -> ScheduleSpec:
-    return ScheduleSpec(looped_layout(LayoutSpec(2, 1, 2)), 2, 1, 2)
+    return looped_spec(2, 1, 2)
 
 
 LISTS = [[Action.parse(word) for word in text.split()] for text in ("F0.0 F1.0 B0.0 B1.0", "F0.0 B0.0 F1.0 B1.0")]
@@ -66,7 +66,7 @@ def test_a_long_step_is_cut_to_its_beginning_and_its_end() -> None:
 
 
 def test_of_many_stages_the_first_and_the_last_are_drawn() -> None:
-    spec = ScheduleSpec(looped_layout(LayoutSpec(30, 1, 30)), 30, 1, 1)
+    spec = looped_spec(30, 1, 1)
     plan = verify(spec, [[Action("F", 0, 0), Action("B", 0, 0)]] * 30)
     lines = timeline_text(timeline(plan), height=4).splitlines()
     assert [line[:8] for line in lines[:5]] == ["stage  0", "stage  1", "... 26 s", "stage 28", "stage 29"]
@@ -85,7 +85,7 @@ def test_the_times_of_a_plan_are_those_of_its_timeline(seed: int) -> None:
 
 
 def test_split_backwards_are_drawn_apart() -> None:
-    spec = ScheduleSpec(looped_layout(LayoutSpec(1, 1, 1)), 1, 1, 1)
+    spec = looped_spec(1, 1, 1)
     text = timeline_text(timeline(verify(spec, [[Action.parse(word) for word in ["F0.0", "R0.0", "I0.0", "W0.0"]]])))
     assert text.splitlines()[0] == "stage 0 |0+aA|"
     assert "weight gradient" in text

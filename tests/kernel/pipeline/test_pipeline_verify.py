@@ -8,13 +8,13 @@ from megatron_run.contracts.schedule import Action, LayoutSpec, Place, ScheduleS
 from megatron_run.errors import InputError, ScheduleError
 from megatron_run.pipeline.plan import positions
 from megatron_run.pipeline.verify import check_layout, verify
-from tests.support.random_schedules import random_lists, random_plan, random_spec, vee_layout
+from tests.support.random_schedules import looped_spec, random_lists, random_plan, random_spec, vee_layout
 
 GOOD = ("F0.0 F1.0 B0.0 B1.0", "F0.0 B0.0 F1.0 B1.0")
 
 
 def spec(stages: int = 2, chunks: int = 1, microbatches: int = 2) -> ScheduleSpec:
-    return ScheduleSpec(looped_layout(LayoutSpec(stages, chunks, stages * chunks)), stages, chunks, microbatches)
+    return looped_spec(stages, chunks, microbatches)
 
 
 def lists(texts: Sequence[str]) -> list[list[Action]]:

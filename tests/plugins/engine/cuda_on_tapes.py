@@ -17,7 +17,6 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from megatron_run_graph_capture_partial.backend import weak_alias
-from megatron_run_graph_capture_partial.tape import in_python
 from tests.plugins.device_graphs import DeviceTape, Pool
 
 
@@ -26,7 +25,7 @@ class TapeGraph:
 
     def __init__(self) -> None:
         self.generators = [torch.default_generator]
-        self.tape = DeviceTape((), in_python)
+        self.tape = DeviceTape(())
         self.replays = 0
 
     def register_generator_state(self, generator: torch.Generator) -> None:
@@ -45,7 +44,7 @@ class TapeGraph:
         self.tape.replay()
 
     def reset(self) -> None:
-        self.tape = DeviceTape((), in_python)
+        self.tape = DeviceTape(())
 
 
 def _identity(generator: Any) -> int:

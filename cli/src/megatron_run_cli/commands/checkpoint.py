@@ -7,8 +7,8 @@ from pathlib import Path
 import click
 
 from megatron_run.errors import ExitCode
-from megatron_run_cli.grammar import debug_option, json_option, step_option
-from megatron_run_cli.groups import Commands
+from megatron_run_cli.command_groups import Commands
+from megatron_run_cli.grammar import json_option, step_option
 from megatron_run_cli.output import print_json, print_table
 
 _FOLDER = click.argument("folder", required=False, type=click.Path(path_type=Path), metavar="[FOLDER]")
@@ -25,7 +25,6 @@ def checkpoint() -> None:
 @checkpoint.command("list")
 @_FOLDER
 @json_option
-@debug_option
 def list_(folder: Path | None, *, as_json: bool) -> None:
     """List saved steps; checks manifests and lengths, not contents."""
     from megatron_run_cli.reports import saved_steps
@@ -44,7 +43,6 @@ def list_(folder: Path | None, *, as_json: bool) -> None:
 @_FOLDER
 @step_option("FOLDER", otherwise="all")
 @json_option
-@debug_option
 def verify(folder: Path | None, *, step: int | None, as_json: bool) -> int:
     """Compare every byte with what was saved; code 5 if damaged."""
     from megatron_run_cli.reports import saved_steps
@@ -66,7 +64,6 @@ def verify(folder: Path | None, *, step: int | None, as_json: bool) -> int:
 @_FOLDER
 @step_option("FOLDER")
 @json_option
-@debug_option
 def inspect(folder: Path | None, *, step: int | None, as_json: bool) -> None:
     """Show counters, plugins, topology, files and tensors of a step."""
     from megatron_run_cli.reports import saved_steps

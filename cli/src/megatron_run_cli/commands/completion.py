@@ -6,15 +6,13 @@ from contextlib import suppress
 
 import click
 
+from megatron_run_cli.command_groups import example
 from megatron_run_cli.completion.shells import SHELLS, script
-from megatron_run_cli.grammar import debug_option
-from megatron_run_cli.groups import example
 from megatron_run_cli.output import tell
 
 
 @click.command(epilog=example("completion bash"))
 @click.argument("shell", type=click.Choice(list(SHELLS)))
-@debug_option
 @click.pass_context
 def completion(context: click.Context, shell: str) -> None:
     """Print the script by which SHELL completes commands, options, plugins, keys and values.

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 
 import click
 
+from megatron_run_cli.command_groups import Commands, example
 from megatron_run_cli.completion import words
 from megatron_run_cli.editor_schema import SCHEMA, schema_line
-from megatron_run_cli.grammar import debug_option, json_option, run_options
-from megatron_run_cli.groups import Commands, example
+from megatron_run_cli.grammar import json_option, run_options
 from megatron_run_cli.output import print_json, tell, write_file
 
 if TYPE_CHECKING:
@@ -26,7 +26,6 @@ def config() -> None:
 @config.command()
 @run_options
 @json_option
-@debug_option
 def show(
     request: Request,
     *,
@@ -51,7 +50,6 @@ def show(
 @config.command(epilog=example("config explain train.lr"))
 @click.argument("key", shell_complete=words.key)
 @run_options
-@debug_option
 def explain(
     key: str,
     request: Request,
@@ -71,7 +69,6 @@ def explain(
 
 @config.command()
 @click.option("--write", is_flag=True, help=f"Write it as {SCHEMA} into the current folder.")
-@debug_option
 def schema(*, write: bool) -> None:
     """Print a JSON schema of the configuration.
 
@@ -95,7 +92,6 @@ def schema(*, write: bool) -> None:
 
 @config.command("from-megatron", epilog=example("config from-megatron pretrain.sh"))
 @click.argument("script", type=click.Path(path_type=Path), metavar="SCRIPT")
-@debug_option
 def from_megatron(script: Path) -> None:
     """Translate a Megatron-LM launch script into a configuration.
 

@@ -17,14 +17,13 @@ import click
 
 from megatron_run.errors import EngineMissingError, ExitCode
 from megatron_run.errors.install_hint import ENGINE, how_to_install
-from megatron_run_cli.grammar import debug_option, json_option
-from megatron_run_cli.groups import obstacle
+from megatron_run_cli.command_groups import obstacle
+from megatron_run_cli.grammar import json_option
 from megatron_run_cli.output import print_json, print_table
 
 
 @click.command()
 @json_option
-@debug_option
 @click.pass_context
 def doctor(context: click.Context, *, as_json: bool) -> int:
     """Check this machine, its environment and all plugins."""

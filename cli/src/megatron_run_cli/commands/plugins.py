@@ -21,10 +21,12 @@ from megatron_run import __version__
 from megatron_run.contracts.plugin import COMMAND, KINDS, RUN_KINDS, check_kind, entry_point_group
 from megatron_run.errors import ExitCode, InputError, taken
 from megatron_run.files.publishing import publishing_folder
+from megatron_run.registry.commands import next_words
 from megatron_run.registry.discover import KERNEL, Catalog, scan
+from megatron_run_cli.command_groups import Commands, example, is_own, obstacle
+from megatron_run_cli.commands.plugin_search import search
 from megatron_run_cli.completion import words as places
-from megatron_run_cli.grammar import debug_option, json_option, run_options
-from megatron_run_cli.groups import Commands, example, is_own, obstacle
+from megatron_run_cli.grammar import json_option, run_options
 from megatron_run_cli.output import print_json, print_table, tell
 
 if TYPE_CHECKING:
@@ -39,14 +41,16 @@ _OFFERED = (*KINDS, COMMAND)
 
 @click.group(cls=Commands)
 def plugins() -> None:
-    """List, inspect, create and check plugins."""
+    """List, find, inspect, create and check plugins."""
+
+
+plugins.add_command(search)
 
 
 @plugins.command("list")
 @click.argument("kind", required=False, shell_complete=places.offered_kinds)
 @click.option("--check", is_flag=True, help="Also import each plugin, in its own process.")
 @json_option
-@debug_option
 @click.pass_context
 def list_(context: click.Context, kind: str | None, *, check: bool, as_json: bool) -> None:
     """List installed plugins of KIND, or all, and commands (KIND: command), without importing them."""
@@ -73,7 +77,6 @@ def list_(context: click.Context, kind: str | None, *, check: bool, as_json: boo
 @plugins.command(epilog=example("plugins info schedule=1f1b"))
 @click.argument("plugin", metavar="KIND=NAME", shell_complete=places.plugin_name)
 @json_option
-@debug_option
 @click.pass_context
 def info(context: click.Context, plugin: str, *, as_json: bool) -> None:
     """Show what a plugin provides and needs, and its options; of command=NAME, what it does and who brings it."""
@@ -102,7 +105,6 @@ def info(context: click.Context, plugin: str, *, as_json: bool) -> None:
 @click.argument("kind", shell_complete=places.run_kinds)
 @run_options
 @json_option
-@debug_option
 @click.pass_context
 def why(
     context: click.Context,
@@ -141,12 +143,15 @@ def why(
 @click.argument("name")
 @click.option("--folder", type=click.Path(path_type=Path), help="New folder [default: named like the distribution].")
 @json_option
-@debug_option
 @click.pass_context
 def new(context: click.Context, kind: str, name: str, folder: Path | None, *, as_json: bool) -> None:
-    """Write a package with a working plugin, or with a command (KIND: command), and its test."""
-    if kind == COMMAND and is_own(context.find_root().command, [name]):
-        raise InputError(f"command={name} is taken by megatron-run itself", fix="choose another name")
+    """Write a package with a working plugin, or with a command (KIND: command), and its test.
+
+    A command in a group is named with a dot: data.mine is typed as data mine.
+    """
+    if kind == COMMAND:
+        name = ".".join(name.split())
+        _check_place(context.find_root().command, name)
     package = write_package(kind, name, folder)
     if as_json:
         print_json(package)
@@ -166,7 +171,6 @@ def new(context: click.Context, kind: str, name: str, folder: Path | None, *, as
 @click.option("--count", type=click.IntRange(min=1), metavar="N", help="With --compose: how many [default: 20].")
 @click.option("--seed", type=int, metavar="N", help="With --compose: of the choices [default: 1].")
 @json_option
-@debug_option
 @click.pass_context
 def check(
     context: click.Context,
@@ -274,14 +278,17 @@ def write_package(kind: str, name: str, folder: Path | None = None, catalog: Cat
     """
     kind = check_kind(kind, "", _OFFERED)
     _check_name(kind, name, scan() if catalog is None else catalog)
-    distribution = f"megatron-run-{kind}-{name}"
+    distribution = f"megatron-run-{kind}-{name.replace('.', '-')}"
     folder = Path(distribution) if folder is None else folder
     choice = f"{kind}={'dense+' if kind == 'parallel-layer' else ''}{name}"  # that template stands on another's layers
     use = f"--plugin {choice}" if kind in RUN_KINDS else f"import SOURCE FOLDER --from {name}"
-    use = name if kind == COMMAND else use
+    typed = name.replace(".", " ")
+    use = typed if kind == COMMAND else use
     words = {
         "kind": kind,
         "name": name,
+        "typed": typed,
+        "key": f'"{name}"' if "." in name else name,
         "command": f"megatron-run {use}",
         "distribution": distribution,
         "package": distribution.replace("-", "_"),
@@ -300,11 +307,24 @@ def _requirements(kind: str) -> tuple[str, ...]:
     return (KERNEL,) if kind in ("schedule", "observer") else (KERNEL, "megatron-run-engine")
 
 
+def _check_place(program: click.Command, name: str) -> None:
+    """Raise :class:`InputError` where nobody could type the new command ``name``, a dotted one."""
+    catalog, place = scan(), name.split(".")
+    if is_own(program, place):
+        raise InputError(f"command={name} is taken by megatron-run itself", fix="choose another name")
+    if catalog.offering(COMMAND, name):
+        return  # which is refused where packages are written
+    after = ", ".join(next_words(catalog, place))
+    if why := obstacle(program, catalog, place) or (after and f"it is a group, with {after}"):
+        raise InputError(f"command={name} could not be typed", why=why, fix="choose another name")
+
+
 def _check_name(kind: str, name: str, catalog: Catalog) -> None:
-    if not _NAME.fullmatch(name):
-        better = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+    parts, what = (name.split("."), "command") if kind == COMMAND else ([name], "plugin")
+    if not all(map(_NAME.fullmatch, parts)):
+        better = ".".join(filter(None, (re.sub(r"[^a-z0-9]+", "-", part.lower()).strip("-") for part in parts)))
         raise InputError(
-            f"{name!r} cannot name a plugin",
+            f"{name!r} cannot name a {what}",
             why="a name is lower-case letters and digits, joined by single hyphens",
             fix=f"write {better}" if better else "write a name such as zigzag",
         )

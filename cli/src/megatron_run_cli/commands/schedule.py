@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import click
 
 from megatron_run.errors import ScheduleError, refuse_input
-from megatron_run_cli.grammar import debug_option, json_option, run_options
-from megatron_run_cli.groups import Commands
+from megatron_run_cli.command_groups import Commands
+from megatron_run_cli.grammar import json_option, run_options
 from megatron_run_cli.output import print_json_line
 
 if TYPE_CHECKING:
@@ -40,7 +40,6 @@ def schedule() -> None:
 @click.option("--svg", type=_FILE, metavar="FILE", help="Also write a picture.")
 @click.option("--trace", type=_FILE, metavar="FILE", help="Also write a trace for https://ui.perfetto.dev.")
 @json_option
-@debug_option
 def show(
     request: Request,
     *,

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from megatron_run.errors import CheckpointError, DataError, InputError, refuse_input
+from megatron_run_cli.command_groups import example
 from megatron_run_cli.completion import words as places
 from megatron_run_cli.grammar import SavedStep, json_option, naming, run_options
-from megatron_run_cli.groups import example
 from megatron_run_cli.output import print_json, tell, tell_error
 
 if TYPE_CHECKING:

@@ -22,11 +22,15 @@ _NAME = "keys.json"
 
 
 class KeyHelp(NamedTuple):
-    """A key or an option: its type in words, the values that it may have where they are few, and its meaning."""
+    """A key or an option: its type in words, the values that it may have where they are few, its meaning.
+
+    ``files``: its values are files or folders.
+    """
 
     type: str
     choices: tuple[str, ...]
     meaning: str
+    files: bool
 
 
 class Vocabulary(NamedTuple):
@@ -59,7 +63,7 @@ def learn(catalog: Catalog) -> bool:
     from megatron_run_cli.reports.probe import probe
 
     plugins = {}
-    for each in probe([entry for entry in catalog.entries if entry.kind in RUN_KINDS]):
+    for each in probe([entry for entry in catalog.entries if entry.kind in RUN_KINDS], refusals=False):
         if each.description is not None:
             options = Description.from_json(each.description).options
             plugins[str(each.entry)] = (_mark(each.entry), _rows(options))
@@ -113,12 +117,15 @@ def _kernel_keys() -> dict[str, KeyHelp]:
 
 
 def _rows(keys: Iterable[KeyInfo]) -> dict[str, KeyHelp]:
-    return {key.name: KeyHelp(key.type, key.choices, key.description) for key in keys}
+    return {key.name: KeyHelp(key.type, key.choices, key.description, key.files) for key in keys}
 
 
 def _helps(rows: Mapping[str, Any]) -> dict[str, KeyHelp]:
     """The help of keys as JSON has it, or as it is. Raises :class:`TypeError` or ValueError for anything else."""
-    found = {name: KeyHelp(kind, tuple(choices), meaning) for name, (kind, choices, meaning) in rows.items()}
+    found = {
+        name: KeyHelp(kind, tuple(choices), meaning, files is True)
+        for name, (kind, choices, meaning, files) in rows.items()
+    }
     if not all(isinstance(text, str) for each in found.values() for text in (each.type, *each.choices, each.meaning)):
         raise TypeError("a type, a choice or a meaning is no text")
     return found

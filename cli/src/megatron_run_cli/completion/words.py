@@ -27,6 +27,8 @@ Completer = Callable[[click.Context, click.Parameter, str], Items]
 
 _UNQUOTED = re.compile(r"[\w./+,=@%:-]*")
 _STEP = re.compile(r"step([0-9]+)")
+#: Files of ours that nobody names: locks, and what is being written.
+_KEPT = re.compile(r".*\.(lock|lock-exclusive|tmp)")
 
 
 def _items(candidates: Iterable[str] | Mapping[str, str], typed: str, before: str = "") -> Items:
@@ -195,6 +197,10 @@ def _keys(catalog: Catalog, context: click.Context, typed: str) -> dict[str, Key
         names = chosen.get(kind, [entry.name for entry in catalog.of_kind(kind)])
         section = kind.replace("-", "_") if "_" in typed.partition(".")[0] else kind
         found |= {f"{section}.{name}": about for name, about in _options(vocabulary, kind, names).items()}
+        for name in names if kind in SEPARATORS else ():  # as `config show` writes those of one of several
+            own = f"{section}.{name.rpartition(':')[2]}."
+            if typed.startswith(own):
+                found |= {f"{own}{option}": about for option, about in _options(vocabulary, kind, [name]).items()}
     return found
 
 
@@ -214,8 +220,7 @@ def _values(name: str, known: Mapping[str, KeyHelp], typed: str, before: str) ->
         return _run_at_step(typed, before)
     if name == "eval.tasks":
         return _tasks(typed, before)
-    files_too = re.search(r"\b(path|text)\b", about.type) is not None
-    return [*_items(about.choices, typed, before), *(_paths(typed, before) if files_too else [])]
+    return [*_items(about.choices, typed, before), *(_paths(typed, before) if about.files else [])]
 
 
 def _tasks(typed: str, before: str = "") -> Items:
@@ -256,6 +261,7 @@ def _paths(typed: str, before: str = "", endings: tuple[str, ...] = ("",)) -> It
         entries = sorted(Path(f"{folder}{slash}" or ".").expanduser().iterdir())
     except (OSError, RuntimeError):  # none such, or nobody's home
         return []
-    shown = [each for each in entries if _UNQUOTED.fullmatch(each.name) and (start or not each.name.startswith("."))]
+    own = (each for each in entries if not _KEPT.fullmatch(each.name))
+    shown = [each for each in own if _UNQUOTED.fullmatch(each.name) and (start or not each.name.startswith("."))]
     names = [f"{each.name}/" if each.is_dir() else each.name for each in shown]
     return _items((each for each in names if each.endswith(("/", *endings))), start, f"{before}{folder}{slash}")

@@ -11,7 +11,7 @@ from megatron_run.errors import PluginError
 from megatron_run.errors.wording import did_you_mean
 from megatron_run.registry.commands import choose_command, missing_command
 from megatron_run.registry.loaded_command import load_command
-from megatron_run_cli.groups import catalog_of, example_of
+from megatron_run_cli.command_groups import catalog_of, example_of
 
 #: Longest line about a command within a group.
 _ABOUT = 90

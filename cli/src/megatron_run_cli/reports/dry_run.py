@@ -41,9 +41,9 @@ def dry_run_text(run: ResolvedRun, device: Device | None = None, svg: Path | Non
     """
     plan = run.plans[max(run.plans)]
     step = [f"one step\n{timeline_text(timeline(plan))}"] if run.sizes.pipeline > 1 else []
-    if run.unloaded:
+    if uncounted := _uncounted(run):
         memory = _memory(run, None, None, device, svg)
-        return "\n\n".join([describe(run), *([memory_text(memory)] if device else []), *step, _needs_engine()])
+        return "\n\n".join([describe(run), *([memory_text(memory)] if device else []), *step, uncounted])
     size = _checked_size(run)
     counted = _step_memory(run, device)
     parts = [describe(run), _parameters_text(size, counted)]
@@ -70,9 +70,19 @@ def _memory(
     return memory
 
 
-def _needs_engine() -> str:
-    """The parts that a dry run without the engine leaves out."""
-    return f"parameters, memory and graphs are known with the engine only; type: {how_to_install(ENGINE)}"
+def _uncounted(run: ResolvedRun) -> str:
+    """Why parameters, memory and graphs are not counted in the layers themselves; empty where they are.
+
+    What a start would refuse beside the model is refused, with the engine.
+    """
+    if run.unloaded:
+        return f"parameters, memory and graphs are known with the engine only; type: {how_to_install(ENGINE)}"
+    from megatron_run_engine.estimate.model_size import why_not_built
+
+    if why := why_not_built(run):
+        _check_start(run)
+        return f"parameters, memory and graphs are not counted: {why}; for the planner's count add --device NAME"
+    return ""
 
 
 def open_data(run: ResolvedRun) -> None:
@@ -95,9 +105,9 @@ def open_data(run: ResolvedRun) -> None:
 def dry_run_json(run: ResolvedRun, device: Device | None = None, svg: Path | None = None) -> dict[str, Any]:
     """Return the report as JSON data."""
     record = run_record(run)
-    if run.unloaded:
+    if uncounted := _uncounted(run):
         planned = memory_record(_memory(run, None, None, device, svg))
-        return {**record, "memory": planned, "notices": [*record["notices"], _needs_engine()]}
+        return {**record, "memory": planned, "notices": [*record["notices"], uncounted]}
     size = _checked_size(run)
     counted = _step_memory(run, device)
     return {
@@ -118,14 +128,20 @@ def dry_run_json(run: ResolvedRun, device: Device | None = None, svg: Path | Non
     }
 
 
-def _checked_size(run: ResolvedRun) -> ModelSize:
-    """The sizes of the model, once all is checked that a start would refuse: run folder, data, and initial weights."""
-    from megatron_run_engine.estimate.model_size import model_size
+def _check_start(run: ResolvedRun) -> None:
+    """Raise what a start would refuse beside the model: run folder, data, and where the weights are."""
     from megatron_run_engine.run_folder import check_run_folder
-    from megatron_run_engine.training.state.init_from import check_shapes
 
     check_run_folder(run)
     open_data(run)
+
+
+def _checked_size(run: ResolvedRun) -> ModelSize:
+    """The sizes of the model, once all is checked that a start would refuse: run folder, data, and initial weights."""
+    from megatron_run_engine.estimate.model_size import model_size
+    from megatron_run_engine.training.state.init_from import check_shapes
+
+    _check_start(run)
     size = model_size(run)
     check_shapes(run, size.shapes)
     return size

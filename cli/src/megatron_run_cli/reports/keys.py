@@ -19,6 +19,7 @@ from megatron_run.config.origin import KIND_SECTIONS, Key, dotted, section_of
 from megatron_run.config.sources import DEFAULT_PLUGINS, RULES
 from megatron_run.config.values import members, plain, typed
 from megatron_run.contracts.meaning import change_of
+from megatron_run.contracts.option_groups import OF_FILES
 from megatron_run.contracts.plugin import RUN_KINDS, SEPARATORS
 from megatron_run.contracts.quantities import Duration, Span
 from megatron_run.contracts.schema import SECTIONS, Header
@@ -54,13 +55,17 @@ _NAMES: Mapping[type, str] = {
 }
 
 
+#: The type of a key whose value has keys of its own, of any names.
+_MAPPING = "dict"
+
+
 @dataclass(frozen=True)
 class KeyInfo:
     """One key of the kernel or one option of a plugin, named as it is written.
 
     ``default`` is as a file writes it, None where the key must be set. ``owner`` is the plugin whose option it is.
-    ``choices`` are the words that it takes, where its type names some; ``changes`` says whether a run that goes on, or
-    starts from weights, may have another value.
+    ``choices`` are the words that it takes, where its type names some; ``files``: it names files or folders.
+    ``changes`` says whether a run that goes on, or starts from weights, may have another value.
     """
 
     name: str
@@ -71,6 +76,7 @@ class KeyInfo:
     owner: str = ""
     choices: tuple[str, ...] = ()
     changes: str = ""
+    files: bool = False
 
     @property
     def kind(self) -> str:
@@ -104,7 +110,7 @@ def explain(key: str, run: ResolvedRun | None = None) -> str:
     wanted = dotted((section_of(first), *rest))
     plugins, lacking, _ = installed_plugins() if run is None else _of_run(run)
     known = list(all_keys(plugins))
-    found = [info for info in known if f"{info.name}.".startswith(f"{wanted}.")]
+    found = _named(wanted, [*_own_keys(wanted, plugins), *known])
     if not found and (unknown := [plugin for plugin in lacking if _section(plugin) == section_of(first)]):
         raise _not_run(unknown, run) or without_engine(unknown)
     if not found:
@@ -115,6 +121,21 @@ def explain(key: str, run: ResolvedRun | None = None) -> str:
         raise InputError(f"there is no key {key!r}", fix=hint or f"the sections are {', '.join(sections)}")
     values = show_json(run) if run is not None else {}
     return "\n\n".join(_with_value(info, values) for info in found)
+
+
+def _named(wanted: str, known: Sequence[KeyInfo]) -> list[KeyInfo]:
+    """The keys that ``wanted`` is or begins; of an entry of a mapping, that mapping."""
+    held = [info for info in known if f"{info.name}.".startswith(f"{wanted}.")]
+    return held or [info for info in known if info.type == _MAPPING and wanted.startswith(f"{info.name}.")]
+
+
+def _own_keys(wanted: str, plugins: Iterable[Plugin]) -> Iterator[KeyInfo]:
+    """The keys of one of several plugins, which ``wanted`` names: ``observer.jsonl.every``."""
+    section, _, rest = wanted.partition(".")
+    for plugin in plugins:
+        named = plugin.kind in SEPARATORS and f"{rest}.".startswith(f"{plugin.name}.")
+        if named and section_of(plugin.kind) == section_of(section):
+            yield from model_keys(plugin.options_model, (section, plugin.name), str(plugin))
 
 
 def _of_run(run: ResolvedRun) -> Installed:
@@ -140,10 +161,15 @@ def _not_run(unknown: Sequence[str], run: ResolvedRun | None) -> PluginError | N
 
 
 def _with_value(info: KeyInfo, values: Mapping[str, Any]) -> str:
-    if info.name not in values:
-        return str(info)
-    value = values[info.name]
-    return f"{info}\n  {'here':10} {value['value']} (from {value['origin']})"
+    """``info`` with its value among ``values``, a mapping's with each entry's; several plugins have their own."""
+    section, _, rest = info.name.partition(".")
+    found: dict[str, Any] = {}
+    for name in (info.name, f"{section}.{info.owner.partition('=')[2]}.{rest}"):
+        own = [key for key in values if key == name or (info.type == _MAPPING and key.startswith(f"{name}."))]
+        found |= {key.removeprefix(name)[1:]: values[key] for key in own}
+    entries = {f"{entry}=" if entry else "": each for entry, each in found.items()}
+    here = (f"  {'here':10} {entry}{each['value']} (from {each['origin']})" for entry, each in entries.items())
+    return "\n".join([str(info), *here])
 
 
 class Installed(NamedTuple):
@@ -211,7 +237,8 @@ def model_keys(model: type[BaseModel], prefix: Key, owner: str = "") -> Iterator
         marks = meanings(field)  # without a section a plugin says what its marks do
         changes = change_of(dotted(key), marks) if prefix else "; ".join(mark.text for mark in marks)
         described = (_type_text(field.annotation), _default(field), bounds, field.description or "", owner)
-        yield KeyInfo(dotted(key), *described, choices=tuple(_choices(field.annotation)), changes=changes)
+        files = OF_FILES in field.metadata or "path" in described[0]
+        yield KeyInfo(dotted(key), *described, choices=tuple(_choices(field.annotation)), changes=changes, files=files)
 
 
 def _type_text(annotation: object) -> str:
@@ -231,6 +258,8 @@ def _member_text(member: Any) -> str:
     if isinstance(member, type) and issubclass(member, BaseModel):
         return "keys"
     outer = get_origin(member) or member
+    if isinstance(outer, type) and issubclass(outer, Mapping):
+        return _MAPPING
     if isinstance(outer, type) and issubclass(outer, Sequence) and outer is not str:
         items = [_type_text(each) for each in get_args(member) if each is not Ellipsis]
         return f"list of {' or '.join(dict.fromkeys(items)) or 'any'}"

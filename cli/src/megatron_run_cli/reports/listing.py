@@ -91,7 +91,7 @@ def plugin_info(kind: str, reference: str, catalog: Catalog | None = None) -> De
     from megatron_run_cli.reports.keys import Description
 
     entry = choose(scan() if catalog is None else catalog, kind, reference, "the command line")
-    (answer,) = probe([entry])
+    (answer,) = probe([entry], refusals=False)
     if answer.description is None:
         raise PluginError(f"plugin {entry} of {entry.source} is broken", why=answer.error)
     return Description.from_json(answer.description)

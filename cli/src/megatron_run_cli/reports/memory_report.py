@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_run.errors import RunError
+from megatron_run.pipeline.picture import BAR, MARGIN, ROW, STAGE, swatches
 from megatron_run.planning.run import sections
 from megatron_run_cli.output import write_file
-from megatron_run_cli.reports.schedule_report import BAR, MARGIN, ROW, STAGE, swatches
 
 if TYPE_CHECKING:
     from megatron_run.planning import ResolvedRun

@@ -1,6 +1,7 @@
 """Importing plugins where they can do no harm: in a child process, which may die of it.
 
-The child reads entries as JSON from its standard input and answers one line of JSON for each, in order. Whatever the
+The child reads as JSON from its standard input whether refusals are asked, then entries, and answers one line of JSON
+for each entry, in order. Whatever the
 plugins print goes to the error stream, which nobody reads.
 """
 
@@ -30,7 +31,8 @@ TIMEOUT_S = 120.0
 class Probe:
     """The outcome for one entry: a description (the fields of :class:`Description`), or the error that it met.
 
-    ``refusal`` is why the plugin, as its defaults are, can run on no device of this machine; empty where it can.
+    ``refusal`` is why the plugin, as its defaults are, can run on no device of this machine; empty where it can, and
+    where that was not asked.
     """
 
     entry: Entry
@@ -39,12 +41,15 @@ class Probe:
     refusal: str = ""
 
 
-def probe(entries: Sequence[Entry], timeout: float = TIMEOUT_S) -> tuple[Probe, ...]:
-    """Import every entry in a child process and report each. One that kills the child costs the others nothing."""
+def probe(entries: Sequence[Entry], timeout: float = TIMEOUT_S, *, refusals: bool = True) -> tuple[Probe, ...]:
+    """Import every entry in a child process and report each. One that kills the child costs the others nothing.
+
+    For ``refusals`` plugins import the libraries that they need to run: seconds more than for what they say.
+    """
     probes: list[Probe] = []
     while len(probes) < len(entries):
         waiting = entries[len(probes) :]
-        answers, end = _ask_child(waiting, timeout)
+        answers, end = _ask_child(waiting, timeout, refusals)
         probes += [
             Probe(entry, answer.get("description"), answer.get("error", ""), answer.get("refusal", ""))
             for entry, answer in zip(waiting, answers, strict=False)
@@ -54,7 +59,7 @@ def probe(entries: Sequence[Entry], timeout: float = TIMEOUT_S) -> tuple[Probe, 
     return tuple(probes)
 
 
-def _ask_child(entries: Sequence[Entry], timeout: float) -> tuple[list[dict[str, Any]], str]:
+def _ask_child(entries: Sequence[Entry], timeout: float, refusals: bool) -> tuple[list[dict[str, Any]], str]:
     """The child's answers, which end early when a plugin ends the child, and how it ended."""
     child = subprocess.Popen(
         [sys.executable, "-P", "-m", "megatron_run_cli.reports.probe"],
@@ -65,7 +70,7 @@ def _ask_child(entries: Sequence[Entry], timeout: float) -> tuple[list[dict[str,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(folder or str(Path.cwd()) for folder in sys.path)},
     )
     try:
-        output, _ = child.communicate(json.dumps([asdict(entry) for entry in entries]), timeout)
+        output, _ = child.communicate(json.dumps([refusals, *(asdict(entry) for entry in entries)]), timeout)
         end = f"ended the process with code {child.returncode}"
     except subprocess.TimeoutExpired:
         child.kill()
@@ -74,7 +79,7 @@ def _ask_child(entries: Sequence[Entry], timeout: float) -> tuple[list[dict[str,
     return [json.loads(line) for line in output.splitlines()], end
 
 
-def _answer(entry: Entry, digests: SourceDigests) -> dict[str, Any]:
+def _answer(entry: Entry, digests: SourceDigests, refusals: bool) -> dict[str, Any]:
     from megatron_run.registry.load import load
     from megatron_run.registry.loaded_command import load_command
     from megatron_run_cli.reports.keys import describe
@@ -84,7 +89,7 @@ def _answer(entry: Entry, digests: SourceDigests) -> dict[str, Any]:
             load_command(entry)
             return {}
         plugin = load(entry, "probe", digests)
-        return {"description": asdict(describe(plugin)), "refusal": _refusal(plugin)}
+        return {"description": asdict(describe(plugin)), "refusal": _refusal(plugin) if refusals else ""}
     except EngineMissingError as error:
         return {"error": f"{error.why}; {error.fix}"}
     except RunError as error:
@@ -111,8 +116,9 @@ def _serve() -> None:
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # what plugins print must not mix with the answers
     digests = SourceDigests()
-    for fields in json.load(sys.stdin):
-        answers.write(json.dumps(_answer(Entry(**fields), digests)) + "\n")
+    refusals, *entries = json.load(sys.stdin)
+    for fields in entries:
+        answers.write(json.dumps(_answer(Entry(**fields), digests, refusals)) + "\n")
         answers.flush()
     os._exit(0)  # without waiting for threads that plugins may have left
 

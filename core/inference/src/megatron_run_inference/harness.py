@@ -19,7 +19,7 @@ from lm_eval.utils import get_rolling_token_windows
 
 from megatron_run.errors import DataError, InputError
 from megatron_run.errors.wording import did_you_mean, near_path
-from megatron_run_engine.data.chat_template.messages import NoConversation
+from megatron_run_engine.data.chat_template.chat_messages import NoConversation
 from megatron_run_engine.data.chat_template.of_source import no_template, special_texts
 from megatron_run_engine.data.chat_template.template import ChatTemplate
 from megatron_run_engine.runtime.generation import Generation, Sampling, Score, TextTokens, Window, score

@@ -131,7 +131,7 @@ def build_network(
 
     Collective over the world. Raises :class:`CheckpointError` where the weights are those of another model.
     """
-    activity = Activity() if activity is None else activity
+    activity = activity or Activity()
     topology = Topology(run.sizes, world.rank, (run.layout[0].stage, run.layout[-1].stage))
     activity.enter("start", "the process groups")
     groups = create_groups(topology, timedelta(seconds=patience(run.config.run.timeout)), activity)

@@ -9,15 +9,30 @@ from typing import Any
 
 from megatron_run.errors.install_hint import check_installed
 
+#: The ``__getattr__``, ``__dir__`` and ``__all__`` of a package.
+Names = tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]
 
-def lazy_names(
-    package: str, modules: Mapping[str, Sequence[str]]
-) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
-    """The ``__getattr__``, ``__dir__`` and ``__all__`` of ``package``; ``modules`` maps each module to its names.
+
+def typed_names(package: str) -> Names:
+    """The names that ``package`` imports for type checkers alone: its source is the one list of them."""
+    import ast  # milliseconds, which a command that needs no such package does without
+
+    loader = sys.modules[package].__spec__.loader  # type: ignore[union-attr]  # a module that runs has one
+    source = loader.get_source(package)  # type: ignore[union-attr]  # of files and archives alike
+    found: dict[str, list[str]] = {}
+    for block in ast.parse(source).body:
+        if isinstance(block, ast.If) and ast.unparse(block.test) == "TYPE_CHECKING":
+            for each in block.body:
+                assert isinstance(each, ast.ImportFrom), ast.unparse(each)
+                found.setdefault(each.module or "", []).extend(name.name for name in each.names)
+    return lazy_names(package, found)
+
+
+def lazy_names(package: str, modules: Mapping[str, Sequence[str]]) -> Names:
+    """``modules`` maps each module to its names, which type checkers do not follow.
 
     Python calls a module's ``__getattr__`` only for names that the module lacks (PEP 562), so a name that was loaded
-    becomes the module's own; none may be called like a submodule. Type checkers do not follow it: a package that wants
-    its names typed also imports them for these.
+    becomes the module's own; none may be called like a submodule.
     """
     holders = {name: module for module, names in modules.items() for name in names}
 

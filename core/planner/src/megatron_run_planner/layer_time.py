@@ -197,8 +197,8 @@ def hop(links: Links, size: float, stride: int, ranks: int = 1) -> float:
 
 def mean_layer(model: ModelCosts, split: ModelSplit, device: Device) -> Passes:
     """One layer of ``model``, on average."""
-    times = (layer_time(layer, split, device).times(share) for share, layer in model.kinds)
-    return sum_of(times)
+    kinds = model.kinds
+    return sum_of(layer_time(layer, split, device).times(count / kinds.total) for count, layer in kinds.counts)
 
 
 def sum_of(passes: Iterable[Passes]) -> Passes:

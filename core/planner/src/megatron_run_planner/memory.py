@@ -13,8 +13,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass, replace
+from functools import partial
 
-from megatron_run.contracts.costs import AttentionCosts, FeedForwardCosts, LayerCosts, ModelCosts, Part, SegmentCosts
+from megatron_run.contracts.costs import (
+    AttentionCosts,
+    FeedForwardCosts,
+    LayerCosts,
+    LayerKinds,
+    ModelCosts,
+    Part,
+    SegmentCosts,
+)
 from megatron_run.pipeline.plan import Plan, activations
 from megatron_run_planner.workload import ModelSplit, rows_of_words, tables
 
@@ -71,38 +80,15 @@ def layer_activations(layer: LayerCosts, split: ModelSplit) -> float:
     mask = 1 if layer.dropout else 0
     kept = len(layer.parts) * (2 * _HALF + mask) * whole
     for part in layer.parts:
-        match part:
-            case AttentionCosts():
-                kept += _attention_activations(part, layer, split)
-            case FeedForwardCosts() if split.recompute == "mlp":
-                kept -= (_HALF + mask) * whole  # of that part its input alone
-            case FeedForwardCosts():
-                inside = part.routed * part.features * (part.matrices + part.keeps_gate)
-                kept += _HALF * tokens * inside / t  # what the activation reads and writes
-                if part.experts:  # copies for experts, and what comes back
-                    kept += 2 * _HALF * tokens * part.routed * layer.hidden
-                    kept += _HALF * tokens * part.shared * part.matrices / t
-            case SegmentCosts():
-                kept += _HALF * tokens * part.kept / t
+        if isinstance(part, FeedForwardCosts) and split.recompute == "mlp":
+            kept -= (_HALF + mask) * whole  # of that part its input alone
+            continue
+        kept += _HALF * split.micro_batch * part.saved(layer.hidden, layer.tokens) / t
+        if isinstance(part, FeedForwardCosts):
+            kept += _HALF * split.micro_batch * part.copied(layer.hidden, layer.tokens)
+        if isinstance(part, AttentionCosts) and not (part.flash or part.across) and split.recompute != "core":
+            kept += 5 * split.micro_batch * part.heads * layer.tokens**2 / t  # scores, their dropout and its mask
     return kept
-
-
-def _attention_activations(part: AttentionCosts, layer: LayerCosts, split: ModelSplit) -> float:
-    """Bytes that attention keeps: queries, keys, values and context, and what rotated or was stored beside them."""
-    t, tokens = split.tensor, split.micro_batch * layer.tokens
-    if part.across:
-        return 2 * _HALF * (tokens + split.micro_batch * part.across) * part.context / t
-    kept = _HALF * tokens * (part.columns + part.context) / t
-    if part.rotary:
-        kept += _HALF * tokens * (part.columns - part.kv_heads * part.head_size) / t
-    if not part.flash and split.recompute != "core":  # scores, their dropout and its mask
-        kept += 5 * split.micro_batch * part.heads * layer.tokens**2 / t
-    return kept
-
-
-def _mean_activations(model: ModelCosts, split: ModelSplit) -> float:
-    """Bytes that one layer of ``model`` keeps, on average."""
-    return sum(share * layer_activations(layer, split) for share, layer in model.kinds)
 
 
 def head_activations(model: ModelCosts, split: ModelSplit) -> float:
@@ -137,13 +123,12 @@ def stage_memory(model: ModelCosts, split: ModelSplit, plan: Plan) -> list[RankM
     halves = any(action.op == "I" for action in plan.lists[0])
     found = []
     for stage, held in enumerate(places):
-        part = model.part(layer for place in held for layer in place.layers)
-        count = sum(len(place.layers) for place in held)
-        memory = rank_memory(part, split, count, [stage == end for end in ends], 0)
+        layers = model.part(*(place.layers for place in held))
+        memory = rank_memory(model, split, layers, [stage == end for end in ends], 0)
         works = [_Work(0.0, 0.0)] * len(held)
         for place in held:
-            layers, last = model.part(place.layers), place == plan.layout[-1]
-            works[place.chunk] = _work(layers, split, len(place.layers), last=last, halves=halves)
+            last = place == plan.layout[-1]
+            works[place.chunk] = _work(model, split, model.part(place.layers), last=last, halves=halves)
         fields = memory.activations
         kept, taken = _peak(plan, stage, works)
         found.append(replace(memory, activations=fields + kept, temporaries=taken))
@@ -158,11 +143,11 @@ class _Work:
     taken: float
 
 
-def _work(model: ModelCosts, split: ModelSplit, layers: float, *, last: bool, halves: bool = False) -> _Work:
-    """That of a place with so many ``layers`` like those of ``model``, the ``last`` one or not."""
-    kept = layers * _mean_activations(model, split)
+def _work(model: ModelCosts, split: ModelSplit, layers: LayerKinds, *, last: bool, halves: bool = False) -> _Work:
+    """That of a place with these ``layers`` of ``model``, the ``last`` one or not."""
+    kept = layers.sum(partial(layer_activations, split=split))
     kept += head_activations(model, split) if last else 0.0
-    return _Work(kept, temporaries(model, split, last=last, halves=halves))
+    return _Work(kept, temporaries(model, split, layers, last=last, halves=halves))
 
 
 def _peak(plan: Plan, stage: int, works: Sequence[_Work]) -> tuple[float, float]:
@@ -182,19 +167,19 @@ def _peak(plan: Plan, stage: int, works: Sequence[_Work]) -> tuple[float, float]
 def least_memory(model: ModelCosts, split: ModelSplit) -> RankMemory:
     """No schedule that runs ``split`` needs less on its first stage than this: 1F1B's, one chunk a stage."""
     in_flight = min(split.pipeline, split.microbatches)
-    return rank_memory(model, split, len(model.layers) / split.pipeline, [True, split.pipeline == 1], in_flight)
+    return rank_memory(model, split, model.kinds.over(split.pipeline), [True, split.pipeline == 1], in_flight)
 
 
 def rank_memory(
-    model: ModelCosts, split: ModelSplit, layers: float, ends: Sequence[bool], in_flight: float
+    model: ModelCosts, split: ModelSplit, layers: LayerKinds, ends: Sequence[bool], in_flight: float
 ) -> RankMemory:
-    """The memory of a rank with ``layers``; ``ends`` say whether it has the embedding, and the head.
+    """The memory of a rank with these ``layers`` of ``model``; ``ends`` say whether it has the embedding, and the head.
 
     ``in_flight`` counts the microbatches between forward and backward; with none the rank still holds the fields of
     those that it loads.
     """
-    dense = layers * model.layer_weights / split.tensor + tables(model, split.tensor, first=ends[0], last=ends[1])
-    experts = layers * model.expert_weights / split.tensor / split.expert
+    dense = layers.weights / split.tensor + tables(model, split.tensor, first=ends[0], last=ends[1])
+    experts = layers.expert_weights / split.tensor / split.expert
     if ends[1] and model.predictors:
         dense += model.predictors * model.predictor_weights / split.tensor
         experts += model.predictors * model.layers[-1].expert_weights / split.tensor / split.expert
@@ -207,24 +192,24 @@ def rank_memory(
         optimizer=3 * _FULL * own,
         activations=fields + work.kept * in_flight,
         temporaries=work.taken,
-        communication=communication(model, split, ends),
+        communication=communication(model, split, layers, ends),
     )
 
 
-def temporaries(model: ModelCosts, split: ModelSplit, *, last: bool, halves: bool = False) -> float:
-    """Bytes that the backward of a microbatch holds beyond what was kept, when that is most.
+def temporaries(model: ModelCosts, split: ModelSplit, layers: LayerKinds, *, last: bool, halves: bool = False) -> float:
+    """Bytes that the backward of a microbatch at a place of ``layers`` holds beyond what was kept, when that is most.
 
     In a layer it is the gradient between two products of one half, beside what is recomputed and, under sequence
     parallelism, the gathered gradient of the half's result. The last stage begins with the gradient that leaves the
     logits, and has freed them when it comes to its layers. In ``halves`` a backward leaves to its second one what
     products need for their weights.
     """
-    tokens, gathers = split.micro_batch * model.sequence, split.sequence_parallel and split.tensor > 1
-    whole = _HALF * tokens * model.hidden
-    held = recomputed(model, split) + _widest(model, split, halves=halves) + (whole if gathers else 0.0)
+    gathers = split.sequence_parallel and split.tensor > 1
+    gathered = _HALF * split.micro_batch * max((layer.tokens * layer.hidden for layer in layers.layers), default=0)
+    held = recomputed(layers, split) + _widest(layers, split, halves=halves) + (gathered if gathers else 0.0)
     if not last:
         return held
-    stream = _HALF * _stream(model, split)
+    whole, stream = _HALF * split.micro_batch * model.sequence * model.hidden, _HALF * _stream(model, split)
     freed = 0.0 if halves else head_activations(model, split)
     head = 2 * whole + stream if gathers else whole
     if model.logits and model.loss_chunks > 1:  # a chunk's logits are made while the ones before are still there
@@ -232,8 +217,8 @@ def temporaries(model: ModelCosts, split: ModelSplit, *, last: bool, halves: boo
     return max(head, held + stream - freed)
 
 
-def _widest(model: ModelCosts, split: ModelSplit, *, halves: bool) -> float:
-    """Bytes of the widest gradient inside a layer; of several kinds of layers it is the largest.
+def _widest(layers: LayerKinds, split: ModelSplit, *, halves: bool) -> float:
+    """Bytes of the widest gradient inside a layer; of several kinds of layers it is the largest, 0 without any.
 
     In ``halves`` what the activation made stays until the second one, beside its gradient.
     """
@@ -247,18 +232,24 @@ def _widest(model: ModelCosts, split: ModelSplit, *, halves: bool) -> float:
             case SegmentCosts():
                 return float(max((outputs for _, outputs in part.products), default=0))
 
-    widest = max(layer.tokens * width(part) for _, layer in model.kinds for part in layer.parts)
+    widest = max((layer.tokens * width(part) for layer in layers.layers for part in layer.parts), default=0.0)
     return _HALF * split.micro_batch * widest / split.tensor
 
 
-def recomputed(model: ModelCosts, split: ModelSplit) -> float:
-    """Bytes that a backward holds of the one layer that it recomputes."""
+def recomputed(layers: LayerKinds, split: ModelSplit) -> float:
+    """Bytes that a backward holds of the one of ``layers`` that it recomputes, on average."""
     if split.recompute not in ("mlp", "full"):
         return 0.0
-    return _mean_activations(model, replace(split, recompute="none")) - _mean_activations(model, split)
+    whole, kept = (
+        partial(layer_activations, split=replace(split, recompute="none")),
+        partial(layer_activations, split=split),
+    )
+    return layers.mean(whole) - layers.mean(kept)
 
 
-def communication(model: ModelCosts, split: ModelSplit, ends: Sequence[bool] = (False, False)) -> float:
+def communication(
+    model: ModelCosts, split: ModelSplit, layers: LayerKinds, ends: Sequence[bool] = (False, False)
+) -> float:
     """Bytes of the buffers in which ranks send and receive.
 
     Stages: a message received and one being sent, forward and backward; the first stage (``ends``) receives nothing
@@ -271,9 +262,9 @@ def communication(model: ModelCosts, split: ModelSplit, ends: Sequence[bool] = (
     held = 0.0
     if split.pipeline > 1:
         held = message * (5 if split.chunks > 1 else 4 - ends[0] - 2 * ends[1])
-    return held + (2 * whole * _chosen(model) if split.expert > 1 else 0.0)
+    return held + (2 * whole * _chosen(layers) if split.expert > 1 else 0.0)
 
 
-def _chosen(model: ModelCosts) -> int:
+def _chosen(layers: LayerKinds) -> int:
     """Experts that a token chooses."""
-    return max((part.top_k for _, layer in model.kinds for part in layer.feeds), default=0)
+    return max((part.top_k for layer in layers.layers for part in layer.feeds), default=0)

@@ -257,7 +257,7 @@ class Search:
         spec = LayoutSpec(split.pipeline, split.chunks, len(self._model.layers), tuple(counts))
         key = (split.tensor, split.micro_batch, split.expert, split.recompute)
         if key not in self._layers:
-            self._layers[key] = {kind: layer_time(kind, split, self._device) for _, kind in self._model.kinds}
+            self._layers[key] = {kind: layer_time(kind, split, self._device) for kind in self._model.kinds.layers}
         return estimate(self._model, split, self._device, looped_layout(spec), self._layers[key])
 
     def _nothing_fits(self, splits: Sequence[ModelSplit]) -> InputError:

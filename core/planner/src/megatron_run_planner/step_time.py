@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 
-from megatron_run.contracts.costs import LayerCosts, ModelCosts
+from megatron_run.contracts.costs import LayerCosts, LayerKinds, ModelCosts
 from megatron_run.contracts.observer import Bar, Timeline
 from megatron_run.contracts.schedule import Action, Place
 from megatron_run.pipeline.plan import Plan, positions
@@ -124,11 +124,9 @@ def place_times(
     model: ModelCosts, split: ModelSplit, device: Device, layout: Sequence[Place], known: LayerTimes | None = None
 ) -> list[Passes]:
     """Forward and backward of a microbatch at each position of ``layout``; times of layers may be ``known``."""
-    known = known or {kind: layer_time(kind, split, device) for _, kind in model.kinds}
-    if len(known) == 1:
-        times = [next(iter(known.values())).times(len(place.layers)) for place in layout]
-    else:
-        times = [sum_of(known[model.layers[layer]] for layer in place.layers) for place in layout]
+    known = known or {kind: layer_time(kind, split, device) for kind in model.kinds.layers}
+    held = (model.part(place.layers).counts for place in layout)
+    times = [sum_of(known[layer].times(count) for count, layer in counts) for counts in held]
     times[0] = times[0].then(embedding_time(model, split, device))
     times[-1] = times[-1].then(last_time(model, split, device))
     loading = loading_time(model, split, device)
@@ -246,26 +244,22 @@ def after_backward(
     for place in layout:
         held[place.stage].append(place.layers)
     ends = layout[0].stage, layout[-1].stage
-    kinds = {}  # stages that hold the same take the same time
+    kinds = set[tuple[LayerKinds, float, float]]()  # stages that hold the same take the same time
     for stage, ranges in held.items():
         first, last = (stage == end for end in ends)
-        count, words = sum(map(len, ranges)), tables(model, split.tensor, first=first, last=last)
         copied = model.tied and model.logits and first != last
-        part = model.part(layer for layers in ranges for layer in layers)
-        kinds[count, words, copied, part.kinds] = part
-    return max((_finish(part, *key[:3], split, device) for key, part in kinds.items()), key=sum)
+        table = rows_of_words(model.vocabulary, split.tensor) * model.hidden / split.tensor if copied else 0.0
+        kinds.add((model.part(*ranges), tables(model, split.tensor, first=first, last=last), table))
+    return max((_finish(*kind, split, device) for kind in kinds), key=sum)
 
 
-def _finish(
-    part: ModelCosts, layers: int, words: float, copied: bool, split: ModelSplit, device: Device
-) -> tuple[float, float]:
-    """Seconds of update and reduction on a stage that holds ``layers`` like those of ``part``, and ``words``.
+def _finish(layers: LayerKinds, words: float, table: float, split: ModelSplit, device: Device) -> tuple[float, float]:
+    """Seconds of update and reduction on a stage that holds ``layers``, and ``words`` among which are ``table``.
 
-    With ``copied`` another stage has its embedding too, which then is reduced by itself and summed with that one.
+    That is an embedding which another stage has too: it is reduced by itself and summed with that one.
     """
-    dense: float = layers * part.layer_weights / split.tensor + words
-    experts = layers * part.expert_weights / split.tensor / split.expert
-    table = rows_of_words(part.vocabulary, split.tensor) * part.hidden / split.tensor if copied else 0.0
+    dense = layers.weights / split.tensor + words
+    experts = layers.expert_weights / split.tensor / split.expert
     reduction = sum(
         sum_over(device, split, split.gradient_bytes * size, split.data, split.tensor)
         for size in (dense - table, table)
@@ -274,7 +268,7 @@ def _finish(
     if experts:
         copies, stride = split.data // split.expert, split.tensor * split.expert
         reduction += sum_over(device, split, split.gradient_bytes * experts, copies, stride)
-    if copied:
+    if table:
         summed = table / split.data if split.zero1 else table  # zero1 has reduced it to a rank's share by then
         reduction += sum_over(device, split, split.gradient_bytes * summed, 2, split.ranks // 2)
     if device.links.sums:  # where steps were fitted as a whole, these are among what every step takes

@@ -27,7 +27,7 @@ from megatron_run.contracts.format import (
     Weights,
 )
 from megatron_run.errors import RunError
-from megatron_run_engine.formats.gpt_tensors import GptOptions, gpt_options, logical_shapes, shapes_fault
+from megatron_run_engine.formats import GptOptions, gpt_options, logical_shapes, shapes_fault
 from megatron_run_testing import Check, CheckFailed
 
 #: Of the models that are tried: the longest sequence, and the updates so far.

@@ -18,7 +18,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from megatron_run import load_config
 from megatron_run.contracts import DataSource
 from megatron_run.errors import DataError
-from megatron_run.planning.handover import hand_over, take_over
+from megatron_run.planning.run_text import hand_over, take_over
 from megatron_run_data_instruct import InstructOptions, megatron_run_create_data
 from megatron_run_engine.data.chat_template.renderer import Broken, Refused, Renderer
 from megatron_run_testing import Check

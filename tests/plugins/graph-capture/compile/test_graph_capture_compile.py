@@ -25,7 +25,7 @@ from megatron_run.contracts import Microbatch, Schedule, Segment
 from megatron_run.contracts.schedule import Action
 from megatron_run.errors import GraphCaptureError, InputError, PluginError
 from megatron_run.files.user_cache import COMPILED
-from megatron_run_engine.builtin.model.gpt import ExpertOptions, GptOptions, NormOptions
+from megatron_run_engine.builtin.model.gpt import GptOptions, NormOptions
 from megatron_run_engine.builtin.parallel_layer.dense import DenseLayers
 from megatron_run_engine.nn.fused import availability
 from megatron_run_engine.nn.linear import linear
@@ -40,7 +40,7 @@ from megatron_run_schedule_zero_bubble.h1 import ZeroBubbleH1
 from megatron_run_testing import Check
 from megatron_run_testing.build_contexts import single_process_context
 from megatron_run_testing.graph_capture import graph_capture_checks
-from tests.plugins.graph_bench import SMALL, Pipeline
+from tests.plugins.graph_bench import EXPERTS, SMALL, Pipeline
 from tests.support.changed_options import changed
 from tests.support.interpreted import interpreted
 
@@ -115,14 +115,6 @@ def pair(schedule: Schedule, microbatches: int, **settings: Any) -> tuple[Pipeli
     return eager, compiled
 
 
-EXPERTS = GptOptions(
-    num_layers=2,
-    hidden_size=16,
-    num_heads=2,
-    vocab_size=32,
-    dropout=0.1,
-    experts=ExpertOptions(count=4, z_loss_coeff=1e-3),
-)
 LLAMA = GptOptions(
     num_layers=2,
     hidden_size=16,
@@ -148,7 +140,8 @@ def adapted(context: BuildContext) -> LoraLayers:
     [
         pytest.param(ZeroBubbleH1(), {"stages": 2}, id="a split backward"),
         pytest.param(Sequential(), {"model": LLAMA, "dtype": torch.bfloat16}, id="llama in bf16", marks=night),
-        pytest.param(OneForwardOneBackward(), {"stages": 2, "model": EXPERTS}, id="experts under 1f1b"),
+        # the scope of a GPU has experts, and a split backward two stages
+        pytest.param(OneForwardOneBackward(), {"stages": 2, "model": EXPERTS}, id="experts under 1f1b", marks=night),
         pytest.param(Sequential(), {"layers": adapted}, id="adapters"),
     ],
 )  # fmt: skip

@@ -87,7 +87,13 @@ def test_the_scope_of_a_gpu_leaves_the_bits_of_eager_steps(for_a_gpu: None) -> N
 
 @pytest.mark.parametrize(
     ("device", "gpus", "ranks", "on_gpu"),
-    [("cpu", 1, 1, False), ("cuda", 0, 1, True), ("auto", 0, 1, False), ("auto", 1, 1, True), ("auto", 1, 2, False)],
+    [
+        ("cpu", 1, 1, False),
+        ("cuda", 0, 1, True),
+        pytest.param("auto", 0, 1, False, marks=pytest.mark.nightly),  # as the next, but for one GPU less
+        ("auto", 1, 1, True),
+        ("auto", 1, 2, False),
+    ],
 )
 def test_a_dry_run_names_what_would_be_compiled(
     device: str, gpus: int, ranks: int, on_gpu: bool, monkeypatch: pytest.MonkeyPatch

@@ -32,10 +32,24 @@ EXPERTS = GptOptions(
         ),
         (("attn", "mlp"), {"recompute": "full"}, MODEL, OneForwardOneBackward(), "per_slot"),
         (("attn", "mlp"), {"recompute": ("mlp",)}, STILL, OneForwardOneBackward(), "per_microbatch"),
-        (("attn", "mlp"), {"recompute": "full"}, STILL, ZeroBubbleH1(), "per_microbatch"),
+        pytest.param(
+            ("attn", "mlp"),
+            {"recompute": "full"},
+            STILL,
+            ZeroBubbleH1(),
+            "per_microbatch",
+            marks=pytest.mark.nightly,  # as 1F1B recomputes all, and the next two split the backward
+        ),
         (("mlp",), {"recompute": ("core_attn", "mlp"), "offload": ("attn",)}, MODEL, ZeroBubbleH1(), "per_slot"),
         (("embedding", "head", "loss"), {"recompute": ("attn", "head", "loss")}, MODEL, ZeroBubbleH1(), "per_slot"),
-        (("attn", "moe_router"), {"recompute": ("moe_experts",)}, EXPERTS, OneForwardOneBackward(), "per_microbatch"),
+        pytest.param(
+            ("attn", "moe_router"),
+            {"recompute": ("moe_experts",)},
+            EXPERTS,
+            OneForwardOneBackward(),
+            "per_microbatch",
+            marks=pytest.mark.nightly,  # the next one recomputes experts too
+        ),
         (("attn", "moe_combine"), {"recompute": "full"}, EXPERTS, OneForwardOneBackward(), "per_microbatch"),
     ],
 )

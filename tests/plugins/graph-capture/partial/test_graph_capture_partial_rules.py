@@ -20,6 +20,7 @@ from megatron_run.errors import GraphCaptureError
 from megatron_run_engine.capture import Rules
 from megatron_run_graph_capture_partial.arena import Arena
 from megatron_run_graph_capture_partial.recording import Recording
+from megatron_run_graph_capture_partial.tape import out_form
 from megatron_run_testing.build_contexts import single_process_context
 from tests.plugins.graph_bench import Pipeline, one_region, partial_capture
 
@@ -208,3 +209,10 @@ def test_training_goes_on_after_a_failed_capture_as_if_none_had_been_tried(monke
     assert arrivals[0] == arrivals[1], "the ledger hears of every gradient again"
     captured.start_capture()
     assert eager.step(3).equals(captured.step(3))
+
+
+def test_operations_write_to_their_places_where_there_is_such_a_form() -> None:
+    aten = torch.ops.aten
+    assert out_form(aten.mm.default) == (aten.mm.out, ("out",))
+    assert out_form(aten.native_layer_norm.default) == (aten.native_layer_norm.out, ("out0", "out1", "out2"))
+    assert out_form(aten.detach.default) is None

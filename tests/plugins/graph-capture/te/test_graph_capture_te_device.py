@@ -46,7 +46,14 @@ def test_it_conforms() -> None:
             OneForwardOneBackward(), 3, {"stages": 2}, DENSE, ("attn", "mlp", "head", "loss"), marks=pytest.mark.nightly
         ),
         (OneForwardOneBackward(), 3, {"stages": 2}, EXPERTS, ("attn", "moe_router", "moe_preprocess", "moe_combine")),
-        (Interleaved(), 4, {"stages": 2, "chunks": 2}, DENSE.model_copy(update={"num_layers": 4}), ("mlp",)),
+        pytest.param(  # partial's graphs show by day that chunks of a device are kept apart
+            Interleaved(),
+            4,
+            {"stages": 2, "chunks": 2},
+            DENSE.model_copy(update={"num_layers": 4}),
+            ("mlp",),
+            marks=pytest.mark.nightly,
+        ),
     ],
     ids=["alone", "1f1b", "experts", "interleaved"],
 )

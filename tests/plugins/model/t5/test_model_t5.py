@@ -113,7 +113,7 @@ def theirs(options: T5Options, weights: dict[str, Tensor]) -> Any:
         vocab_size=options.vocab_size,
         d_model=options.hidden_size,
         d_kv=options.head_size,
-        d_ff=options.spec(LENGTH).ffn,
+        d_ff=options.spec(LENGTH, options.vocab_size).ffn,
         num_layers=options.first_decoder_layer,
         num_decoder_layers=options.num_layers - options.first_decoder_layer,
         num_heads=options.num_heads,

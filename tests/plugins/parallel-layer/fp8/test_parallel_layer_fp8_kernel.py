@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from functools import partial
 from importlib.util import find_spec
 
 import pytest
@@ -22,10 +24,20 @@ from tests.support.interpreted import interpreted
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
 
-def quotients() -> None:
+TYPES = (torch.float32, torch.bfloat16, torch.float16)
+#: Rows and columns of what is divided -> its types: one block or some, whole and not.
+SIZES = {(1, 1): TYPES[:1], (64, 64): TYPES[:1], (65, 130): TYPES, (7, 200): TYPES[1:2], (200, 7): TYPES[2:]}
+#: A type and a value that lies among the others, of which scales are found.
+VALUES = [(torch.float32, 0.5), (torch.float16, 0.0), (torch.bfloat16, -70.0), (torch.bfloat16, 1e38)]
+VALUES += [(torch.bfloat16, value) for value in (torch.inf, -torch.inf, torch.nan)]
+SHAPES = {(1, 1): VALUES[:2], (3, 5000): VALUES[:2], (40, 130): VALUES}
+#: By day some blocks of the type that trains, and one program and many that find scales, of numbers and of one that is
+#: none.
+FEW = {(65, 130): TYPES[1:2]}, {(3, 5000): VALUES[:1], (40, 130): VALUES[-1:]}
+
+
+def quotients(sizes: Mapping[tuple[int, int], Sequence[torch.dtype]]) -> None:
     """The kernel on a CPU, writing fp32: Triton's interpreter rounds to FP8 as no GPU does (1.99 becomes 1)."""
-    types = (torch.float32, torch.bfloat16, torch.float16)
-    sizes = {(1, 1): types[:1], (64, 64): types[:1], (65, 130): types, (7, 200): types[1:2], (200, 7): types[2:]}
     for (rows, columns), dtypes in sizes.items():
         for dtype in dtypes:
             for scale in (torch.tensor([[0.37]]), torch.rand(rows, 1) + 0.1):
@@ -41,12 +53,10 @@ def quotients() -> None:
                     assert torch.equal(across, expected.t()), (rows, columns, dtype)
 
 
-def scales() -> None:
+def scales(shapes: Mapping[tuple[int, int], Sequence[tuple[torch.dtype, float]]]) -> None:
     """The bits of the scales that the kernels find, in one program and in many, in the ways a matrix may lie."""
-    cases = [(torch.float32, 0.5), (torch.float16, 0.0), (torch.bfloat16, -70.0), (torch.bfloat16, 1e38)]
-    cases += [(torch.bfloat16, value) for value in (torch.inf, -torch.inf, torch.nan)]
-    for rows, columns in ((1, 1), (3, 5000), (40, 130)):
-        for dtype, value in cases if rows == 40 else cases[:2]:
+    for (rows, columns), values in shapes.items():
+        for dtype, value in values:
             given = (torch.randn(rows, columns) * torch.logspace(-6, 4, rows)[:, None]).to(dtype)
             given[rows // 2, columns // 2] = value
             for matrix in (given, given.t().contiguous().t()):
@@ -56,16 +66,18 @@ def scales() -> None:
                     assert found.shape == ((rows, 1) if each else (1, 1))
 
 
-def kernels() -> None:
-    quotients()
-    scales()
+def kernels(*, some: bool) -> None:
+    sizes, shapes = FEW if some else (SIZES, SHAPES)
+    quotients(sizes)
+    scales(shapes)
 
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="needs triton")
 @pytest.mark.multiproc
 @pytest.mark.timeout(240)
-def test_the_kernels_of_a_gpu_find_the_scales_of_a_cpu_and_divide_by_them_in_any_layout() -> None:
-    interpreted(kernels)
+@pytest.mark.parametrize("some", [True, pytest.param(False, marks=pytest.mark.nightly)], ids=["some", "all"])
+def test_the_kernels_of_a_gpu_find_the_scales_of_a_cpu_and_divide_by_them_in_any_layout(some: bool) -> None:
+    interpreted(partial(kernels, some=some))
 
 
 @pytest.mark.te

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -61,16 +61,18 @@ def validation(folder: Path) -> float:
 
 DENSE, SPLIT = f"parallel-layer=dense+{LORA}", f"parallel-layer=tensor+{LORA}"
 SEQUENCE = ("parallel.tensor=2", "parallel.sequence=true")
-#: Name -> (plugins, settings); adapters drop where the name says so. The order shares the work between the two
+#: Plugins and settings.
+Asked = tuple[tuple[str, ...], tuple[str, ...]]
+#: By name what is asked; adapters drop where the name says so. The order shares the work between the two
 #: processes of train_many.
-ALONE = {
+ALONE: dict[str, Asked] = {
     "one rank": ((DENSE,), ()),
     "dropout": ((f"parallel-layer=dense+{DROPPING}",), ()),
     "recorded": ((DENSE, "graph-capture=partial,scope=attn,mlp"), ()),
     "dropout, recomputed": ((f"parallel-layer=dense+{DROPPING}",), ("train.recompute=full",)),
     "dropout, recorded": ((f"parallel-layer=dense+{DROPPING}", "graph-capture=partial,scope=attn,mlp"), ()),
 }
-TWO = {
+TWO: dict[str, Asked] = {
     "tensor": ((SPLIT,), ("parallel.tensor=2",)),
     "sequence": ((SPLIT,), SEQUENCE),
     "dropout, split backward": ((f"parallel-layer=dense+{DROPPING}", "schedule=zero-bubble"), ("parallel.pipeline=2",)),
@@ -79,31 +81,49 @@ TWO = {
     "dropout, shards": ((f"parallel-layer=dense+{DROPPING}", "optimizer=zero1"), ("parallel.data=2",)),
 }
 #: Tensor-parallel ranks draw masks of their own, and are compared with each other.
-DRAWING = [
+DRAWING: list[Asked] = [
     ((f"parallel-layer=tensor+{DROPPING}",), (*sets, "guard.replica_interval=1"))
     for sets in (("parallel.tensor=2",), SEQUENCE)
 ]
 
 
+#: By day sequences are split, weight gradients put off, optimizer states sharded and dropping adapters recorded.
+REFERENCES = ("one rank", "dropout")
+BY_DAY = ("dropout, recorded", "sequence", "dropout, split backward", "dropout, shards")
+BY_NIGHT = tuple(name for name in (*ALONE, *TWO) if name not in (*REFERENCES, *BY_DAY))
+
+
 @pytest.mark.multiproc
-def test_every_split_and_schedule_learns_the_same(base: Path) -> None:
+@pytest.mark.parametrize(
+    ("names", "drawing"),
+    [
+        pytest.param(BY_DAY, DRAWING[1:], id="some"),
+        pytest.param(BY_NIGHT, DRAWING[:1], id="others", marks=pytest.mark.nightly),
+    ],
+)
+def test_every_split_and_schedule_learns_the_same(base: Path, names: Sequence[str], drawing: Sequence[Asked]) -> None:
     """With the same masks where adapters drop some of their input."""
+    alone_names = [name for name in ALONE if name in (*REFERENCES, *names)]
+    two_names = [name for name in TWO if name in names]
     found = {}
-    for world, cases in ((1, list(ALONE.values())), (2, [*TWO.values(), *DRAWING])):
+    for world, cases in (
+        (1, [ALONE[name] for name in alone_names]),
+        (2, [*(TWO[name] for name in two_names), *drawing]),
+    ):
         start = (*SETS, f"run.init_from={base}")
         requests = [
             Request(("preset:tiny",), sets=(*start, *sets), plugins=plugins, nproc=world) for plugins, sets in cases
         ]
         found[world] = [ranks[0] for ranks in train_many(world, requests)]
-    alone = dict(zip(ALONE, found[1], strict=True))
+    alone = dict(zip(alone_names, found[1], strict=True))
     assert alone["one rank"].losses[-1] != alone["one rank"].losses[0]
     assert alone["dropout"].losses != alone["one rank"].losses
-    for name, seen in (*alone.items(), *zip(TWO, found[2], strict=False)):
+    for name, seen in (*alone.items(), *zip(two_names, found[2], strict=False)):
         expected = alone["dropout" if name.startswith("dropout") else "one rank"]
         assert seen.losses == pytest.approx(expected.losses, abs=2e-5), name
         assert seen.norms == pytest.approx(expected.norms, rel=1e-3), name
         assert bool(seen.captured) == ("recorded" in name), name
-    assert all(len(seen.losses) == 3 for seen in found[2][len(TWO) :])
+    assert all(len(seen.losses) == 3 for seen in found[2][len(two_names) :])
 
 
 @pytest.mark.nightly  # torch's compiler takes seconds to import; test_graph_capture_compile has adapted layers
@@ -116,6 +136,7 @@ def test_a_compiled_run_learns_the_same(base: Path) -> None:
     assert compiled.norms == pytest.approx(eager.norms, rel=1e-3)
 
 
+@pytest.mark.nightly  # by day it runs on layers of one rank, and the split ones alone on two and four
 @pytest.mark.multiproc
 def test_the_suite_compares_every_rank_with_merged_matrices() -> None:
     (report,) = check("parallel-layer=tensor+lora")

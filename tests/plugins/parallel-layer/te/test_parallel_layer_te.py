@@ -71,8 +71,9 @@ def test_the_layers_conform(way: Mapping[str, bool]) -> None:
 @pytest.mark.parametrize(
     ("make", "ranks"),
     [
-        (engine_layers, (2, 4)),
-        *(pytest.param(delayed_layers, ranks, marks=pytest.mark.nightly) for ranks in ((2,), (4,))),
+        (engine_layers, (2,)),
+        *(pytest.param(make, (4,), marks=pytest.mark.nightly) for make in (engine_layers, delayed_layers)),
+        pytest.param(delayed_layers, (2,), marks=pytest.mark.nightly),
     ],
 )
 def test_the_layers_conform_split_over_two_and_four_ranks(make: Any, ranks: tuple[int, ...]) -> None:

@@ -2,7 +2,7 @@ from itertools import product
 
 import pytest
 
-from megatron_run.contracts.schedule import LayoutSpec, ScheduleSpec, looped_layout, signed_order
+from megatron_run.contracts.schedule import ScheduleSpec, signed_order
 from megatron_run.errors import ScheduleError
 from megatron_run.pipeline.simulate import timeline, timeline_text
 from megatron_run.pipeline.verify import verify
@@ -10,12 +10,9 @@ from megatron_run_schedule_1f1b import OneForwardOneBackward
 from megatron_run_testing import Check
 from megatron_run_testing.schedule import schedule_checks
 from tests.support.checkout import ROOT
+from tests.support.random_schedules import looped_spec
 
 SHAPES = list(product(range(1, 9), (1, 2, 3, 4, 7, 8, 16)))
-
-
-def spec(stages: int, microbatches: int) -> ScheduleSpec:
-    return ScheduleSpec(looped_layout(LayoutSpec(stages, 1, stages)), stages, 1, microbatches)
 
 
 def warmup(stage: int, spec: ScheduleSpec) -> int:
@@ -36,7 +33,7 @@ def closed_order(stage: int, stages: int, microbatches: int) -> str:
 def test_the_order_equals_its_closed_formula() -> None:
     ranks = 0
     for stages, microbatches in SHAPES:
-        for stage, actions in enumerate(OneForwardOneBackward().actions(spec(stages, microbatches))):
+        for stage, actions in enumerate(OneForwardOneBackward().actions(looped_spec(stages, 1, microbatches))):
             assert "".join(action.op for action in actions) == closed_order(stage, stages, microbatches)
             for op in "FB":
                 assert [a.microbatch for a in actions if a.op == op] == list(range(microbatches))
@@ -45,14 +42,15 @@ def test_the_order_equals_its_closed_formula() -> None:
 
 
 def test_two_stages_by_hand() -> None:
-    first, last = OneForwardOneBackward().actions(spec(2, 3))
+    first, last = OneForwardOneBackward().actions(looped_spec(2, 1, 3))
     assert [str(action) for action in first] == ["F0.0", "F1.0", "B0.0", "F2.0", "B1.0", "B2.0"]
     assert signed_order(last) == [1, -1, 1, -1, 1, -1]
 
 
 @pytest.mark.parametrize(("stages", "microbatches"), SHAPES)
 def test_memory_and_bubble_equal_the_formulas(stages: int, microbatches: int) -> None:
-    plan = verify(spec(stages, microbatches), OneForwardOneBackward().actions(spec(stages, microbatches)))
+    asked = looped_spec(stages, 1, microbatches)
+    plan = verify(asked, OneForwardOneBackward().actions(asked))
     assert plan.ascending
     assert plan.peak_in_flight == tuple(min(stages - stage, microbatches) for stage in range(stages))
     expected = (stages - 1) / (microbatches + stages - 1)
@@ -60,13 +58,13 @@ def test_memory_and_bubble_equal_the_formulas(stages: int, microbatches: int) ->
 
 
 def test_chunks_are_refused_with_the_schedule_that_has_them() -> None:
-    two_chunks = ScheduleSpec(looped_layout(LayoutSpec(2, 2, 4)), 2, 2, 4)
+    two_chunks = looped_spec(2, 2, 4)
     with pytest.raises(ScheduleError, match=r"parallel.chunks=2; choose --plugin schedule=interleaved"):
         OneForwardOneBackward().actions(two_chunks)
 
 
 def test_the_readme_shows_the_real_timeline() -> None:
-    asked = spec(4, 8)
+    asked = looped_spec(4, 1, 8)
     readme = (ROOT / "plugins/schedule/1f1b/README.md").read_text(encoding="utf-8")
     assert timeline_text(timeline(verify(asked, OneForwardOneBackward().actions(asked)))) in readme
 
@@ -76,7 +74,7 @@ def over_ideal(asked: ScheduleSpec) -> float:
 
 
 def test_four_stages_and_eight_microbatches_are_three_eighths_over_the_ideal() -> None:
-    assert over_ideal(spec(4, 8)) == 0.375
+    assert over_ideal(looped_spec(4, 1, 8)) == 0.375
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@ from collections.abc import Iterator
 import pytest
 from pydantic import ValidationError
 
-from megatron_run.contracts.schedule import LayoutSpec, ScheduleSpec, looped_layout, signed_order
+from megatron_run.contracts.schedule import ScheduleSpec, signed_order
 from megatron_run.errors import ScheduleError
 from megatron_run.pipeline.simulate import timeline, timeline_text
 from megatron_run.pipeline.verify import verify
@@ -11,11 +11,7 @@ from megatron_run_schedule_interleaved import Interleaved, Options
 from megatron_run_testing import Check
 from megatron_run_testing.schedule import schedule_checks
 from tests.support.checkout import ROOT
-
-
-def spec(stages: int, chunks: int, microbatches: int) -> ScheduleSpec:
-    layout = looped_layout(LayoutSpec(stages, chunks, stages * chunks))
-    return ScheduleSpec(layout, stages, chunks, microbatches)
+from tests.support.random_schedules import looped_spec
 
 
 def warmup(stage: int, spec: ScheduleSpec, group: int = 0) -> int:
@@ -59,7 +55,7 @@ def closed_order(stage: int, stages: int, chunks: int, microbatches: int, group:
 def test_the_order_equals_its_closed_formula_on_the_grid() -> None:
     configurations = 0
     for stages, chunks, microbatches, group in shapes():
-        lists = Interleaved(group).actions(spec(stages, chunks, microbatches))
+        lists = Interleaved(group).actions(looped_spec(stages, chunks, microbatches))
         for stage, actions in enumerate(lists):
             assert list(actions) == closed_order(stage, stages, chunks, microbatches, group)
             configurations += 1
@@ -71,17 +67,17 @@ def test_rank_0_of_four_stages_two_chunks_eight_microbatches() -> None:
     warm = [1, 1, 1, 1, 2, 2, 2, 2, 1, 1]
     steady = [1, -2, 1, -2, 2, -2, 2, -2, 2, -1, 2, -1]
     cool = [-1, -1, -2, -2, -2, -2, -1, -1, -1, -1]
-    assert signed_order(Interleaved(4).actions(spec(4, 2, 8))[0]) == warm + steady + cool
+    assert signed_order(Interleaved(4).actions(looped_spec(4, 2, 8))[0]) == warm + steady + cool
 
 
 def test_the_group_is_the_number_of_stages_unless_told_otherwise() -> None:
-    assert Interleaved().actions(spec(3, 2, 6)) == Interleaved(3).actions(spec(3, 2, 6))
-    assert Interleaved().actions(spec(3, 2, 6)) != Interleaved(6).actions(spec(3, 2, 6))
+    assert Interleaved().actions(looped_spec(3, 2, 6)) == Interleaved(3).actions(looped_spec(3, 2, 6))
+    assert Interleaved().actions(looped_spec(3, 2, 6)) != Interleaved(6).actions(looped_spec(3, 2, 6))
 
 
 def test_every_shape_verifies_and_memory_equals_the_formula() -> None:
     for stages, chunks, microbatches, group in shapes():
-        asked = spec(stages, chunks, microbatches)
+        asked = looped_spec(stages, chunks, microbatches)
         plan = verify(asked, Interleaved(group).actions(asked))
         total = microbatches * chunks
         assert plan.ascending
@@ -92,7 +88,7 @@ def test_every_shape_verifies_and_memory_equals_the_formula() -> None:
 @pytest.mark.parametrize("chunks", [2, 3])
 @pytest.mark.parametrize("groups", [1, 2, 3])
 def test_the_bubble_shrinks_by_the_number_of_chunks(stages: int, chunks: int, groups: int) -> None:
-    asked = spec(stages, chunks, groups * stages)
+    asked = looped_spec(stages, chunks, groups * stages)
     drawn = timeline(verify(asked, Interleaved().actions(asked)))
     bubble_over_ideal = (stages - 1) / (chunks * asked.microbatches)
     assert drawn.bubble_fraction == pytest.approx(bubble_over_ideal / (1 + bubble_over_ideal), abs=1e-12)
@@ -101,7 +97,7 @@ def test_the_bubble_shrinks_by_the_number_of_chunks(stages: int, chunks: int, gr
 @pytest.mark.parametrize(("stages", "chunks", "key"), [(1, 2, "parallel.pipeline"), (2, 1, "parallel.chunks")])
 def test_one_stage_or_one_chunk_is_refused_and_1f1b_suggested(stages: int, chunks: int, key: str) -> None:
     with pytest.raises(ScheduleError, match=rf"needs {key} of at least 2, got 1.*--plugin schedule=1f1b"):
-        Interleaved().actions(spec(stages, chunks, 4))
+        Interleaved().actions(looped_spec(stages, chunks, 4))
 
 
 @pytest.mark.parametrize(
@@ -112,14 +108,14 @@ def test_microbatches_that_do_not_fit_are_refused_with_the_nearest_that_do(
     stages: int, microbatches: int, group: int | None, nearest: str
 ) -> None:
     with pytest.raises(ScheduleError, match=rf"cannot run {microbatches} .* there are {nearest} microbatches"):
-        Interleaved(group).actions(spec(stages, 2, microbatches))
+        Interleaved(group).actions(looped_spec(stages, 2, microbatches))
     for fits in nearest.split(" or "):
-        Interleaved(group).actions(spec(stages, 2, int(fits)))
+        Interleaved(group).actions(looped_spec(stages, 2, int(fits)))
 
 
 def test_a_group_smaller_than_the_stages_is_refused() -> None:
     with pytest.raises(ScheduleError, match=r"group_size=2 is smaller than the 4 pipeline stages; set .* to 4 or more"):
-        Interleaved(2).actions(spec(4, 2, 8))
+        Interleaved(2).actions(looped_spec(4, 2, 8))
 
 
 def test_options_are_checked() -> None:
@@ -129,7 +125,7 @@ def test_options_are_checked() -> None:
 
 
 def test_the_readme_shows_the_real_timeline() -> None:
-    asked = spec(4, 2, 8)
+    asked = looped_spec(4, 2, 8)
     readme = (ROOT / "plugins/schedule/interleaved/README.md").read_text(encoding="utf-8")
     assert timeline_text(timeline(verify(asked, Interleaved().actions(asked)))) in readme
 

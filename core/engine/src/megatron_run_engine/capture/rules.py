@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cache
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 from weakref import WeakSet
@@ -17,9 +18,9 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from megatron_run.errors import GraphCaptureError
+from megatron_run_engine.runtime.operands import tensors_in
 from megatron_run_engine.runtime.segments import without_values
 
 if TYPE_CHECKING:
@@ -155,8 +156,7 @@ class Rules(TorchDispatchMode):
     def writes_outside(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
         """Whether ``func`` does nothing but write to tensors from outside."""
         targets = written(func, args, kwargs)
-        only_writes = all(returned.alias_info is not None for returned in func._schema.returns)
-        return bool(targets) and only_writes and not any(self.is_ours(target) for target in targets)
+        return bool(targets) and _only_aliases(func) and not any(self.is_ours(target) for target in targets)
 
     def _check_streams(self) -> None:
         """Raise if a random stream was seeded, restored, or advanced in a way that a replay does not repeat."""
@@ -173,8 +173,7 @@ class Rules(TorchDispatchMode):
 
 
 def _storages(values: Any) -> Iterator[torch.UntypedStorage]:
-    tensors = (x for x in tree_leaves(values) if isinstance(x, Tensor))
-    return (x.untyped_storage() for x in tensors if x.layout is torch.strided)
+    return (x.untyped_storage() for x in tensors_in(values) if x.layout is torch.strided)
 
 
 def _position(generator: torch.Generator) -> _Position:
@@ -198,12 +197,27 @@ def _advanced(before: _Position, now: _Position) -> bool:
 
 def written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
     """Return the tensors that ``func`` writes to, from its schema."""
-    found = []
-    for place, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            value = args[place] if place < len(args) else kwargs.get(argument.name)
-            found += [x for x in tree_leaves(value) if isinstance(x, Tensor)]
-    return found
+    written = (args[place] if place < len(args) else kwargs.get(name) for place, name in _written_places(func))
+    return tensors_in(tuple(written))
+
+
+@cache
+def _written_places(func: Any) -> tuple[tuple[int, str], ...]:
+    """The position and name of each argument that ``func`` writes to."""
+    arguments = enumerate(func._schema.arguments)
+    return tuple((place, each.name) for place, each in arguments if each.alias_info and each.alias_info.is_write)
+
+
+@cache
+def _only_aliases(func: Any) -> bool:
+    """Whether all that ``func`` returns are its arguments or views of them, or it returns nothing."""
+    return all(returned.alias_info is not None for returned in func._schema.returns)
+
+
+@cache
+def _follows_data(func: Any) -> bool:
+    """Whether ``func`` may wait for the host, or make a shape that depends on data."""
+    return any(tag in func.tags for tag in _DATA_DEPENDENT)
 
 
 def unwritten(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -215,20 +229,19 @@ def unwritten(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
 
 def _check(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     """Raise :class:`BrokenRule` for an operation that involves the host."""
-    name = str(func)
-    if any(tag in func.tags for tag in _DATA_DEPENDENT) and not _is_static(func, args, kwargs):
-        raise BrokenRule(f"waits for the host, or makes a shape that depends on data: {name}")
+    if _follows_data(func) and not _is_static(func, args, kwargs):
+        raise BrokenRule(f"waits for the host, or makes a shape that depends on data: {func}")
     if func in _MASKED_WRITES and _has_mask(args[1]):
-        raise BrokenRule(f"writes through a boolean mask, which waits for the host: {name}; torch.where does not")
+        raise BrokenRule(f"writes through a boolean mask, which waits for the host: {func}; torch.where does not")
     if func is _aten.lift_fresh.default:
         raise BrokenRule("uploads data of the host: torch.tensor(); torch.full, zeros and arange do not")
     if func.namespace == "_c10d_functional":
-        raise BrokenRule(f"uses a functional collective: {name}; those of torch.distributed are recorded")
+        raise BrokenRule(f"uses a functional collective: {func}; those of torch.distributed are recorded")
     # Tensors without dimensions are scalars, which operations on any device accept from the CPU.
-    devices = {x.device.type for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.dim()}
+    devices = {x.device.type for x in tensors_in((args, kwargs)) if x.dim()}
     target = kwargs.get("device")
     if len(devices | ({torch.device(target).type} if target is not None and devices else set())) > 1:
-        raise BrokenRule(f"copies between devices: {name}")
+        raise BrokenRule(f"copies between devices: {func}")
 
 
 def _is_static(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:

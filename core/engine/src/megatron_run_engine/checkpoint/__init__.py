@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from megatron_run.lazy import lazy_names
+from megatron_run.lazy import typed_names
 
 if TYPE_CHECKING:
     from megatron_run_engine.checkpoint.boxes import Box as Box
@@ -25,12 +25,4 @@ if TYPE_CHECKING:
     from megatron_run_engine.checkpoint.shard_file import TensorEntry as TensorEntry
     from megatron_run_engine.checkpoint.shard_file import write_tensors as write_tensors
 
-__getattr__, __dir__, __all__ = lazy_names(
-    __name__,
-    {
-        "megatron_run_engine.checkpoint.boxes": ("Box", "cover_fault"),
-        "megatron_run_engine.checkpoint.files": ("FileSystem", "followed", "read_whole", "reading"),
-        "megatron_run_engine.checkpoint.reader": ("TensorFile",),
-        "megatron_run_engine.checkpoint.shard_file": ("TensorEntry", "write_tensors"),
-    },
-)
+__getattr__, __dir__, __all__ = typed_names(__name__)

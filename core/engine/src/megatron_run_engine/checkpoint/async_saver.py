@@ -95,8 +95,8 @@ class AsyncSaver:
         training: Activity | None = None,
     ) -> None:
         self._saver, self._staging = saver, staging
-        self._training = Activity() if training is None else training
-        self._activity = self._training.in_background() if activity is None else activity
+        self._training = training or Activity()
+        self._activity = activity or self._training.in_background()
         self._thread: threading.Thread | None = None
         self._result: Committed | BaseException | None = None
 

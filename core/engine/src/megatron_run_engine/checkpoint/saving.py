@@ -45,7 +45,7 @@ class Commit:
 
     def __init__(self, checkpoints: Checkpoints, run: str, files: FileSystem, activity: Activity | None = None) -> None:
         self._checkpoints, self._run, self._files = checkpoints, run, files
-        self._activity = Activity() if activity is None else activity
+        self._activity = activity or Activity()
 
     def temporary(self, step: int) -> Path:
         """Return the folder of ``step``'s files before the commit."""
@@ -202,7 +202,7 @@ class Saver:
         self._checkpoints, self._ranks, self._run = checkpoints, ranks, run
         self._retention = Retention() if retention is None else retention
         self._files = files or FileSystem()
-        self._activity = Activity() if activity is None else activity
+        self._activity = activity or Activity()
         self._commit = Commit(checkpoints, run, self._files, self._activity)
         self._files_of_rank, self._at_once = files_of_rank, at_once
 

@@ -9,9 +9,9 @@ from shlex import quote
 import click
 
 from megatron_run.errors import InputError
+from megatron_run_cli.command_groups import example
 from megatron_run_cli.completion import words as places
-from megatron_run_cli.grammar import debug_option, json_option, step_option
-from megatron_run_cli.groups import example
+from megatron_run_cli.grammar import json_option, step_option
 from megatron_run_cli.output import print_json, tell
 
 _PATH = click.Path(path_type=Path)
@@ -35,7 +35,6 @@ _PATH = click.Path(path_type=Path)
     help="Imported folder or run whose weights the adapters at SOURCE adapt [default: the folder that they name].",
 )
 @json_option
-@debug_option
 def import_(
     source: Path, folder: Path, *, name: str | None, trust_pickle: bool, base: Path | None, as_json: bool
 ) -> None:
@@ -78,7 +77,6 @@ def import_(
 @click.option("--push", metavar="ORG/NAME", help="Then send FOLDER to the Hugging Face Hub, with a model card.")
 @step_option("SOURCE")
 @json_option
-@debug_option
 def export(words: tuple[Path, ...], *, name: str, push: str | None, step: int | None, as_json: bool) -> None:
     """Write a saved step as the new FOLDER, in another format.
 

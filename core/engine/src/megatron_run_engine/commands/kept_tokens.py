@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 
 from megatron_run.errors import DataError
-from megatron_run_cli.grammar import debug_option, json_option
+from megatron_run_cli.grammar import json_option
 from megatron_run_cli.output import print_json, print_table
 
 
@@ -13,7 +13,6 @@ from megatron_run_cli.output import print_json, print_table
 @click.option("--prune", is_flag=True, help="Remove what no run has opened for --days.")
 @click.option("--days", type=click.FloatRange(min=0), metavar="N", help="With --prune [default: 30]; 0 for all.")
 @json_option
-@debug_option
 def cache(*, prune: bool, days: float | None, as_json: bool) -> None:
     """List the tokens that data=text keeps for later starts; --prune removes old ones."""
     from megatron_run_engine.data.token_cache import KEPT_DAYS, entries, remove_old

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from megatron_run.lazy import lazy_names
+from megatron_run.lazy import typed_names
 
 if TYPE_CHECKING:
     from megatron_run_engine.data.documents import Document as Document
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from megatron_run_engine.data.option_types import SPLITS as SPLITS
     from megatron_run_engine.data.option_types import Paths as Paths
     from megatron_run_engine.data.option_types import SplitShares as SplitShares
-    from megatron_run_engine.data.option_types import validation_notice as validation_notice
+    from megatron_run_engine.data.option_types import check_split as check_split
     from megatron_run_engine.data.overlap import NGRAM_WORDS as NGRAM_WORDS
     from megatron_run_engine.data.overlap import ngrams as ngrams
     from megatron_run_engine.data.packing import PACKED_FIELDS as PACKED_FIELDS
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from megatron_run_engine.data.prepared_texts import DrawnSamples as DrawnSamples
     from megatron_run_engine.data.prepared_texts import PreparedTextOptions as PreparedTextOptions
     from megatron_run_engine.data.prepared_texts import PreparedTexts as PreparedTexts
-    from megatron_run_engine.data.prepared_texts import check_prepared_texts as check_prepared_texts
     from megatron_run_engine.data.standalone_tokenizer import json_file as json_file
     from megatron_run_engine.data.token_ids import check_ids as check_ids
     from megatron_run_engine.data.token_ids import require_ids as require_ids
@@ -44,28 +43,4 @@ if TYPE_CHECKING:
     from megatron_run_engine.data.tokenizer_folder.record import AUTO as AUTO
     from megatron_run_engine.data.tokenizer_training import train_tokenizer as train_tokenizer
 
-__getattr__, __dir__, __all__ = lazy_names(
-    __name__,
-    {
-        "megatron_run_engine.data.documents": ("Document", "Shares", "find_documents", "require_within"),
-        "megatron_run_engine.data.option_types": ("AT_COMMAS", "Paths", "SPLITS", "SplitShares", "validation_notice"),
-        "megatron_run_engine.data.overlap": ("NGRAM_WORDS", "ngrams"),
-        "megatron_run_engine.data.packing": ("PACKED_FIELDS", "PackedDocuments", "best_fit", "one_a_row", "same_shape"),
-        "megatron_run_engine.data.pair_layout": ("PairLayout",),
-        "megatron_run_engine.data.prepared_texts": (
-            "DrawnSamples",
-            "PreparedTextOptions",
-            "PreparedTexts",
-            "check_prepared_texts",
-        ),
-        "megatron_run_engine.data.standalone_tokenizer": ("json_file",),
-        "megatron_run_engine.data.token_ids": ("check_ids", "require_ids"),
-        "megatron_run_engine.data.tokenized_source": ("TokenizedSource",),
-        "megatron_run_engine.data.tokenizer": ("files_of_tokenizer", "open_tokenizer"),
-        "megatron_run_engine.data.tokenizer_base": ("Tokenizer",),
-        "megatron_run_engine.data.tokenizer_files": ("TOKENIZER_FILES", "holds_tokenizer"),
-        "megatron_run_engine.data.tokenizer_folder.folder_files": ("is_tokenizer_file",),
-        "megatron_run_engine.data.tokenizer_folder.record": ("AUTO",),
-        "megatron_run_engine.data.tokenizer_training": ("train_tokenizer",),
-    },
-)
+__getattr__, __dir__, __all__ = typed_names(__name__)

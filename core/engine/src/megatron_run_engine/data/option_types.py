@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from math import isfinite
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Protocol
 
 from pydantic import AfterValidator, BeforeValidator
 
 from megatron_run.contracts.data import Split
+
+if TYPE_CHECKING:
+    from megatron_run.contracts.schema import Config
 
 
 def _at_commas(value: object) -> object:
@@ -31,7 +34,15 @@ SplitShares = Annotated[tuple[float, float, float], AT_COMMAS, AfterValidator(_s
 SPLITS: tuple[Split, ...] = ("train", "validation", "test")
 
 
-def validation_notice(shares: tuple[float, float, float]) -> Iterator[str]:
+class HasSplit(Protocol):
+    """Options with the key ``data.split``."""
+
+    @property
+    def split(self) -> SplitShares:
+        """The shares."""
+
+
+def check_split(config: Config, options: HasSplit) -> Iterator[str]:  # noqa: ARG001  # as PluginInfo.check_config
     """A notice where nothing is kept for validation."""
-    if not shares[SPLITS.index("validation")]:
+    if not options.split[SPLITS.index("validation")]:
         yield "data.split gives validation nothing: nothing is evaluated"

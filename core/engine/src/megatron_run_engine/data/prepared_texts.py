@@ -6,7 +6,7 @@ A sample is drawn anew in each epoch, from its index and the epoch alone. A sour
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -15,17 +15,16 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
 from megatron_run.contracts import Dataset, Split
+from megatron_run.contracts.option_groups import OF_FILES
 from megatron_run.errors import DataError
 from megatron_run_engine.data.batches import sample_index
 from megatron_run_engine.data.indexed_files import IndexedReader, files_of, open_tokens
-from megatron_run_engine.data.option_types import AT_COMMAS, SPLITS, SplitShares, validation_notice
+from megatron_run_engine.data.option_types import AT_COMMAS, SPLITS, SplitShares
 from megatron_run_engine.data.token_ids import require_ids
 from megatron_run_engine.data.tokenized_source import TokenizedSource
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
-
-    from megatron_run.contracts.schema import Config
 
 
 class PreparedTextOptions(BaseModel):
@@ -33,18 +32,15 @@ class PreparedTextOptions(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
-    paths: Annotated[tuple[str, ...], AT_COMMAS] = Field(
+    paths: Annotated[tuple[str, ...], AT_COMMAS, OF_FILES] = Field(
         (), description="datasets, each the prefix of a .bin and .idx pair; needed"
     )
-    tokenizer: str = Field("bytes", description="what made the tokens: bytes, or a file or folder, as of data prepare")
+    tokenizer: Annotated[str, OF_FILES] = Field(
+        "bytes", description="what made the tokens: bytes, or a file or folder, as of data prepare"
+    )
     split: SplitShares = Field(
         (969, 30, 1), description="shares of train, validation and test, in any unit, by document"
     )
-
-
-def check_prepared_texts(config: Config, options: PreparedTextOptions) -> Iterator[str]:  # noqa: ARG001  # the contract's
-    """A notice where nothing is kept for validation."""
-    return validation_notice(options.split)
 
 
 class DrawnSamples(ABC):

@@ -36,6 +36,27 @@ if TYPE_CHECKING:
     from megatron_run_engine.runtime.context import BuildContext
 
 
+#: The most layers that are built to be counted, a stage as one more: each takes some 20 milliseconds. The most of all
+#: expert-parallel ranks; and the most that are run besides, to count what they keep, which takes ten times as long.
+MOST_BUILT, MOST_OF_RANKS, MOST_RUN = 1_000, 10_000, 200
+
+
+def layers_to_build(run: ResolvedRun) -> int:
+    """How many layers one expert-parallel rank of every stage has, with one for whatever else a stage has."""
+    return sum(len(place.layers) for place in run.layout) + run.sizes.pipeline
+
+
+def why_not_built(run: ResolvedRun) -> str:
+    """Why the layers of ``run`` are too many to be built one by one; empty where they are not."""
+    layers, ranks = layers_to_build(run), run.sizes.expert
+    if layers > MOST_BUILT:
+        return f"{layers:,} layers and stages would be built one by one, and at most {MOST_BUILT:,} are"
+    if layers * ranks > MOST_OF_RANKS:
+        most = f"at most {MOST_OF_RANKS:,} are"
+        return f"{layers:,} layers and stages of {ranks:,} expert-parallel ranks would be built one by one, and {most}"
+    return ""
+
+
 class RankSize(NamedTuple):
     """The ``parameters`` of a rank of one stage, and the ``padding`` values that belong to no logical tensor.
 

@@ -4,6 +4,9 @@ Each chunk runs one forward and one backward on fake tensors, with the run's own
 recomputation, and the bytes alive are watched after every operator. A walk over the stage's lowered instructions then
 adds up what is alive at once: the microbatches in flight, what the running action takes for itself, receives that are
 posted and sends that are not retired. Parameters, gradients and state are ``Optimizer.memory``'s.
+
+It counts what any layers of one run save, on a CPU too and with biases, norms and masks, but takes seconds and torch.
+``ModelCosts`` are a closed form of a GPU's layers, for ``plan``, which asks for thousands of splits without torch.
 """
 
 from __future__ import annotations
@@ -15,17 +18,18 @@ import torch
 from torch.autograd.graph import get_gradient_edge
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from megatron_run.contracts import Microbatch
 from megatron_run.contracts.topology import Topology
 from megatron_run.errors import RunError
 from megatron_run.pipeline.lower import lower
+from megatron_run_engine.estimate.model_size import MOST_RUN, layers_to_build
 from megatron_run_engine.estimate.planned_groups import PlannedGroups, microbatch_field, received_tensors
 from megatron_run_engine.nn.device import PlannedMode
 from megatron_run_engine.nn.linear import can_widen
 from megatron_run_engine.optim.buckets import build_buckets
 from megatron_run_engine.runtime.context import planned_device
+from megatron_run_engine.runtime.operands import tensors_in
 from megatron_run_engine.runtime.parameter_init import describe_parameters, trained
 from megatron_run_engine.training.build import (
     DTYPES,
@@ -51,7 +55,7 @@ Received = tuple["Tensor | None", dict[str, "Tensor"]]
 
 
 class LiveBytes(TorchDispatchMode):
-    """Watches the tensors that operators make within the block, each by its storage, as long as they exist."""
+    """Watches the tensors with values that operators make within the block, each by its storage, while they exist."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch has no annotations there
@@ -67,12 +71,12 @@ class LiveBytes(TorchDispatchMode):
         return self._most
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = {StorageWeakRef(each.untyped_storage()) for each in _tensors((args, kwargs))}
+        given = {StorageWeakRef(each.untyped_storage()) for each in tensors_in((args, kwargs))}
         result = func(*args, **(kwargs or {}))
-        for tensor in _tensors(result):
+        for tensor in tensors_in(result):
             storage = tensor.untyped_storage()
             place = StorageWeakRef(storage)
-            if place not in given and place not in self._made:
+            if place not in given and place not in self._made and tensor.device.type != "meta":
                 self._made[place] = storage.nbytes()
                 self._most += storage.nbytes()
         if self._most > self.peak:  # only then it matters what of it is gone
@@ -86,15 +90,12 @@ class LiveBytes(TorchDispatchMode):
         return result, self.peak - before
 
 
-def _tensors(tree: object) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
-
-
 class ChunkBytes(NamedTuple):
     """Bytes of one microbatch in a chunk.
 
     ``kept`` from its forward to its backward beside its input, ``waiting`` from I to W; the others are the most that an
-    action takes beyond what was alive when it began. ``out`` and ``back`` are the messages of a forward and a backward.
+    action takes beyond what was alive when it began; ``alone`` is a forward that keeps nothing, counted where a plan
+    recomputes. ``out`` and ``back`` are the messages of a forward and a backward.
     """
 
     kept: int
@@ -113,10 +114,13 @@ def step_memory(run: ResolvedRun, *, gpu: bool | None = None) -> list[dict[str, 
 
     On a ``gpu`` layers take what its kernels take (:mod:`megatron_run_engine.nn.fused`); None: as on the device that
     the run is planned for. The roles are ``activations``, ``temporaries`` of the running action and ``communication``.
-    None where layers cannot run without values: experts whose shapes follow the routing, kernels of other libraries.
+    None where layers cannot run without values (experts whose shapes follow the routing, kernels of other libraries),
+    and where there are more than are run one by one.
     The model must have been built once (``model_size``), which says what is wrong with it.
     """
     plan = run.plans[max(run.plans)]
+    if layers_to_build(run) > MOST_RUN:
+        return None
     if gpu is None:
         gpu = planned_device(run.config.run, run.sizes.world).type == "cuda"
     try:
@@ -202,7 +206,7 @@ def count_chunks(
         size, length = train.micro_batch_size, train.sequence_length
         fields = {field.name: microbatch_field(field, size, length) for field in data.fields}
         microbatch = Microbatch(0, 1, 0, fields)
-        splits = any(action.op == "I" for actions in run.plans[max(run.plans)].lists for action in actions)
+        ops = {action.op for actions in run.plans[max(run.plans)].lists for action in actions}
         found = []
         for position, chunk in zip(positions, chunks, strict=True):
             boundary = model.boundary(microbatch, size, length)
@@ -213,10 +217,10 @@ def count_chunks(
             with context.rng.left_alone():
                 with torch.no_grad():
                     _call(chunk, start(), microbatch)  # what the first call allocates for good
-                whole = _count(chunk, start, microbatch, None)
-                found.append(_count(chunk, start, microbatch, context.gradients) if splits else whole)
-                if splits:
-                    found[-1] = found[-1]._replace(backward=whole.backward)
+                found.append(_count(chunk, start, microbatch, None, alone="R" in ops))
+                if "I" in ops:
+                    halves = _count(chunk, start, microbatch, context.gradients)
+                    found[-1] = halves._replace(backward=found[-1].backward, alone=found[-1].alone)
     known[alike] = found
     return found
 
@@ -231,14 +235,19 @@ def _call(chunk: Chunk, received: Received, microbatch: Microbatch) -> ChunkOut:
     return chunk(received[0], microbatch, **received[1])
 
 
-def _count(chunk: Chunk, start: Callable[[], Received], microbatch: Microbatch, gradients: Any) -> ChunkBytes:
-    """Run ``chunk`` forward and backward, with ``gradients`` in its two halves, as the executor does."""
+def _count(
+    chunk: Chunk, start: Callable[[], Received], microbatch: Microbatch, gradients: Any, *, alone: bool = False
+) -> ChunkBytes:
+    """Run ``chunk`` forward and backward, with ``gradients`` in its two halves, as the executor does.
+
+    With ``alone`` it runs forward once more, before, and keeps nothing.
+    """
     live = LiveBytes()
     with live:
         held: list[Received] = [start()]
         back = _bytes((held[0][0], *held[0][1].values()))
         with torch.no_grad():
-            alone = live.above(lambda: _call(chunk, held[0], microbatch))[1]
+            most = live.above(lambda: _call(chunk, held[0], microbatch))[1] if alone else 0
         out, forward = live.above(lambda: _call(chunk, held[0], microbatch))
         ends = [total for total, _ in out.losses.values() if total.requires_grad]
         sent = [each for each in (out.x, *out.beside.values()) if each is not None and each.requires_grad]
@@ -255,14 +264,14 @@ def _count(chunk: Chunk, start: Callable[[], Received], microbatch: Microbatch, 
 
         if gradients is None:
             _, whole = live.above(backward)
-            return ChunkBytes(kept, 0, forward, alone, whole, 0, 0, message, back)
+            return ChunkBytes(kept, 0, forward, most, whole, 0, 0, message, back)
         with gradients.deferring((0, 0)):
             _, first = live.above(backward)
         del roots, seeds, backward
         held.clear()
         waiting = live.now
         _, second = live.above(lambda: gradients.run_deferred((0, 0)))
-    return ChunkBytes(kept, waiting, forward, alone, 0, first, second, message, back)
+    return ChunkBytes(kept, waiting, forward, most, 0, first, second, message, back)
 
 
 def _bytes(tensors: Iterable[Tensor | None]) -> int:

@@ -11,10 +11,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from megatron_run.lazy import lazy_names
+from megatron_run.lazy import typed_names
 
 if TYPE_CHECKING:
-    from megatron_run_engine.formats.gpt_tensors import GptOptions as GptOptions
+    from megatron_run_engine.builtin.model.gpt_options import GptOptions as GptOptions
     from megatron_run_engine.formats.gpt_tensors import Shape as Shape
     from megatron_run_engine.formats.gpt_tensors import first_few as first_few
     from megatron_run_engine.formats.gpt_tensors import gpt_options as gpt_options
@@ -24,19 +24,4 @@ if TYPE_CHECKING:
     from megatron_run_engine.formats.gpt_tensors import options_class as options_class
     from megatron_run_engine.formats.gpt_tensors import shapes_fault as shapes_fault
 
-__getattr__, __dir__, __all__ = lazy_names(
-    __name__,
-    {
-        "megatron_run_engine.formats.gpt_tensors": (
-            "GptOptions",
-            "Shape",
-            "first_few",
-            "gpt_options",
-            "logical_shapes",
-            "longest_sequence",
-            "names_fault",
-            "options_class",
-            "shapes_fault",
-        ),
-    },
-)
+__getattr__, __dir__, __all__ = typed_names(__name__)

@@ -35,18 +35,6 @@ if TYPE_CHECKING:
     from megatron_run.contracts.format import Weights
     from megatron_run.registry.loaded_plugin import Plugin
 
-__all__ = [
-    "GptOptions",
-    "Shape",
-    "first_few",
-    "gpt_options",
-    "logical_shapes",
-    "longest_sequence",
-    "names_fault",
-    "options_class",
-    "shapes_fault",
-]
-
 Shape = tuple[int, ...]
 _GPT = "gpt"
 

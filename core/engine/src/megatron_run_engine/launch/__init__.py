@@ -9,7 +9,7 @@ text, so that a rank imports and creates, and decides nothing anew::
       api._checked                      its layers are made on the meta device, its initial weights found
       api._attempt                      each time that the ranks are started
         opening.open_run_folder         the lock, the records
-        handover.hand_over              the resolved run as text (megatron_run.planning)
+        run_text.hand_over              the resolved run as text (megatron_run.planning)
         job.Job.write                   it and all else that a rank is told
         local.run_local
           start.forked_ranks            ranks on CPUs: ``fork_server`` imports all, takes the run over, and forks them
@@ -19,7 +19,7 @@ text, so that a rank imports and creates, and decides nothing anew::
 
     rank.main                           a local rank
       job.Job.read
-      handover.take_over                as the launcher resolved it
+      run_text.take_over                as the launcher resolved it
       worker.RankWorker.run             the work, whoever started the rank
         rendezvous.agree_on_run
         rendezvous.check_digests        all run the same code
@@ -42,7 +42,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from megatron_run.lazy import lazy_names
+from megatron_run.lazy import typed_names
 
 if TYPE_CHECKING:
     from megatron_run_engine.host.environments import LaunchMode as LaunchMode
@@ -54,11 +54,4 @@ if TYPE_CHECKING:
     from megatron_run_engine.launch.job import RankTask as RankTask
     from megatron_run_engine.launch.job import RunResult as RunResult
 
-__getattr__, __dir__, __all__ = lazy_names(
-    __name__,
-    {
-        "megatron_run_engine.host.environments": ("LaunchMode",),
-        "megatron_run_engine.launch.api": ("FailedRunError", "launch", "run_task", "train"),
-        "megatron_run_engine.launch.job": ("LaunchOptions", "RankTask", "RunResult"),
-    },
-)
+__getattr__, __dir__, __all__ = typed_names(__name__)

@@ -265,7 +265,7 @@ def _attempt(run: ResolvedRun, options: LaunchOptions, typed: ResolvedRun, *, fo
 
 
 def _job(run: ResolvedRun, folder: RunFolder, options: LaunchOptions, *, fork: bool) -> Job:
-    from megatron_run.planning.handover import hand_over
+    from megatron_run.planning.run_text import hand_over
 
     size, asked = run.sizes.world, run.config.run
     threads = threads_per_rank(asked.threads, size)

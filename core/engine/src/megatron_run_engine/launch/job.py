@@ -62,7 +62,7 @@ class RankTask:
 class Job:
     """The work of ``size`` ranks of this host, as their launcher starts it and each of them reads it.
 
-    ``handed`` is the resolved run as text (:mod:`megatron_run.planning.handover`); ``folder``, ``attempt`` the run
+    ``handed`` is the resolved run as text (:mod:`megatron_run.planning.run_text`); ``folder``, ``attempt`` the run
     folder opened by the launcher. A rank has ``threads`` threads, and ``debug`` keeps its tracebacks. With ``fork`` the
     ranks are forked from a process that has imported everything. ``shown`` are variables of rank 0, by which it knows
     that a terminal shows it. A rank whose status page does not change for ``timeout`` seconds hangs, unless it waits
@@ -87,7 +87,7 @@ class Job:
 
     def take_over(self) -> ResolvedRun:
         """The run, as the launcher has resolved it. Raises what the import of a plugin does."""
-        from megatron_run.planning.handover import take_over
+        from megatron_run.planning.run_text import take_over
 
         return take_over(self.handed, () if self.task is None else self.task.objects())
 

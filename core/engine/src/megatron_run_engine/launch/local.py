@@ -58,9 +58,10 @@ def run_local(
         signals = cleanup.enter_context(caught_signals(*AFTER_THE_STEP))  # until the scratch folder is gone
         with starting():
             scratch = cleanup.enter_context(scratch_folder())
+            relay = Relay(job.log(0), show, tell, bars=job.task is None) if show is not None else None
+            tell = tell if relay is None else relay.tell
             ranks = _Ranks(job, scratch, tell, grace)
             cleanup.enter_context(ranks.started(program, os.environ if environment is None else environment))
-            relay = Relay(job.log(0), show, tell) if show is not None else None
             if relay is not None:
                 relay.start()  # after the last start of a rank: forked ones would miss this thread
                 cleanup.callback(relay.finish)

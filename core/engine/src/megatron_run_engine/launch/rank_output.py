@@ -107,18 +107,33 @@ class Relay:
     """Copies ``log`` to ``write``, in a thread.
 
     When the reader is gone (EPIPE), training continues unseen; when there is no room, or the log cannot be read,
-    ``tell`` says so.
+    ``tell`` says so. ``bars``: the last line may be a bar that is drawn again and again, which is ended before a line;
+    else all that is copied is what somebody asked for, and nothing is added.
     """
 
-    def __init__(self, log: Path, write: Callable[[bytes], None], tell: Callable[[str], None]) -> None:
-        self._log, self._write, self._tell = log, write, tell
+    def __init__(
+        self, log: Path, write: Callable[[bytes], None], tell: Callable[[str], None], *, bars: bool = False
+    ) -> None:
+        self._log, self._write, self._tell, self._bars = log, write, tell, bars
         self._ended = threading.Event()
         self._taken = 0  # pieces
+        self._within_line = False  # where a bar leaves the cursor
         self._thread = threading.Thread(target=self._run, name="relay", daemon=True)
 
     def start(self) -> None:
         """Begin to copy."""
         self._thread.start()
+
+    def tell(self, line: str) -> None:
+        """Tell ``line`` between what is copied, from the beginning of a line."""
+        self._end_line()
+        self._tell(line)
+
+    def _end_line(self) -> None:
+        if self._within_line:
+            self._within_line = False
+            with suppress(OSError, ValueError):  # nobody reads
+                self._write(b"\n")
 
     def finish(self, within: float = 2.0) -> None:
         """Copy what is left and end; a reader that takes nothing for ``within`` seconds is left alone."""
@@ -127,6 +142,8 @@ class Relay:
         while self._thread.is_alive() and taken != self._taken:
             taken = self._taken
             self._thread.join(within)
+        if not self._thread.is_alive():
+            self._end_line()
 
     def _run(self) -> None:
         try:
@@ -136,10 +153,11 @@ class Relay:
                         self._copied(log.read())
                         return
         except OSError as error:
-            self._tell(f"{self._log} cannot be read, and is shown no more: {error.strerror}; the run goes on")
+            self.tell(f"{self._log} cannot be read, and is shown no more: {error.strerror}; the run goes on")
 
     def _copied(self, data: bytes) -> bool:
         """Copy ``data``; whether anybody takes more of it."""
+        self._within_line = self._bars and (not data.endswith(b"\n") if data else self._within_line)
         try:
             for start in range(0, len(data), _PIECE):
                 self._write(data[start : start + _PIECE])
@@ -148,7 +166,7 @@ class Relay:
             return False
         except OSError as error:
             why = f"standard output cannot be written: {error.strerror}"
-            self._tell(f"{why}; the run goes on, and prints into {self._log}")
+            self.tell(f"{why}; the run goes on, and prints into {self._log}")
             return False
         return True
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from megatron_run.lazy import lazy_names
+from megatron_run.lazy import typed_names
 
 if TYPE_CHECKING:
     from megatron_run_engine.nn.attention import Attention as Attention
@@ -59,74 +59,4 @@ if TYPE_CHECKING:
     from megatron_run_engine.nn.spec import TransformerSpec as TransformerSpec
     from megatron_run_engine.nn.spec import check_heads as check_heads
 
-__getattr__, __dir__, __all__ = lazy_names(
-    __name__,
-    {
-        "megatron_run_engine.nn.attention": (
-            "Attention",
-            "CoreAttention",
-            "SelfAttention",
-        ),
-        "megatron_run_engine.nn.block": (
-            "ExpertBlock",
-            "TransformerBlock",
-            "attention_fields",
-            "drops",
-            "follow_recompute",
-            "make_block",
-            "parameters_of",
-        ),
-        "megatron_run_engine.nn.chunk": (
-            "DecoderChunk",
-            "ForwardPass",
-        ),
-        "megatron_run_engine.nn.cross_entropy": (
-            "CrossEntropy",
-            "LinearCrossEntropy",
-        ),
-        "megatron_run_engine.nn.dropout": ("Dropout",),
-        "megatron_run_engine.nn.embedding": (
-            "Embedding",
-            "Positions",
-            "WORD",
-            "embed",
-            "embedding_fields",
-            "tie_to_word",
-        ),
-        "megatron_run_engine.nn.fused": (
-            "split_heads",
-            "triton_lack",
-        ),
-        "megatron_run_engine.nn.gelu": ("Activation",),
-        "megatron_run_engine.nn.linear": (
-            "LinearLayer",
-            "Operand",
-            "PLAIN",
-            "Products",
-            "ReplicatedLinear",
-            "submit_gradients",
-        ),
-        "megatron_run_engine.nn.mlp": (
-            "Mlp",
-            "activation",
-        ),
-        "megatron_run_engine.nn.moe.layer": ("RouterReports",),
-        "megatron_run_engine.nn.norm": (
-            "LayerNorm",
-            "RmsNorm",
-            "make_norm",
-            "norm_of",
-        ),
-        "megatron_run_engine.nn.packed_attention": ("cumulative_lengths",),
-        "megatron_run_engine.nn.parameter": (
-            "build_device",
-            "empty_parameter",
-        ),
-        "megatron_run_engine.nn.rotary": ("Rotary",),
-        "megatron_run_engine.nn.spec": (
-            "ExpertSpec",
-            "TransformerSpec",
-            "check_heads",
-        ),
-    },
-)
+__getattr__, __dir__, __all__ = typed_names(__name__)

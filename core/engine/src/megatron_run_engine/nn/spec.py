@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, Literal
 
 from megatron_run.contracts import Init, NormKind
@@ -206,14 +207,15 @@ class TransformerSpec:
             shared, shared_gate = experts.shared_ffn, experts.shared_gate and experts.shared_ffn > 0
             mixed = FeedForwardCosts(experts.ffn, matrices, gate, experts.count, experts.top_k, shared, shared_gate)
 
-        def layer(index: int) -> LayerCosts:
-            rotary = self.rotates(index)
+        @cache  # one object a kind: there may be 100,000 layers
+        def kind(rotary: bool, has_experts: bool) -> LayerCosts:
             own = attention or AttentionCosts.plain(self.heads, self.head_size, self.kv_heads, rotary=rotary)
-            feed = mixed if experts is not None and index in experts.layers else dense
+            feed = mixed if has_experts else dense
             return LayerCosts(self.hidden, self.sequence_length, (own, feed), self.dropout > 0, self.bias)
 
+        with_experts = experts.layers if experts is not None else frozenset()
         return ModelCosts(
-            tuple(map(layer, range(self.layers))),
+            tuple(kind(self.rotates(index), index in with_experts) for index in range(self.layers)),
             self.vocab,
             tied=tied,
             positions=self.sequence_length if self.position == "learned" else 0,

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from megatron_run_engine.optim.sharding import Shard
 
 
-class Group(NamedTuple):
+class Hyperparameters(NamedTuple):
     """Hyperparameters that values must share to be updated together. ``by_rest``: ``UpdateRule.rest`` updates them."""
 
     decays: bool
@@ -28,11 +28,11 @@ class Stretch:
 
     shard: Shard
     in_bucket: range
-    group: Group
+    group: Hyperparameters
     values: Parameter
 
     @classmethod
-    def of(cls, shard: Shard, in_bucket: range, group: Group, shape: tuple[int, ...] = (-1,)) -> Stretch:
+    def of(cls, shard: Shard, in_bucket: range, group: Hyperparameters, shape: tuple[int, ...] = (-1,)) -> Stretch:
         """The stretch of ``in_bucket``; its values and gradient are views of the shard's."""
         values = Parameter(shard.masters[shard.local(in_bucket)].view(shape))
         values.grad = shard.grads[shard.local(in_bucket)].view(shape)

@@ -14,7 +14,7 @@ from megatron_run.contracts import MASTER, StatePiece
 from megatron_run_engine.optim.one_pass import one_pass_of
 from megatron_run_engine.optim.rule_memory import GROUP, GroupNumbers, ListsFields, RuleWatch, restored, saved_form
 from megatron_run_engine.optim.sharding import give_values
-from megatron_run_engine.optim.stretches import Group, Stretch
+from megatron_run_engine.optim.stretches import Hyperparameters, Stretch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -162,8 +162,8 @@ class Update:
             for group in dict.fromkeys(stretch.group for stretch in members)
         ]
 
-    def _group(self, info: ParamInfo, *, by_rest: bool = False) -> Group:
-        return Group(info.decay, self._options.factor(info.name), by_rest)
+    def _group(self, info: ParamInfo, *, by_rest: bool = False) -> Hyperparameters:
+        return Hyperparameters(info.decay, self._options.factor(info.name), by_rest)
 
     def _runs(self, shard: Shard) -> Iterator[Stretch]:
         """The longest ranges of one group."""

@@ -17,6 +17,7 @@ import torch
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from megatron_run.contracts.meaning import FIXED, NOT_LEARNED
+from megatron_run.contracts.option_groups import OF_FILES
 from megatron_run.errors import InputError, let_end
 from megatron_run.errors.wording import advice, did_you_mean
 from megatron_run.registry.choose import is_file
@@ -68,7 +69,7 @@ class UpdateOptions(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
-    rule: Annotated[str, AfterValidator(_rule), FIXED] = Field(
+    rule: Annotated[str, AfterValidator(_rule), FIXED, OF_FILES] = Field(
         "adamw", description="adamw, adam, sgd, muon, or MODULE:CLASS or ./FILE.py:CLASS of a torch optimizer"
     )
     betas: tuple[Decay, Decay] = Field((0.9, 0.999), description="decay of the moments, for adamw and adam")

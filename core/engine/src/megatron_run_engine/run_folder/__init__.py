@@ -3,7 +3,7 @@
 ``open_run_folder`` creates, joins or refuses a folder and takes its lock. ``RunFolder`` knows the paths and maintains
 ``status.json``. ``History`` reads the numbers that a run has left.
 
-Imports: checkpoint, config, contracts, data, errors, files, planning.
+Imports: checkpoint, config, contracts, data, errors, files, planning, registry.
 """
 
 from __future__ import annotations

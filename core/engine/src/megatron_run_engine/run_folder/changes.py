@@ -25,6 +25,7 @@ from megatron_run.contracts.schema import SECTIONS, Header
 from megatron_run.errors import InputError
 from megatron_run.errors.wording import advice, did_you_mean
 from megatron_run.planning.run import sections
+from megatron_run_engine.run_folder.idle_options import idle_keys
 
 if TYPE_CHECKING:
     from pydantic.fields import FieldInfo
@@ -147,12 +148,15 @@ class Change(NamedTuple):
 def find_changes(before: Mapping[str, Any], run: ResolvedRun, dropped: Collection[str] = ()) -> tuple[Change, ...]:
     """Return how the identity ``before`` differs from that of ``run``, in order of the keys.
 
+    A value that means the same to its plugin is no change.
     For a kind in ``STATEFUL`` another plugin is no change, nor are options that only one of the two plugins has. Kinds
     in ``dropped`` start their state anew, so that nothing of theirs is a change.
     """
     now, meaning = identity(run), meaning_of_keys(run)
     before = {key: value for key, value in before.items() if NOT_LEARNED not in _marks(key, meaning)}
-    differing = [key for key in sorted(before.keys() | now.keys()) if before.get(key) != now.get(key)]
+    unequal = [key for key in sorted(before.keys() | now.keys()) if before.get(key) != now.get(key)]
+    idle = idle_keys(before, run, unequal)
+    differing = [key for key in unequal if key not in idle]
     replaced = [kind for kind in STATEFUL if f"{kind}.use" in differing]
 
     def counts(key: str) -> bool:

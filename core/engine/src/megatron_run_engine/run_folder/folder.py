@@ -311,7 +311,7 @@ class History:
 
     @cached_property
     def evaluations(self) -> Columns:
-        """One row for each evaluation: ``step``, ``loss``, ``perplexity`` and the others."""
+        """One row for each evaluation of a split or task: ``step``, ``split``, ``loss`` and the others."""
         return _columns(self.folder / "eval.jsonl")
 
     @property
@@ -324,8 +324,14 @@ class History:
         """The saved step with the lowest validation loss, the newest where none was evaluated; None without any."""
         checkpoints = Checkpoints(self.folder / CHECKPOINTS)
         saved = checkpoints.steps()
-        found = zip(self.evaluations.get("loss", []), self.evaluations.get("step", []), strict=False)
-        scored = [(loss, -step) for loss, step in found if isinstance(loss, float) and step in saved]
+        found = self.evaluations
+        losses, steps = found.get("loss", []), found.get("step", [])
+        splits = found.get("split", ["validation"] * len(steps))  # the losses of a task are of other text
+        scored = [
+            (loss, -step)
+            for loss, step, split in zip(losses, steps, splits, strict=False)
+            if isinstance(loss, float) and step in saved and split in ("validation", None)
+        ]
         step = -min(scored)[1] if scored else saved[-1] if saved else None
         return None if step is None else checkpoints.folder(step)
 
@@ -349,20 +355,26 @@ def _columns(path: Path) -> Columns:
     lines = byte_lines(content[: content.rfind(b"\n") + 1])  # a killed run leaves half a line at the end
     read = (_row(path, number, line) for number, line in enumerate(lines, 1))
     # A line without a loss says what was changed before a step, in folders of early versions.
-    rows = {row["step"]: row for row in read if "changes" not in row or "loss" in row}
-    ordered = [rows[step] for step in sorted(rows)]
+    # Evaluations of one step differ in their split or task.
+    rows = {(row["step"], str(row.get("split"))): row for row in read if "changes" not in row or "loss" in row}
+    ordered = sorted(rows.values(), key=lambda row: row["step"])
     names = dict.fromkeys(name for row in ordered for name in row if name not in ("resumed", "changes"))
     return {name: [row.get(name) for row in ordered] for name in names}
 
 
 def _row(path: Path, number: int, line: bytes) -> Mapping[str, Any]:
-    """A line with what plugins have added among the other numbers."""
+    found = row_of(line)
+    if found is None:
+        raise InputError(f"line {number} of {path} is damaged", why="it is no JSON object with the number of a step")
+    return found
+
+
+def row_of(line: bytes) -> Mapping[str, Any] | None:
+    """A line of numbers, with what plugins have added among the others; None where it is damaged."""
     try:
         row = parse_json(line)
         found = {**{name: value for name, value in row.items() if name != "extra"}, **row.get("extra", {})}
         whole = "changes" in found or type(found["step"]) is int
     except (ValueError, TypeError, AttributeError, KeyError):
         whole = False
-    if not whole:
-        raise InputError(f"line {number} of {path} is damaged", why="it is no JSON object with the number of a step")
-    return found
+    return found if whole else None

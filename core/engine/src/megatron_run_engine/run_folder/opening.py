@@ -38,6 +38,8 @@ if TYPE_CHECKING:
     from megatron_run.planning import ResolvedRun
 
 
+#: Where folders without a name of their own lie.
+_RUNS = Path("runs")
 #: Seconds within which a network file system shows a new file on other hosts.
 VISIBLE_WITHIN = 10.0
 #: Files that a folder may hold before it has a ``run.json``: locks, and what a killed job had of that file.
@@ -70,16 +72,16 @@ class OpenedFolder:
         return False
 
 
-def open_run_folder(run: ResolvedRun, arguments: Sequence[str] = (), base: Path = Path("runs")) -> OpenedFolder:
+def open_run_folder(run: ResolvedRun, arguments: Sequence[str] = ()) -> OpenedFolder:
     """Create or join the run folder of ``run``, and describe this attempt in it. Called by rank 0 or the launcher.
 
-    If ``run.folder`` is unset, the folder is a new ``base/<date>-<time>-<id>``. Raises :class:`InputError` for a folder
+    If ``run.folder`` is unset, the folder is a new ``runs/<date>-<time>-<id>``. Raises :class:`InputError` for a folder
     that belongs to another run or job, is no run folder, is a link to elsewhere, or cannot be written.
     """
     wanted = run.config.run.folder
     check_goes_on(run)
     try:
-        before, lock = _new_folder(base) if wanted is None else _chosen_folder(wanted)
+        before, lock = _new_folder() if wanted is None else _chosen_folder(wanted)
         try:
             opened = _enter(before.with_status(), lock, run, arguments)
         except BaseException:
@@ -87,7 +89,7 @@ def open_run_folder(run: ResolvedRun, arguments: Sequence[str] = (), base: Path 
             lock.release()
             raise
     except OSError as error:
-        raise unusable(wanted or base, error) from error
+        raise unusable(wanted or _RUNS, error) from error
     return opened
 
 
@@ -130,8 +132,8 @@ def _shows(path: Path, attempt: int, run_id: str) -> bool:
     return record is not None and record.get("id") == run_id
 
 
-def _new_folder(base: Path) -> tuple[Before, FolderLock]:
-    runs = base.absolute()
+def _new_folder() -> tuple[Before, FolderLock]:
+    runs = _RUNS.absolute()
     made = _outermost_missing(runs)
     with _left_as_it_was(Before(runs, made)):
         runs.mkdir(parents=True, exist_ok=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from megatron_run.lazy import lazy_names
+from megatron_run.lazy import typed_names
 
 if TYPE_CHECKING:
     from megatron_run_engine.runtime.comm import ParallelGroup as ParallelGroup
@@ -18,18 +18,11 @@ if TYPE_CHECKING:
     from megatron_run_engine.runtime.context import Dtypes as Dtypes
     from megatron_run_engine.runtime.gradients import GradientAccumulator as GradientAccumulator
     from megatron_run_engine.runtime.gradients import main_grad as main_grad
+    from megatron_run_engine.runtime.operands import tensors_in as tensors_in
+    from megatron_run_engine.runtime.operands import with_tensors as with_tensors
     from megatron_run_engine.runtime.parameter_init import canonical as canonical
     from megatron_run_engine.runtime.transformer_engine import Need as Need
     from megatron_run_engine.runtime.transformer_engine import import_transformer_engine as import_transformer_engine
     from megatron_run_engine.runtime.transformer_engine import installed_version as installed_version
 
-__getattr__, __dir__, __all__ = lazy_names(
-    __name__,
-    {
-        "megatron_run_engine.runtime.comm": ("ParallelGroup", "Pending"),
-        "megatron_run_engine.runtime.context": ("BuildContext", "Dtypes"),
-        "megatron_run_engine.runtime.gradients": ("GradientAccumulator", "main_grad"),
-        "megatron_run_engine.runtime.parameter_init": ("canonical",),
-        "megatron_run_engine.runtime.transformer_engine": ("Need", "import_transformer_engine", "installed_version"),
-    },
-)
+__getattr__, __dir__, __all__ = typed_names(__name__)

@@ -75,6 +75,8 @@ class BuildContext:
 
     @property
     def vocab_size(self) -> int:
-        """Token ids of the model, unpadded."""
-        size: int = self.model.vocab_size  # type: ignore[attr-defined]  # every model's options have it
+        """Token ids of the model, unpadded. Raises ValueError while its options do not say."""
+        size: int | None = self.model.vocab_size  # type: ignore[attr-defined]  # every model's options have it
+        if size is None:
+            raise ValueError("vocab_size is unset: fill it in from the data first")
         return size

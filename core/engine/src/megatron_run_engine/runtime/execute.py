@@ -96,7 +96,7 @@ class Executor:
         activity: Activity | None = None,
     ) -> None:
         self._chunks, self._gradients, self._messenger, self._rank = chunks, gradients, messenger, rank
-        self._activity = Activity() if activity is None else activity
+        self._activity = activity or Activity()
         self._handlers: dict[str, Callable[[Action, Tensors], Tensors | None]] = {
             "F": self._forward,
             "B": self._backward,

@@ -88,7 +88,7 @@ class Messenger:
         self._channels, self._ranks, self._device = channels, ranks, device
         by_host = channels is not None and passes_host(device, channels.up)
         self._carried_on = torch.device("cpu") if by_host else device
-        self._activity = Activity() if activity is None else activity
+        self._activity = activity or Activity()
         self._model, self._sharers = model, sharers
         self._local: dict[Message, Tensors] = {}
         self._queued: defaultdict[int, deque[_QueuedReceive]] = defaultdict(deque)

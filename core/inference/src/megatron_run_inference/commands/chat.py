@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from functools import cached_property, wraps
 from pathlib import Path
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from megatron_run.errors import InputError, locate
+from megatron_run_cli.grammar import Command, with_options
 from megatron_run_cli.output import print_json_line, show_piece, tell, tell_error
 from megatron_run_cli.streams import typed_lines
 
@@ -67,7 +68,7 @@ class ChatOptions:
             _at_terminal(talk)
 
 
-def chat_options(command: Callable[..., Any]) -> Callable[..., Any]:
+def chat_options(command: Command) -> Command:
     """Give ``command`` the options of a conversation, as one argument ``chat``, None where none is asked for."""
 
     @wraps(command)
@@ -77,10 +78,7 @@ def chat_options(command: Callable[..., Any]) -> Callable[..., Any]:
             raise InputError(f"--{alone} is for a conversation", fix="add --chat")
         return command(chat=ChatOptions(system, template) if chat else None, **others)
 
-    decorated: Callable[..., Any] = with_chat
-    for option in reversed(_OPTIONS):
-        decorated = option(decorated)
-    return decorated
+    return with_options(with_chat, *_OPTIONS)
 
 
 def lines_typed() -> Iterator[str]:

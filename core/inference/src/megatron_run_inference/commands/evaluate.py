@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from megatron_run.errors import InputError
+from megatron_run_cli.command_groups import DefaultGroup, example
 from megatron_run_cli.completion import words as places
-from megatron_run_cli.grammar import debug_option, json_option, naming, rank_options, step_option
-from megatron_run_cli.groups import DefaultGroup, example
+from megatron_run_cli.grammar import json_option, naming, rank_options, step_option
 from megatron_run_cli.output import print_json, print_table, tell
 from megatron_run_inference.commands.generate import load_here, read_source
 
@@ -66,7 +66,6 @@ def evaluate() -> None:
 @click.option("--batch", type=click.IntRange(min=1), default=8, metavar="N", help="Windows in a pass [default: 8].")
 @rank_options
 @json_option
-@debug_option
 def model(
     request: Request,
     model: Path,
@@ -113,7 +112,6 @@ def model(
 @click.argument("test", type=click.Path(path_type=Path))
 @click.argument("train", nargs=-1, required=True, shell_complete=places.any_path)
 @json_option
-@debug_option
 def overlap(test: Path, train: tuple[str, ...], *, as_json: bool) -> None:
     """Count the 8-grams of the text TEST that the texts TRAIN, files, folders or patterns, hold too.
 
@@ -145,7 +143,6 @@ def overlap(test: Path, train: tuple[str, ...], *, as_json: bool) -> None:
 @click.option("--batch", type=click.IntRange(min=1), default=8, metavar="N", help="Texts in a pass [default: 8].")
 @rank_options
 @json_option
-@debug_option
 def harness(  # noqa: PLR0913  # one argument an option
     request: Request,
     model: Path,

@@ -15,8 +15,8 @@ import click
 
 from megatron_run.errors import DataError, InputError
 from megatron_run.files.safe_folder import parse_json
-from megatron_run_cli.grammar import debug_option, json_option, rank_options, step_option
-from megatron_run_cli.groups import example
+from megatron_run_cli.command_groups import example
+from megatron_run_cli.grammar import json_option, rank_options, step_option
 from megatron_run_cli.output import print_json, show_piece, tell
 from megatron_run_cli.streams import typed_text
 from megatron_run_inference.commands.chat import ANEW, BETWEEN, END, ChatOptions, chat_options, greeting, lines_typed
@@ -64,7 +64,6 @@ if TYPE_CHECKING:
 )
 @rank_options
 @json_option
-@debug_option
 def generate(
     request: Request,
     model: Path,

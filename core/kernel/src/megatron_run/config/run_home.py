@@ -42,6 +42,26 @@ def name_runs(merged: ConfigSource, latest: MutableMapping[str, str]) -> None:
             merged.values[key] = replace(value, data=type(value.data)(f"{lies}{step}"))
 
 
+def follow_moved_weights(merged: ConfigSource, notices: list[str]) -> None:
+    """Read the paths of an imported folder that was moved as those of where its ``config.yaml`` lies now.
+
+    An import names itself in ``run.init_from``, and its tokenizer. Where that folder is there still it is meant.
+    """
+    weights = merged.values.get(("run", "init_from"))
+    config = None if weights is None else config_file(weights.origin)
+    if weights is None or config is None:
+        return
+    named, here = Path(str(weights.data)), config.absolute().parent
+    if named.exists() or not (here / "checkpoints").is_dir() or (here / "run.json").exists():
+        return
+    for key, value in merged.values.items():
+        inside = isinstance(value.data, str | Path) and config_file(value.origin) == config
+        if inside and Path(str(value.data)).is_relative_to(named):
+            moved = here / Path(str(value.data)).relative_to(named)
+            merged.values[key] = replace(value, data=type(value.data)(str(moved)))
+    notices.append(f"{config} was moved with its weights: {named} is read as {here}")
+
+
 def config_file(origin: Origin) -> Path | None:
     """The configuration file in which a value of ``origin`` stands; None for a value from elsewhere."""
     return Path(origin.place.rpartition(" line ")[0]) if origin.source == "file" else None

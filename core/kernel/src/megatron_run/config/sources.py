@@ -13,7 +13,7 @@ from megatron_run.config.merge import ConfigSource, assign, merge, plugin_words,
 from megatron_run.config.origin import DEFAULT, Choice, Key, Origin, Text, dotted, section_of
 from megatron_run.config.presets import read_preset
 from megatron_run.config.request import ENVIRONMENT_PREFIX, Found, Request
-from megatron_run.config.run_home import name_runs
+from megatron_run.config.run_home import follow_moved_weights, name_runs
 from megatron_run.config.yaml import MAX_BYTES, Node, parse, too_large
 from megatron_run.contracts.plugin import RUN_KINDS, SEPARATORS, check_run_kind
 from megatron_run.errors import Findings, InputError
@@ -108,6 +108,7 @@ def read_sources(
     merged = merge(sources)
     follow_rules(merged)
     name_runs(merged, latest)
+    follow_moved_weights(merged, notices)
     return merged
 
 

@@ -15,7 +15,7 @@ from megatron_run.config.fields import fields_of, submodel, walk
 from megatron_run.config.origin import DEFAULT, Key, Origin, Text, Value, dotted
 from megatron_run.config.values import members, plain, read_text, whole
 from megatron_run.config.yaml import bare, parse
-from megatron_run.contracts.groups import AT_KEY
+from megatron_run.contracts.option_groups import AT_KEY
 from megatron_run.contracts.schema import Section
 from megatron_run.errors import Findings, InputError, RunError
 from megatron_run.errors.wording import did_you_mean, similar_word

@@ -5,16 +5,17 @@ Training reads FLOPs from them (for MFU), the planner times and memory. A model'
     def costs(self, sequence_length: int, vocab_size: int) -> ModelCosts: ...
 
 Whatever fits no other description is a :class:`SegmentCosts`: its matrices, and what its kernels keep and move. The
-suite of models compares the weights with those of the layers that are built. Biases and norms are left out.
+suite of models compares weights and saved values with those of the layers that are built. Biases and norms are left
+out.
 
 Legend: ``s`` tokens of a sample, ``h`` hidden, ``t`` tensor-parallel size.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 
 
@@ -61,6 +62,13 @@ class AttentionCosts:
         products = own * tokens + (made - own) * self.across
         return 6 * hidden * products + 12 * tokens * self.across * self.heads * self.head_size
 
+    def saved(self, hidden: int, tokens: int) -> float:
+        """Values of a sample that stay until the backward, beside the norm's and stored scores; ranks split them."""
+        if self.across:
+            return 2 * (tokens + self.across) * self.context
+        rotated = self.columns - self.kv_heads * self.head_size if self.rotary else 0.0
+        return tokens * (self.columns + self.context + rotated)
+
 
 @dataclass(frozen=True)
 class FeedForwardCosts:
@@ -98,6 +106,15 @@ class FeedForwardCosts:
         chosen = self.expert_weights(hidden) * self.top_k / self.experts if self.experts else 0.0
         return 6 * tokens * (self.weights(hidden) + chosen)
 
+    def saved(self, hidden: int, tokens: int) -> float:
+        """Values of a sample that stay until the backward: what the activation reads and writes; ranks split them."""
+        inside = self.routed * self.features * (self.matrices + self.keeps_gate)
+        return float(tokens * (inside + self.shared * self.matrices * (self.experts > 0)))
+
+    def copied(self, hidden: int, tokens: int) -> float:
+        """Values of a sample that stay besides, whole on every tensor-parallel rank: what experts get and give."""
+        return float(2 * tokens * self.routed * hidden) if self.experts else 0.0
+
 
 @dataclass(frozen=True)
 class SegmentCosts:
@@ -127,6 +144,10 @@ class SegmentCosts:
     def flops(self, hidden: int, tokens: int) -> float:
         """FLOPs of a sample's forward and backward: twice the forward's in the backward."""
         return tokens * (6 * self.weights(hidden) + 3 * self.operations)
+
+    def saved(self, hidden: int, tokens: int) -> float:
+        """Values of a sample that stay until the backward, beside the norm's; ranks split them."""
+        return tokens * self.kept
 
 
 Part = AttentionCosts | FeedForwardCosts | SegmentCosts
@@ -160,6 +181,16 @@ class LayerCosts:
         """FLOPs of a sample's forward and backward, without recomputation."""
         return sum(part.flops(self.hidden, self.tokens) for part in self.parts)
 
+    @cached_property
+    def saved(self) -> float:
+        """Values of a sample that one rank keeps until the backward, without scores, and without masks of dropout.
+
+        Of each part they are the inputs of its norm and of its products, and what it keeps itself.
+        """
+        inputs = 2 * len(self.parts) * self.hidden * self.tokens
+        inside = sum(part.saved(self.hidden, self.tokens) for part in self.parts)
+        return inputs + inside + sum(part.copied(self.hidden, self.tokens) for part in self.feeds)
+
     @property
     def attentions(self) -> tuple[AttentionCosts, ...]:
         """Its parts that attend."""
@@ -174,6 +205,50 @@ class LayerCosts:
     def experts(self) -> int:
         """Experts of the layer, 0 without any."""
         return max((part.experts for part in self.feeds), default=0)
+
+
+@dataclass(frozen=True)
+class LayerKinds:
+    """Layers by kind: the number of each. It is no whole one for a stage of average size."""
+
+    counts: tuple[tuple[float, LayerCosts], ...] = ()
+
+    @property
+    def total(self) -> float:
+        """How many layers there are."""
+        return sum(count for count, _ in self.counts)
+
+    @property
+    def layers(self) -> tuple[LayerCosts, ...]:
+        """One layer of each kind."""
+        return tuple(layer for _, layer in self.counts)
+
+    def sum(self, cost: Callable[[LayerCosts], float]) -> float:
+        """``cost`` over all layers."""
+        return sum((count * cost(layer) for count, layer in self.counts), 0.0)
+
+    def mean(self, cost: Callable[[LayerCosts], float]) -> float:
+        """``cost`` of a layer on average, 0 without any."""
+        return self.sum(cost) / self.total if self.counts else 0.0
+
+    @property
+    def weights(self) -> float:
+        """Weights that every expert-parallel rank holds."""
+        return self.sum(lambda layer: layer.weights)
+
+    @property
+    def expert_weights(self) -> float:
+        """Weights of experts, which expert-parallel ranks share out."""
+        return self.sum(lambda layer: layer.expert_weights)
+
+    @property
+    def flops(self) -> float:
+        """FLOPs of a sample's forward and backward, without recomputation."""
+        return self.sum(lambda layer: layer.flops)
+
+    def over(self, stages: int) -> LayerKinds:
+        """Those of one of ``stages``, on average."""
+        return LayerKinds(tuple((count / stages, layer) for count, layer in self.counts))
 
 
 @dataclass(frozen=True)
@@ -230,29 +305,34 @@ class ModelCosts:
         return self.embedded or self.sequence
 
     @cached_property
-    def kinds(self) -> tuple[tuple[float, LayerCosts], ...]:
-        """The different layers, each with its share of all."""
-        return tuple((count / len(self.layers), layer) for layer, count in Counter(self.layers).items())
+    def _indices(self) -> Mapping[LayerCosts, Sequence[int]]:
+        """The indices of each kind of layer, in order."""
+        found: dict[LayerCosts, list[int]] = {}
+        known: dict[int, list[int]] = {}  # by identity: most layers are one object, and a hash visits all its parts
+        for index, layer in enumerate(self.layers):
+            if id(layer) not in known:
+                known[id(layer)] = found.setdefault(layer, [])
+            known[id(layer)].append(index)
+        return found
+
+    @cached_property
+    def kinds(self) -> LayerKinds:
+        """All layers by kind."""
+        return self.part(range(len(self.layers)))
+
+    def part(self, *places: range) -> LayerKinds:
+        """The layers with the indices of ``places``, by kind. It takes as long for 10 layers as for 100,000."""
+
+        def count(indices: Sequence[int]) -> int:
+            return sum(bisect_left(indices, place.stop) - bisect_left(indices, place.start) for place in places)
+
+        held = ((count(indices), layer) for layer, indices in self._indices.items())
+        return LayerKinds(tuple((number, layer) for number, layer in held if number))
 
     @property
     def experts(self) -> int:
         """Experts of a layer that has some."""
-        return max(layer.experts for _, layer in self.kinds)
-
-    def part(self, layers: Iterable[int]) -> ModelCosts:
-        """The model with these of its layers; itself where all are alike, or with none."""
-        chosen = tuple(self.layers[index] for index in layers) if len(self.kinds) > 1 else ()
-        return replace(self, layers=chosen) if chosen else self
-
-    @cached_property
-    def layer_weights(self) -> float:
-        """Weights of a layer that every expert-parallel rank holds, on average."""
-        return sum(share * layer.weights for share, layer in self.kinds)
-
-    @cached_property
-    def expert_weights(self) -> float:
-        """Weights of a layer's experts, on average."""
-        return sum(share * layer.expert_weights for share, layer in self.kinds)
+        return max(layer.experts for layer in self.kinds.layers)
 
     @property
     def predictor_weights(self) -> float:
@@ -264,7 +344,7 @@ class ModelCosts:
         """Weights of the model."""
         words = self.vocabulary * (1 if self.tied else 2) + self.positions
         tables = words * self.hidden + self.head_weights + self.other_weights
-        layers = len(self.layers) * (self.layer_weights + self.expert_weights)
+        layers = self.kinds.weights + self.kinds.expert_weights
         return layers + tables + self.predictors * (self.predictor_weights + self.layers[-1].expert_weights)
 
     @cached_property
@@ -274,7 +354,7 @@ class ModelCosts:
         6 a weight that processes a token, and 12 s h a layer for all scores, as if nothing were masked (Narayanan et
         al. 2021, appendix; Chowdhery et al. 2022, PaLM, appendix B).
         """
-        layers = len(self.layers) * sum(share * layer.flops for share, layer in self.kinds) / self.sequence
+        layers = self.kinds.flops / self.sequence
         head = 6.0 * self.hidden * self.vocabulary
         predictor = self.layers[-1].flops / self.sequence + 12.0 * self.hidden**2 + head
         return layers + self.predictors * predictor + 6 * self.head_weights + (head if self.logits else 0.0)

@@ -89,6 +89,14 @@ def plural(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 'es' if noun.endswith('ch') else 's'}"
 
 
+def duration(seconds: float) -> str:
+    """Return ``42 s``, ``3 min 05 s`` or ``2 h 14 min``."""
+    minutes, rest = divmod(round(max(0.0, seconds)), 60)
+    if minutes >= 60:
+        return f"{minutes // 60} h {minutes % 60:02} min"
+    return f"{minutes} min {rest:02} s" if minutes else f"{rest} s"
+
+
 def nearest(number: int, others: Iterable[int]) -> str:
     """The one of ``others`` next below ``number`` and the one next above: ``"4 or 8"``; empty without any."""
     ascending = sorted(others)

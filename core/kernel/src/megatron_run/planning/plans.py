@@ -23,6 +23,10 @@ Answer = TypeVar("Answer")
 
 #: The most microbatches of a step, and layers: lists of more take minutes and gigabytes, and are typing mistakes.
 MAX_MICROBATCHES, MAX_LAYERS = 100_000, 100_000
+#: The most actions of a step: a forward and a backward for each stage, chunk and microbatch. They take half a minute.
+MAX_ACTIONS = 2_000_000
+#: The most places of layers: as many stages of one action each take seconds, and are no cluster's.
+MAX_PLACES = 10_000
 
 
 def microbatch_counts(train: TrainSection, data_parallel: int, follows_from: str = "") -> tuple[int, ...]:
@@ -76,8 +80,21 @@ def plan_run(
     """
     if max(counts, default=0) > MAX_MICROBATCHES:
         raise InputError(f"{max(counts)} microbatches are more than the {MAX_MICROBATCHES} that can be planned")
-    made: Schedule = schedule.create()
     stages, chunks = parallel.pipeline, parallel.chunks
+    if stages * chunks > MAX_PLACES:
+        raise InputError(
+            f"parallel.pipeline={stages} x parallel.chunks={chunks} are {stages * chunks} places of layers",
+            why=f"the actions of each are planned, and at most {MAX_PLACES}",
+            fix="lower them",
+        )
+    actions = 2 * stages * chunks * max(counts, default=0)
+    if actions > MAX_ACTIONS:
+        raise InputError(
+            f"{stages} stages x {chunks} chunks x {max(counts)} microbatches make {actions} actions a step",
+            why=f"every action of a step is planned, and at most {MAX_ACTIONS}",
+            fix="lower parallel.pipeline or train.global_batch_size, or raise train.micro_batch_size",
+        )
+    made: Schedule = schedule.create()
     layout = _place_layers(schedule, made, layers, parallel)
     plans = {}
     for count in counts:

@@ -40,15 +40,12 @@ from megatron_run.contracts.topology import Sizes
 from megatron_run.errors import Findings, RunError
 from megatron_run.pipeline.plan import Plan
 from megatron_run.planning.choosing import (
-    apply_suggestions,
     check_names,
     choose_plugins,
     kind_section,
     rule_notices,
     with_options,
 )
-from megatron_run.planning.decided import apply_decided
-from megatron_run.planning.fetched import fetch_tokenizer
 from megatron_run.planning.plans import check_rates, layers_of, microbatch_counts, plan_run
 from megatron_run.planning.rank_grid import (
     ExpertSplit,
@@ -59,6 +56,7 @@ from megatron_run.planning.rank_grid import (
     source_of_data,
 )
 from megatron_run.planning.run import ResolvedRun
+from megatron_run.planning.taken import take
 from megatron_run.registry.compatibility import mismatches, misstacked, unserved
 from megatron_run.registry.discover import Catalog, scan
 from megatron_run.registry.known import known_plugin
@@ -169,15 +167,8 @@ class _Resolver:
     def _choose(self, catalog: Catalog) -> tuple[ConfigSource, dict[str, tuple[Plugin, ...]]]:
         """All sources as one, the plugins' suggestions among them, and the plugins with their options."""
         merged = self.read(catalog)
-        chosen = choose_plugins(
-            merged, self._objects, catalog, self._findings, self._notices, plan_only=self._plan_only
-        )
-        merged = apply_decided(apply_suggestions(merged, chosen, self._notices), chosen)
-        merged = fetch_tokenizer(merged, self._findings, self._notices.append)
+        merged, plugins = take(merged, catalog, self._findings, self._notices, self._objects, plan_only=self._plan_only)
         self._notices += (*rule_notices(merged), *home_notices(merged, self._request))
-        plugins = {}
-        for kind, stack in chosen.items():
-            plugins[kind] = with_options(kind, stack, merged, catalog, self._findings, self._notices)
         unloaded = [plugin for stack in plugins.values() for plugin in stack if not plugin.loaded]
         files = [str(plugin) for plugin in unloaded if plugin.entry is not None and plugin.entry.file]
         if files:

@@ -1,4 +1,4 @@
-"""Plans with the schedule alone, for ``schedule show``: no other plugin is loaded, and no torch."""
+"""Plans with the schedule alone, for ``schedule show``: no other plugin of ours is loaded, and no torch."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from megatron_run.config.validate import validate_section
 from megatron_run.contracts.schema import ParallelSection, Section, TrainSection
 from megatron_run.errors import Findings, RunError
 from megatron_run.pipeline.plan import Plan
-from megatron_run.planning.choosing import apply_suggestions, choose_plugins, with_options
 from megatron_run.planning.layer_split import natural_layers
 from megatron_run.planning.plans import microbatch_counts, plan_run
 from megatron_run.planning.rank_grid import attribute, infer_sizes
+from megatron_run.planning.taken import take
 from megatron_run.registry.compatibility import unserved
 from megatron_run.registry.discover import scan
 from megatron_run.registry.loaded_plugin import Plugin
@@ -69,7 +69,7 @@ class Asked:
 
 
 def ask_schedule(request: Request, shape: Shape) -> Asked:
-    """The schedule of ``request`` in ``shape``; of the other plugins none is imported.
+    """The schedule of ``request`` in ``shape``; of the other first-party plugins none is imported.
 
     The number of microbatches is the largest that occurs in the run. The layers are ``model.num_layers``; where no
     CONFIG is given and the shape says how many places there are, one layer a place. Raises
@@ -82,13 +82,8 @@ def ask_schedule(request: Request, shape: Shape) -> Asked:
         preset = merged.values.get(_LAYERS)  # which stands in for a CONFIG
         if preset and preset.origin.source == "file":
             del merged.values[_LAYERS]
-    chosen = choose_plugins(merged, (), catalog, findings, notices, kinds=("schedule",))
-    merged = apply_suggestions(merged, chosen, notices)
-    ready = [
-        each
-        for stack in chosen.values()
-        for each in with_options("schedule", stack, merged, catalog, findings, notices)
-    ]
+    merged, plugins = take(merged, catalog, findings, notices, imported=("schedule",))
+    ready = plugins.get("schedule", ())
     origins = {key: value.origin for key, value in merged.values.items()}
     if shape.microbatches:  # what is said of the batch size is said of them
         origins[_BATCH] = Origin("command line", f"--microbatches {shape.microbatches}")

@@ -161,9 +161,9 @@ def format_to_read(
     raise CheckpointError(f"{source} is in no format that is known", why=known, fix=fix)
 
 
-def format_to_write(choice: str, catalog: Catalog | None = None) -> ChosenFormat:
+def format_to_write(choice: str) -> ChosenFormat:
     """The format ``choice``, which can be written. Raises a :class:`RunError`."""
-    return _named(choice, (EXPORT,), f"--to {choice}", scan() if catalog is None else catalog)
+    return _named(choice, (EXPORT,), f"--to {choice}", scan())
 
 
 def format_of_scripts(choice: str, origin: str, catalog: Catalog | None = None) -> ChosenFormat:

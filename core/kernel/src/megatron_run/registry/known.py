@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Any
 
 from megatron_run.errors.install_hint import ENGINE, how_to_install
 
@@ -13,7 +14,8 @@ from megatron_run.errors.install_hint import ENGINE, how_to_install
 class Known:
     """A first-party plugin. ``provides`` as in PluginInfo. ``builtin``: it comes with the engine.
 
-    ``within`` is the plugin of the same kind whose distribution holds it, empty where it has one of its own.
+    ``vocab_size`` is the number of token ids of data that say one without being told, else 0. ``within`` is the plugin
+    of the same kind whose distribution holds it, empty where it has one of its own.
     """
 
     kind: str
@@ -21,11 +23,17 @@ class Known:
     provides: frozenset[str] = frozenset()
     builtin: bool = False
     within: str = ""
+    vocab_size: int = 0
 
     @property
     def distribution(self) -> str:
         """The distribution that holds it."""
         return ENGINE if self.builtin else f"megatron-run-{self.kind}-{self.within or self.name}"
+
+    @property
+    def suggests(self) -> Mapping[str, Any]:
+        """The values that it suggests, whatever its options, as in PluginInfo."""
+        return SUGGESTS.get(f"{self.kind}={self.name}", {})
 
     @property
     def how_to_get(self) -> str:
@@ -59,7 +67,7 @@ KNOWN: tuple[Known, ...] = (
     Known("model", "bert"),
     Known("model", "deepseek", frozenset({"parallel.expert"})),
     Known("model", "t5"),
-    Known("data", "mock", builtin=True),
+    Known("data", "mock", builtin=True, vocab_size=128),
     Known("data", "text", builtin=True),
     Known("data", "indexed"),
     Known("data", "instruct"),
@@ -81,6 +89,21 @@ KNOWN: tuple[Known, ...] = (
 )
 
 
+#: The suggestions of those that have some, written ``kind=name``.
+SUGGESTS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
+    {
+        # [[[cog from tests.support import first_party; cog.outl('\n'.join(first_party.suggestions())) ]]]
+        "schedule=1f1b": {"parallel.pipeline": 2},
+        "schedule=gpipe": {"parallel.pipeline": 2},
+        "schedule=interleaved": {"parallel.pipeline": 2, "parallel.chunks": 2},
+        "schedule=zero-bubble": {"parallel.pipeline": 2},
+        "parallel-layer=tensor": {"parallel.tensor": 2},
+        "data=instruct": {"train.loss_mean": "token"},
+        # [[[end]]]
+    }
+)
+
+
 #: First-party commands and groups of them, by the names of their entry points, with the distribution that brings each.
 KNOWN_COMMANDS: Mapping[str, str] = MappingProxyType(
     {
@@ -92,6 +115,8 @@ KNOWN_COMMANDS: Mapping[str, str] = MappingProxyType(
         "generate": "megatron-run-inference",
         "import": "megatron-run-engine",
         "plan": "megatron-run-planner",
+        "report": "megatron-run-report",
+        "sweep": "megatron-run-sweep",
         # [[[end]]]
     }
 )
@@ -106,6 +131,8 @@ COMMAND_SUMMARIES: Mapping[str, str] = MappingProxyType(
         "generate": "Continue each PROMPT with a trained model, or answer them with --chat.",
         "import": "Write the model at SOURCE as the new FOLDER: config.yaml and a saved step from which a...",
         "plan": "Find the fastest way to run a model on given devices, or compare predictions with...",
+        "report": "Write one HTML file about a run or two: curves, memory, schedule, samples, events,...",
+        "sweep": "Train a configuration with several values of some keys, and compare the runs.",
         # [[[end]]]
     }
 )

@@ -59,7 +59,7 @@ def load(entry: Entry, origin: str, digests: SourceDigests | None = None) -> Plu
     )
 
 
-def from_object(candidate: object, origin: str = "python") -> Plugin:
+def from_object(candidate: object) -> Plugin:
     """A plugin made of ``candidate``: an instance of a contract, or a module (or object) that implements the hooks.
 
     An instance may say more about itself in an attribute ``info``, a PluginInfo; else it is named after its class, in
@@ -69,36 +69,36 @@ def from_object(candidate: object, origin: str = "python") -> Plugin:
         raise PluginError(f"{candidate.__name__} is a class", fix=f"hand in an object: {candidate.__name__}()")
     kind = next((kind for kind, contract in CONTRACTS.items() if isinstance(candidate, contract)), "")
     if not kind:
-        return _from_hooks(candidate, origin)
+        return _from_hooks(candidate)
     info = getattr(candidate, "info", None) or _default_info(candidate, kind)
     difference = info_difference(info, kind, getattr(info, "name", ""))
     if difference:
         raise PluginError(f"the plugin object {type(candidate).__name__} breaks its contract", why=f"info {difference}")
-    return _plugin(info, origin, _module_of(type(candidate)), lambda **_arguments: candidate)
+    return _plugin(info, _module_of(type(candidate)), lambda **_arguments: candidate)
 
 
 def _default_info(instance: object, kind: str) -> PluginInfo:
     return PluginInfo(kind, type(instance).__name__.lower(), provides=_SERVES.get(kind, frozenset()))
 
 
-def _from_hooks(holder: object, origin: str) -> Plugin:
+def _from_hooks(holder: object) -> Plugin:
     module = holder if isinstance(holder, ModuleType) else _module_of(type(holder))
     name = module.__name__ if holder is module else type(holder).__name__.lower()
     info, factory = _register(holder, _only_kind(holder), name.rpartition(".")[2], "python", any_name=True)
-    return _plugin(info, origin, module, factory)
+    return _plugin(info, module, factory)
 
 
 def _module_of(cls: type) -> ModuleType:
     return sys.modules[cls.__module__]
 
 
-def _plugin(info: PluginInfo, origin: str, module: ModuleType, factory: Callable[..., object]) -> Plugin:
+def _plugin(info: PluginInfo, module: ModuleType, factory: Callable[..., object]) -> Plugin:
     return Plugin(
         kind=info.kind,
         name=info.name,
         distribution="",
         version="",
-        origin=origin,
+        origin="python",
         info=info,
         digest=source_digest(module),
         location=getattr(module, "__file__", None) or module.__name__,

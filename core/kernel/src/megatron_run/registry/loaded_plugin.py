@@ -197,7 +197,7 @@ class Plugin:
 def unloaded(kind: str, name: str, origin: str, entry: Entry | None, missing: PluginError) -> Plugin:
     """A stand-in for ``kind=name``, which was not loaded: the engine is missing, or its file must not be run.
 
-    A run that has one cannot train. It provides what the kernel knows the plugin to provide, keeps its options
+    A run that has one cannot train. It provides and suggests what the kernel knows the plugin to, keeps its options
     unchecked, and raises ``missing`` when its object is asked for. ``entry`` is None if it is not installed.
     """
     known = known_plugin(kind, name)
@@ -211,7 +211,13 @@ def unloaded(kind: str, name: str, origin: str, entry: Entry | None, missing: Pl
         distribution=entry.distribution if entry else "",
         version=entry.version if entry else "",
         origin=origin,
-        info=PluginInfo(kind, name, options=UncheckedOptions, provides=known.provides if known else frozenset()),
+        info=PluginInfo(
+            kind,
+            name,
+            options=UncheckedOptions,
+            provides=known.provides if known else frozenset(),
+            suggests=known.suggests if known else {},
+        ),
         digest="",
         location=entry.location if entry else "not installed",
         factory=refuse,

@@ -255,7 +255,7 @@ def _with_update(device: Device, survey: Survey) -> Device:
     swept = device.bandwidth * device.sweeps.efficiency
     for run in survey.runs:
         model, split = model_of(run)
-        parameters = len(model.layers) * (model.layer_weights + model.expert_weights) / split.tensor
+        parameters = (model.kinds.weights + model.kinds.expert_weights) / split.tensor
         parameters += run["vocabulary"] * model.hidden
         rows.append(((parameters / swept / run["rest"], 1 / run["rest"]), 1.0))
     update, step = least_squares(rows)

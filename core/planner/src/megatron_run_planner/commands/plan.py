@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any, Literal
 import click
 
 from megatron_run.errors import InputError, refuse_input, refuse_taken
+from megatron_run_cli.command_groups import DefaultGroup, example
 from megatron_run_cli.completion import words as places
 from megatron_run_cli.editor_schema import schema_line
-from megatron_run_cli.grammar import Command, debug_option, json_option, overwrite_option, run_options
-from megatron_run_cli.groups import DefaultGroup, example
+from megatron_run_cli.grammar import Command, json_option, overwrite_option, run_options, with_options
 from megatron_run_cli.output import print_json_line, write_file
 from megatron_run_planner.commands.amounts import Bytes, Length, Parameters
 
@@ -77,10 +77,10 @@ def task_options(command: Command) -> Command:
             request = replace(request, configs=(sized(size), *request.configs))
         return command(request=request, gpus=gpus or request.nproc, machine=machine, **others)
 
-    decorated: Command = with_machine
-    for option in (
-        click.option("--size", type=Parameters(), help="In place of CONFIG: a GPT of so many parameters."),
-        click.option("--memory", type=Bytes(), help="Memory of a device [default: the device's]."),
+    return with_options(
+        with_machine,
+        run_options,
+        click.option("--gpus", type=_DEVICES, metavar="N", help="Devices [default: those of CONFIG]."),
         click.option(
             "--device",
             default="a100",
@@ -89,11 +89,9 @@ def task_options(command: Command) -> Command:
             help="A shipped device, or a YAML file.",
             shell_complete=places.device,
         ),
-        click.option("--gpus", type=_DEVICES, metavar="N", help="Devices [default: those of CONFIG]."),
-        run_options,
-    ):
-        decorated = option(decorated)
-    return decorated
+        click.option("--memory", type=Bytes(), help="Memory of a device [default: the device's]."),
+        click.option("--size", type=Parameters(), help="In place of CONFIG: a GPT of so many parameters."),
+    )
 
 
 def _refuse_outputs(inputs: Sequence[Path], others: dict[str, Any]) -> None:
@@ -107,16 +105,15 @@ def _refuse_outputs(inputs: Sequence[Path], others: dict[str, Any]) -> None:
 
 def timeline_options(command: Command) -> Command:
     """Give ``command`` a file for the predicted step as ``timeline``, and one of a run that joins it as ``beside``."""
-    for option in (
-        click.option(
-            "--beside", type=_FILE, metavar="TRACE", help="A step that observer=trace wrote, to join the file."
-        ),
+    return with_options(
+        command,
         click.option(
             "--timeline", type=_FILE, metavar="FILE", help="Write the predicted step for https://ui.perfetto.dev."
         ),
-    ):
-        command = option(command)
-    return command
+        click.option(
+            "--beside", type=_FILE, metavar="TRACE", help="A step that observer=trace wrote, to join the file."
+        ),
+    )
 
 
 def drawn(task: Task, shown: Sequence[Candidate], machine: Device, timeline: Path | None, beside: Path | None) -> str:
@@ -143,7 +140,6 @@ def drawn(task: Task, shown: Sequence[Candidate], machine: Device, timeline: Pat
 @overwrite_option
 @timeline_options
 @json_option
-@debug_option
 def search(
     request: Request,
     *,
@@ -204,7 +200,6 @@ def search(
 )
 @timeline_options
 @json_option
-@debug_option
 def schedule(
     request: Request,
     *,
@@ -255,7 +250,6 @@ def schedule(
 @click.option("--days", type=click.FloatRange(0, min_open=True), default=30.0, show_default=True)
 @click.option("--seed", type=int, default=0, show_default=True)
 @json_option
-@debug_option
 def goodput(request: Request, *, gpus: int | None, machine: Device, days: float, as_json: bool, **asked: Any) -> None:
     """Yield of the best split of a model in a month of failures, saves and stragglers."""
     from megatron_run_planner.commands import plan_report as report
@@ -299,7 +293,6 @@ def goodput(request: Request, *, gpus: int | None, machine: Device, days: float,
 @click.option("--vocabulary", type=click.IntRange(min=1), default=51200, show_default=True, metavar="V")
 @click.option("--rows", is_flag=True, help="List every row, not the worst ten.")
 @json_option
-@debug_option
 def check(
     table: Path, device: str, *, recompute: Recompute | Literal["auto"], vocabulary: int, rows: bool, as_json: bool
 ) -> None:
@@ -329,7 +322,6 @@ def check(
 @click.option("--device-name", metavar="NAME", help="Name in reports [default: the processor's or the GPU's].")
 @click.option("--output", type=_FILE, default="device.yaml", show_default=True, metavar="FILE", help="What to write.")
 @overwrite_option
-@debug_option
 def calibrate(*, device: str, device_name: str | None, output: Path, overwrite: bool) -> None:
     """Measure this machine and describe it as a device for --device: its cores in two minutes, a GPU in one.
 

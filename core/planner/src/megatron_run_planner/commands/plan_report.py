@@ -197,7 +197,7 @@ def choice_record(task: Task, found: Choice, device: Device, install: Sequence[s
 
 def model_record(model: ModelCosts) -> dict[str, Any]:
     """A model as data: each kind of its layers once, with the number of layers of it."""
-    kinds = [{"count": round(share * len(model.layers)), **asdict(layer)} for share, layer in model.kinds]
+    kinds = [{"count": count, **asdict(layer)} for count, layer in model.kinds.counts]
     totals = {"parameters": model.parameters, "flops_per_token": model.flops_per_token}
     return {**asdict(replace(model, layers=model.layers[:1], divided=())), **totals, "layers": kinds}
 

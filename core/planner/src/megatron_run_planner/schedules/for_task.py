@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from megatron_run.contracts.costs import ModelCosts
+from megatron_run.contracts.costs import LayerKinds, ModelCosts
 from megatron_run.contracts.schedule import ScheduleSpec
 from megatron_run.errors import InputError, RunError
 from megatron_run.pipeline.verify import verify
@@ -30,12 +30,15 @@ def pipeline_of(model: ModelCosts, split: ModelSplit, device: Device) -> Pipelin
     ``chunks`` are those of ``split``. The memory leaves out what every rank holds whatever its layers: buffers and
     reserve.
     """
-    none = rank_memory(model, split, 0, [False, False], 0).total
+    none = rank_memory(model, split, LayerKinds(), [False, False], 0).total
     works = {}
-    for _, kind in model.kinds:
-        state = rank_memory(replace(model, layers=(kind,)), split, 1, [False, False], 0).total - none
+    for kind in model.kinds.layers:
+        state = rank_memory(model, split, LayerKinds(((1, kind),)), [False, False], 0).total - none
         works[kind] = _work(layer_time(kind, split, device), layer_activations(kind, split), state)
-    ends = [rank_memory(model, split, 0, has, 0).total - none for has in ([True, False], [False, True], [True, True])]
+    ends = [
+        rank_memory(model, split, LayerKinds(), has, 0).total - none
+        for has in ([True, False], [False, True], [True, True])
+    ]
     return Pipeline(
         layers=tuple(works[each] for each in model.layers),
         before=_work(embedding_time(model, split, device), 0.0, ends[0]),

@@ -19,19 +19,19 @@ from megatron_run.errors import InputError, PluginError
 from megatron_run.pipeline.plan import Plan
 from megatron_run.planning.plans import plan_run
 from megatron_run.registry.choose import choose
-from megatron_run.registry.discover import Catalog, scan
+from megatron_run.registry.discover import scan
 from megatron_run.registry.load import load
 from megatron_run.registry.loaded_plugin import Plugin
 
 #: The most actions of a plan: more take minutes to prove and to simulate.
-LARGEST = 200_000
+LARGEST = 100_000
 
 
 class Schedules:
-    """Loads schedules by name from ``catalog``, and keeps the plans that were made."""
+    """Loads schedules by name, and keeps the plans that were made."""
 
-    def __init__(self, catalog: Catalog | None = None) -> None:
-        self.catalog = catalog or scan()
+    def __init__(self) -> None:
+        self.catalog = scan()
         self._loaded: dict[str, Plugin] = {}
         self._plans: dict[tuple[object, ...], Plan] = {}
 

@@ -1,4 +1,4 @@
-"""The task of a configuration, as the planner sees it: read without loading any plugin, and written back."""
+"""The task of a configuration, as the planner sees it: read with few of its plugins, and written back."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from megatron_run.errors.wording import nearest_multiples
 from megatron_run.planning.batch_size import BatchRamp, total_steps
 from megatron_run.planning.layer_split import is_uneven, layer_counts
 from megatron_run.planning.rank_grid import ExpertSplit
-from megatron_run.registry.discover import Catalog, plain_name
+from megatron_run.planning.taken import take
+from megatron_run.registry.discover import Catalog, plain_name, scan
 from megatron_run.registry.known import known_plugin
 from megatron_run_planner.schedules import named
 from megatron_run_planner.search import STEADY, Candidate, Growth
@@ -98,13 +99,20 @@ def read_task(request: Request, ranks: int | None) -> Task:
     no sizes.
     """
     findings, notices = Findings(), list[str]()
-    merged = read_sources(request, findings, notices)
+    merged, plugins = take(
+        read_sources(request, findings, notices),
+        scan(),
+        findings,
+        notices,
+        imported=("model", "schedule"),
+        plan_only=True,
+    )
     train = validate_section(TrainSection, "train", merged.values, findings)
     parallel = validate_section(ParallelSection, "parallel", merged.values, findings)
     findings.settle()
     assert train is not None, "what is wrong was raised"
     assert parallel is not None, "and so was this"
-    model = read_model(merged, train, findings, notices)
+    model = read_model(merged, plugins, train, findings)
     ways = parallel.tensor * parallel.pipeline
     copies = max(1, ranks // ways) if ranks else parallel.data or 1
     split = ModelSplit(

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from megatron_run.config.fields import default_of, field_at
 from megatron_run.config.merge import ConfigSource
 from megatron_run.config.validate import validate
 from megatron_run.contracts import ModelOptions
 from megatron_run.contracts.costs import AttentionCosts, Divided, FeedForwardCosts, LayerCosts, ModelCosts
 from megatron_run.contracts.schema import TrainSection
 from megatron_run.errors import Findings
-from megatron_run.planning.choosing import choose_plugins, with_options
 from megatron_run.planning.plans import MAX_LAYERS, layers_of
-from megatron_run.registry.discover import scan
+from megatron_run.registry.known import known_plugin
+
+if TYPE_CHECKING:
+    from megatron_run.registry.loaded_plugin import Plugin
 
 #: GPT-2's, where nothing says it.
 VOCABULARY = 50257
@@ -48,19 +53,16 @@ class PlainDecoder(BaseModel):
         )
 
 
-def read_model(merged: ConfigSource, train: TrainSection, findings: Findings, notices: list[str]) -> ModelCosts:
-    """The costs of the model that ``merged`` chooses, which say what is only approximate.
+def read_model(
+    merged: ConfigSource, plugins: Mapping[str, tuple[Plugin, ...]], train: TrainSection, findings: Findings
+) -> ModelCosts:
+    """The costs of the model that ``merged`` chooses, one of ``plugins``, which say what is only approximate.
 
     Without its plugin it is a :class:`PlainDecoder`. Raises :class:`~megatron_run.errors.Problems` for wrong options.
     """
-    catalog = scan()
-    chosen = choose_plugins(merged, (), catalog, findings, notices, kinds=("model",), plan_only=True)
-    findings.settle()
-    (plugin,) = chosen["model"]
+    (plugin,) = plugins["model"]
     approximations = list[str]()
     if plugin.loaded:
-        (plugin,) = with_options("model", (plugin,), merged, catalog, findings, notices)
-        findings.settle()
         layers_of(plugin)  # which are so many that a list of them can be made
         options = plugin.options
     else:
@@ -70,14 +72,22 @@ def read_model(merged: ConfigSource, train: TrainSection, findings: Findings, no
         options = validate(PlainDecoder, ("model",), known, findings, fix_missing=f"a plan of {plugin} needs it")
     findings.settle()
     assert isinstance(options, ModelOptions)  # by its contract, and as the plain decoder has it
-    vocabulary = options.vocab_size or _vocabulary(merged)
+    vocabulary = options.vocab_size or _vocabulary(merged, plugins.get("data", ()))
     if vocabulary is None:
         approximations.append(f"{VOCABULARY} words because neither model.vocab_size nor data.vocab_size says how many")
     found = options.costs(train.sequence_length, vocabulary or VOCABULARY)
     return replace(found, approximations=(*approximations, *found.approximations))
 
 
-def _vocabulary(merged: ConfigSource) -> int | None:
-    """``data.vocab_size``, None where the data tell it themselves."""
+def _vocabulary(merged: ConfigSource, data: Sequence[Plugin]) -> int | None:
+    """``data.vocab_size``, or what ``data`` has without it; None where that is for their files to say."""
     given = merged.values.get(("data", "vocab_size"))
-    return int(str(given.data)) if given and str(given.data).isdecimal() else None
+    if given and str(given.data).isdecimal():
+        return int(str(given.data))
+    for plugin in data:
+        if known := known_plugin("data", plugin.name):
+            return known.vocab_size or None
+        if field := field_at(plugin.options_model, ("vocab_size",)):
+            found: int | None = default_of(field)
+            return found
+    return None

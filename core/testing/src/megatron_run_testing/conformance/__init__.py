@@ -135,8 +135,11 @@ def _sendable(plugin: Plugin) -> tuple[Entry, Mapping[str, Any]]:
 
 
 def checks_for(plugin: Plugin, below: Sequence[Plugin] = ()) -> tuple[Check, ...]:
-    """The checks of the plugin's kind; for layers, stacked on those ``below``."""
-    return _parallel_layer(*below, plugin) if below else SUITES[plugin.kind](plugin)
+    """The checks of its options and of the plugin's kind; for layers, stacked on those ``below``."""
+    from megatron_run_testing.conformance.options import option_checks
+
+    suite = _parallel_layer(*below, plugin) if below else SUITES[plugin.kind](plugin)
+    return (*option_checks(plugin), *suite)
 
 
 #: Folders of a project that may contain its import packages, the most likely first.

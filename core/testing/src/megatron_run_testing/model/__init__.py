@@ -14,28 +14,25 @@ from math import isclose
 import torch
 from pydantic import BaseModel
 from torch import Tensor, nn
-from torch.nn import Parameter
 
-from megatron_run.contracts import Chunk, ChunkOut, Microbatch, Model, ParallelLayers, ParamInfo
+from megatron_run.contracts import Microbatch
 from megatron_run.contracts.data import FIELDS, Field, as_fields
-from megatron_run.contracts.schedule import LayoutSpec, Place, looped_layout
+from megatron_run.contracts.schedule import LayoutSpec, looped_layout
 from megatron_run_engine.builtin.parallel_layer.dense import DenseLayers
-from megatron_run_engine.runtime.context import BuildContext
 from megatron_run_testing import Check, CheckFailed
 from megatron_run_testing.build_contexts import (
     example_microbatch,
-    logical_gradients,
     logical_values,
-    prepare,
     single_process_context,
 )
+from megatron_run_testing.model.built import Built, CreateModel, build_model
 from megatron_run_testing.model.check_costs import check_costs
+from megatron_run_testing.model.check_saved import check_saved
 from megatron_run_testing.model.half_sequence import HalfSequence
 from megatron_run_testing.model.slopes import check_slopes
 from megatron_run_testing.model.without_dropout import WithoutDropout, without_dropout
 
-#: Creates the model under test from a context and its options, as its factory hook does.
-CreateModel = Callable[[BuildContext, BaseModel], Model]
+__all__ = ["Built", "CreateModel", "build_model", "model_checks"]
 
 #: (stages, chunks) in which the model is cut.
 _CUTS = ((1, 1), (2, 1), (1, 2), (2, 2), (4, 1))
@@ -68,80 +65,9 @@ def model_checks(create: CreateModel, options: BaseModel) -> tuple[Check, ...]:
         "segments cover every parameter": bench.segments_cover,
         "chunks of one stage share tied parameters": bench.shares_tied,
         "costs are those of the layers": bench.costs_are_told,
+        "a layer saves what its costs tell": bench.saved_is_told,
     }
     return tuple(Check(name, run) for name, run in checks.items())
-
-
-@dataclass
-class Built:
-    """A model cut into chunks, in model order, on one process."""
-
-    model: Model
-    layout: tuple[Place, ...]
-    chunks: tuple[Chunk, ...]
-    infos: dict[Parameter, ParamInfo]
-
-    def train(self, *, mode: bool) -> Built:
-        """Switch dropout of all chunks on or off."""
-        for chunk in self.chunks:
-            chunk.train(mode)
-        return self
-
-    def forward(self, microbatch: Microbatch) -> tuple[ChunkOut, list[ChunkOut]]:
-        """Run all chunks, each with its fields; return the output, and those that crossed between chunks.
-
-        The output contains the losses of all chunks; a loss that several chunks report is summed.
-        """
-        out, crossed = ChunkOut(None), list[ChunkOut]()
-        losses: dict[str, tuple[Tensor, Tensor]] = {}
-        for position, chunk in enumerate(self.chunks):
-            wanted = _names(self.model, position, self.layout)
-            given = {name: field for name, field in microbatch.fields.items() if name in wanted}
-            out = chunk(out.x, replace(microbatch, fields=given), **out.beside)
-            if out.x is not None:
-                crossed.append(out)
-            for name, (total, weight) in out.losses.items():
-                before, weights = losses.get(name, (0.0, 0.0))
-                losses[name] = (before + total, weights + weight)
-        return replace(out, losses=losses), crossed
-
-    def step(self, microbatch: Microbatch) -> tuple[Tensor, dict[str, Tensor]]:
-        """One forward and backward: the summed loss, and the gradient of every logical tensor.
-
-        The gradient of a tensor with copies on two stages is the sum of theirs.
-        """
-        total = torch.stack([loss for loss, _ in self.forward(microbatch)[0].losses.values()]).sum()
-        torch.autograd.backward(total)
-        sums: dict[str, Tensor] = {}
-        for parameter, info in self.infos.items():
-            for name, gradient in logical_gradients({parameter: info}).items():
-                sums[name] = sums[name] + gradient if name in sums else gradient
-        return total.detach(), sums
-
-
-def build_model(
-    create: CreateModel,
-    context: BuildContext,
-    options: BaseModel,
-    stages: int = 1,
-    chunks: int = 1,
-    layers: ParallelLayers | None = None,
-) -> Built:
-    """Build every chunk of a ``stages`` x ``chunks`` cut from ``layers``, initialised and with gradients.
-
-    ``layers`` defaults to dense layers. The model's layers are distributed as evenly as possible; each stage has its
-    own copy of a tied parameter.
-    """
-    model, layers = create(context, options), layers or DenseLayers(context)
-    layers_of_model: int = getattr(options, "num_layers")  # noqa: B009  # unknown to types
-    share, over = divmod(layers_of_model, stages * chunks)
-    counts = tuple(share + (place < over) for place in range(stages * chunks))  # a place may be empty
-    layout = looped_layout(LayoutSpec(stages, chunks, layers_of_model, counts))
-    shared: list[dict[str, nn.Parameter]] = [{} for _ in range(stages)]
-    built = tuple(
-        model.build_chunk(position, layout, layers, shared[place.stage]) for position, place in enumerate(layout)
-    )
-    return Built(model, layout, built, prepare(context, built))
 
 
 @dataclass
@@ -286,7 +212,7 @@ class _Bench:
         """Fields are known; the first position takes tokens, the last one labels and loss_mask."""
         for stages, chunks in _CUTS:
             built = self.built(stages, chunks)
-            asked = [_names(built.model, position, built.layout) for position in range(len(built.layout))]
+            asked = [built.asked(position) for position in range(len(built.layout))]
             unknown = set().union(*asked) - _PLAIN - {field.name for field in self.own_fields}
             if unknown or "tokens" not in asked[0] or not {"labels", "loss_mask"} <= asked[-1]:
                 raise CheckFailed(f"{stages} stages x {chunks} chunks: fields by position are {asked}")
@@ -300,7 +226,7 @@ class _Bench:
         borders = {"documents": torch.tensor(_DOCUMENTS, device=device), "positions": positions.to(device)}
         packed = replace(microbatch, fields={**microbatch.fields, **borders})
         alone = self.built().train(mode=False)
-        if "documents" not in _names(self.built(fields=_PACKED).model, 0, alone.layout):
+        if "documents" not in self.built(fields=_PACKED).asked(0):
             return "it does not ask for documents, so data that packs them is refused"
         if self._rows_compete(alone, microbatch):
             return "rows of one batch change each other, as where experts have a capacity"
@@ -376,10 +302,14 @@ class _Bench:
         """Weights are those of the matrices that are built; FLOPs are some, and grow with the sequence."""
         check_costs(self.options, self.built().infos.values())
 
+    def saved_is_told(self) -> str:
+        """Each layer leaves about as many values for the backward as its costs tell."""
 
-def _names(model: Model, position: int, layout: tuple[Place, ...]) -> set[str]:
-    """The names of the fields that ``model`` asks for at ``position``."""
-    return {field.name for field in as_fields(model.fields(position, layout))}
+        def build(stages: int) -> Built:
+            context = single_process_context(self.options, dtype=torch.bfloat16, device="cpu")
+            return build_model(self.create, context, self.options, stages)
+
+        return check_saved(build, self.microbatch(train=False), self.options)
 
 
 def _same_names(where: str, found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:

@@ -36,9 +36,9 @@ def check_config(config: Config, options: IndexedOptions) -> Iterator[str]:
 
     Raises :class:`InputError` for an option without effect, and for a seed that megatron-core could not have.
     """
-    from megatron_run_engine.data import validation_notice
+    from megatron_run_engine.data import check_split
 
-    yield from validation_notice(options.split)
+    yield from check_split(config, options)
     for name in ("samples", "cache"):
         if getattr(options, name) is not None and options.order != "megatron":
             raise InputError(f"data.{name} is for data.order=megatron", fix=f"set that too, or drop data.{name}")

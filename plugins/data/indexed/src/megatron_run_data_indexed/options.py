@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
+from megatron_run.contracts.option_groups import OF_FILES
 from megatron_run_engine.data import AT_COMMAS, SplitShares
 
 
@@ -15,7 +16,7 @@ class IndexedOptions(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    paths: Annotated[tuple[str, ...], AT_COMMAS] = Field(
+    paths: Annotated[tuple[str, ...], AT_COMMAS, OF_FILES] = Field(
         min_length=1, description="datasets, each the prefix of a .bin and .idx pair"
     )
     weights: Annotated[tuple[float, ...], AT_COMMAS] = Field(
@@ -30,13 +31,13 @@ class IndexedOptions(BaseModel):
     samples: int | None = Field(
         None, ge=1, description="with order=megatron, the samples over which it shuffles; unset: those of the run"
     )
-    cache: str | None = Field(
+    cache: Annotated[str | None, OF_FILES] = Field(
         None, description="folder of order=megatron's index files; unset: megatron-run/indexed in the user's cache"
     )
     packing: Literal["stream", "documents"] = Field(
         "stream", description="stream: documents run into each other; documents: attention stays within each"
     )
-    tokenizer: str | None = Field(
+    tokenizer: Annotated[str | None, OF_FILES] = Field(
         None, description="what made the tokens: bytes, or a JSON file of the `tokenizers` library"
     )
     vocab_size: int | None = Field(None, ge=2, description="token ids; unset: those of data.tokenizer")

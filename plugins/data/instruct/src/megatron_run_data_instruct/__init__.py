@@ -6,7 +6,6 @@ here tokens and samples.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import date, datetime
 from functools import cached_property
@@ -18,6 +17,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from megatron_run.contracts import DataSource, PluginInfo, Split
 from megatron_run.contracts.data import Field as BatchField
+from megatron_run.contracts.option_groups import OF_FILES
 from megatron_run.errors import DataError
 from megatron_run.errors.wording import plural
 from megatron_run.hookspecs import hookimpl
@@ -31,17 +31,15 @@ from megatron_run_engine.data import (
     SplitShares,
     TokenizedSource,
     best_fit,
+    check_split,
     find_documents,
     one_a_row,
     require_within,
-    validation_notice,
 )
 from megatron_run_engine.data.chat_template import NoConversation, Templates, template_source
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
-
-    from megatron_run.contracts.schema import Config
 
 
 def _moment(text: str | None) -> str | None:
@@ -56,11 +54,13 @@ class InstructOptions(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    paths: Paths = Field((), description="JSON lines of conversations: files, folders and patterns; needed")
-    tokenizer: str = Field(
+    paths: Annotated[Paths, OF_FILES] = Field(
+        (), description="JSON lines of conversations: files, folders and patterns; needed"
+    )
+    tokenizer: Annotated[str, OF_FILES] = Field(
         "bytes", description="bytes, hf:ORG/NAME, or a file or folder: tokenizer.json, vocab.json, vocab.txt, .model"
     )
-    template: str = Field(
+    template: Annotated[str, OF_FILES] = Field(
         AUTO, description="file of a Jinja chat template; auto: the tokenizer's, else lines of Role: text"
     )
     date: Annotated[str | None, AfterValidator(_moment)] = Field(
@@ -219,11 +219,6 @@ def _summary(dataset: PackedDocuments, cut: int, silent: int, malformed: int, lo
     return summary + (f"; {plural(malformed, 'malformed line')} left out" if malformed else "")
 
 
-def check_config(config: Config, options: InstructOptions) -> Iterator[str]:  # noqa: ARG001  # the contract's
-    """A notice where nothing is kept for validation."""
-    return validation_notice(options.split)
-
-
 @hookimpl
 def megatron_run_plugin_info() -> PluginInfo:
     """Plugin instruct of kind data.
@@ -233,7 +228,7 @@ def megatron_run_plugin_info() -> PluginInfo:
     """
     suggests, decides = {"train.loss_mean": "token"}, {"date": lambda: date.today().isoformat()}
     return PluginInfo(
-        "data", "instruct", options=InstructOptions, suggests=suggests, decides=decides, check_config=check_config
+        "data", "instruct", options=InstructOptions, suggests=suggests, decides=decides, check_config=check_split
     )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
@@ -16,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from megatron_run.contracts import DataSource, Judge, PluginInfo, Recipe, Split
 from megatron_run.contracts.data import LABELS, LOSS_MASK, TOKENS
 from megatron_run.contracts.data import Field as BatchField
+from megatron_run.contracts.option_groups import OF_FILES
 from megatron_run.errors import DataError, InputError
 from megatron_run.hookspecs import hookimpl
 from megatron_run_data_nlu.official_metrics import accuracy, answers_of, binary_f1, squad
@@ -36,8 +37,12 @@ class NluOptions(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     task: TaskName = Field("mnli", description="mnli, qqp, squad1, squad2 or race")
-    folder: str | None = Field(None, description="folder of the task's files as they are published; needed")
-    tokenizer: str = Field("vocab.txt", description="file or folder of a tokenizer that lays out pairs of texts")
+    folder: Annotated[str | None, OF_FILES] = Field(
+        None, description="folder of the task's files as they are published; needed"
+    )
+    tokenizer: Annotated[str, OF_FILES] = Field(
+        "vocab.txt", description="file or folder of a tokenizer that lays out pairs of texts"
+    )
     stride: int = Field(128, ge=1, description="tokens from window to window of a long context of squad")
 
 

@@ -7,19 +7,21 @@ Reading order: here the source, ``pairs`` (samples), ``masking`` (hidden words, 
 from __future__ import annotations
 
 from functools import cached_property
+from typing import Annotated
 
 from pydantic import Field
 
 from megatron_run.contracts import DataSource, PluginInfo, Split
 from megatron_run.contracts.data import LABELS, LOSS_MASK, TOKENS
 from megatron_run.contracts.data import Field as BatchField
+from megatron_run.contracts.option_groups import OF_FILES
 from megatron_run.errors import InputError
 from megatron_run.errors.wording import plural
 from megatron_run.hookspecs import hookimpl
 from megatron_run_data_sentence_pairs.masking import Masking
 from megatron_run_data_sentence_pairs.pairs import LEAST, SPECIALS, Documents, Pairs
 from megatron_run_data_sentence_pairs.vocabulary import PairVocabulary, pair_vocabulary
-from megatron_run_engine.data import SPLITS, PreparedTextOptions, PreparedTexts, check_prepared_texts
+from megatron_run_engine.data import SPLITS, PreparedTextOptions, PreparedTexts, check_split
 
 #: A sample ends with padding, which is a document of its own: no token sees another's.
 _BOUNDS = BatchField("documents", shape=(None,))
@@ -28,7 +30,7 @@ _BOUNDS = BatchField("documents", shape=(None,))
 class PairOptions(PreparedTextOptions):
     """The keys of section ``data`` when it uses sentence-pairs."""
 
-    tokenizer: str = Field(
+    tokenizer: Annotated[str, OF_FILES] = Field(
         "bytes", description="what made the tokens: bytes, or a file or folder, as of data prepare; vocab.txt is BERT's"
     )
     masked: float = Field(0.15, gt=0, lt=1, description="share of the tokens that are guessed")
@@ -83,7 +85,7 @@ class SentencePairs(PreparedTexts):
 @hookimpl
 def megatron_run_plugin_info() -> PluginInfo:
     """Plugin sentence-pairs of kind data."""
-    return PluginInfo("data", "sentence-pairs", options=PairOptions, check_config=check_prepared_texts)
+    return PluginInfo("data", "sentence-pairs", options=PairOptions, check_config=check_split)
 
 
 @hookimpl

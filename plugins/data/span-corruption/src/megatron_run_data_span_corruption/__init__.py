@@ -13,7 +13,7 @@ from megatron_run.contracts.data import Field as BatchField
 from megatron_run.errors import InputError
 from megatron_run.hookspecs import hookimpl
 from megatron_run_data_span_corruption.spans import LEAST, Corruption, Spans, SpanVocabulary, span_vocabulary
-from megatron_run_engine.data import SPLITS, PreparedTextOptions, PreparedTexts, check_prepared_texts
+from megatron_run_engine.data import SPLITS, PreparedTextOptions, PreparedTexts, check_split
 from megatron_run_engine.data.indexed_files import IndexedReader
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ class SpanCorruption(PreparedTexts):
 @hookimpl
 def megatron_run_plugin_info() -> PluginInfo:
     """Plugin span-corruption of kind data."""
-    return PluginInfo("data", "span-corruption", options=SpanOptions, check_config=check_prepared_texts)
+    return PluginInfo("data", "span-corruption", options=SpanOptions, check_config=check_split)
 
 
 @hookimpl

@@ -31,14 +31,14 @@ _NO_FAULTS = ("TensorFloat32 tensor cores", r"\s*Online softmax is disabled")
 
 def check_compiler(device: torch.device, backend: str) -> None:
     """Raise :class:`PluginError` if ``backend`` is unknown, or needs a compiler for ``device`` that is missing."""
-    known = torch.compiler.list_backends(exclude_tags=())
-    common = [*torch.compiler.list_backends(), "aot_eager"]
-    if backend not in known:
-        raise PluginError(
-            f"graph-capture.backend={backend} is not a backend of torch.compile",
-            fix=advice(did_you_mean(backend, known), f"choose one of {', '.join(common)}"),
-        )
     if backend != "inductor":
+        known = torch.compiler.list_backends(exclude_tags=())  # seconds of imports, and inductor is always one
+        if backend not in known:
+            common = [*torch.compiler.list_backends(), "aot_eager"]
+            raise PluginError(
+                f"graph-capture.backend={backend} is not a backend of torch.compile",
+                fix=advice(did_you_mean(backend, known), f"choose one of {', '.join(common)}"),
+            )
         return
     _check_cache()
     if device.type == "cuda":

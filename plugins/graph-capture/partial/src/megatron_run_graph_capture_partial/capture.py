@@ -53,9 +53,6 @@ class PartialOptions(BaseModel):
     capture_after: int = Field(1, ge=1, description="eager steps before the capture")
     strict: bool = Field(False, description="a mismatch raises an error instead of another capture")
     chain: bool = Field(True, description="read a region's inputs in place from the previous one")
-    executor: Literal["python", "native"] = Field(
-        "python", description="of CPU replays; native is compiled on first use"
-    )
 
 
 def check_config(config: Config, options: PartialOptions) -> Iterator[str]:

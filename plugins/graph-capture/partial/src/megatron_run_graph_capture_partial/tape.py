@@ -3,8 +3,6 @@
 During recording, operations run below autograd and their results move into the arena; the tape keeps their addresses
 without keeping them alive. A replay runs the same operations on the same addresses, without a module's Python. So
 results equal those of eager steps bit for bit, and a wrong order corrupts memory exactly as it would on a GPU.
-
-A loop in Python replays a tape; ``native`` compiles the same loop in C++.
 """
 
 from __future__ import annotations
@@ -17,9 +15,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from megatron_run_engine.capture import Rules, unwritten
+from megatron_run_engine.runtime import tensors_in, with_tensors
 from megatron_run_graph_capture_partial.arena import Arena
 from megatron_run_graph_capture_partial.backend import weak_alias
 
@@ -43,15 +41,11 @@ class Operation(NamedTuple):
     results: tuple[Tensor | None, ...]
 
 
-#: Turns operations into a function that replays them.
-Executor = Callable[[Sequence[Operation]], Callable[[], None]]
-
-
 class TapeBackend:
-    """Makes tapes, which ``executor`` replays; operations may draw from ``generators``."""
+    """Makes tapes, whose operations may draw from ``generators``."""
 
-    def __init__(self, generators: Sequence[torch.Generator], executor: Executor) -> None:
-        self._generators, self._executor = generators, executor
+    def __init__(self, generators: Sequence[torch.Generator]) -> None:
+        self._generators = generators
 
     def pool(self) -> Arena:
         """A new arena."""
@@ -59,7 +53,7 @@ class TapeBackend:
 
     def graph(self) -> Tape:
         """An empty tape."""
-        return Tape(self._generators, self._executor)
+        return Tape(self._generators)
 
     def pool_bytes(self, pools: Iterable[Arena]) -> int:
         """The sum of the arenas' peaks."""
@@ -100,7 +94,7 @@ class Recorder(Rules):
 
     def _places(self, arguments: Any) -> Any:
         """``arguments`` with each tensor replaced by a weak alias."""
-        return tree_map_only(Tensor, self._place, arguments)
+        return with_tensors(arguments, self._place)
 
     def _place(self, tensor: Tensor) -> Tensor:
         if not self._pool.owns(tensor):
@@ -109,7 +103,7 @@ class Recorder(Rules):
 
     def _move(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any) -> _Moved:
         """``result`` with new tensors moved into the pool; views of arguments stay in place."""
-        given = {x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
+        given = {x.untyped_storage()._cdata for x in tensors_in((args, kwargs))}
         places: list[Tensor | None] = []
 
         def move(tensor: Tensor) -> Tensor:
@@ -122,7 +116,7 @@ class Recorder(Rules):
             places.append(weak_alias(moved))
             return moved
 
-        return _Moved(tree_map_only(Tensor, move, result), tuple(places))
+        return _Moved(with_tensors(result, move), tuple(places))
 
 
 class Tape:
@@ -130,11 +124,11 @@ class Tape:
 
     recorder = Recorder
 
-    def __init__(self, generators: Sequence[torch.Generator], executor: Executor) -> None:
-        self._generators, self._executor = generators, executor
+    def __init__(self, generators: Sequence[torch.Generator]) -> None:
+        self._generators = generators
         self._pool: Arena | None = None
         self._kept: dict[int, Tensor] = {}
-        self._run: Callable[[], None] = _nothing
+        self._steps: list[Callable[[], object]] = []
         self.operations: tuple[Operation, ...] = ()
 
     @contextmanager
@@ -150,15 +144,13 @@ class Tape:
                 gc.enable()
         self._pool, self._kept = pool, recorder.kept
         self.operations = tuple(recorder.operations)
-        self._run = self._executor(self.operations)
+        self._steps = [_step(call_of(operation)) for operation in self.operations]
 
     def replay(self) -> None:
-        """Run the operations below autograd."""
-        self._run()
-
-
-def _nothing() -> None:
-    """Replay an empty tape."""
+        """Run the operations below autograd, where they were recorded: a replay leaves no history."""
+        with torch._C._AutoDispatchBelowAutograd():
+            for step in self._steps:
+                step()
 
 
 class _Moved(NamedTuple):
@@ -198,18 +190,6 @@ class Call(NamedTuple):
     copies: tuple[Tensor | None, ...]
 
 
-def in_python(operations: Sequence[Operation]) -> Callable[[], None]:
-    """Replay by calling one operation after the other."""
-    calls = [_step(call_of(operation)) for operation in operations]
-
-    def replay() -> None:
-        with torch._C._AutoDispatchBelowAutograd():  # the tape was recorded below autograd; record no history
-            for call in calls:
-                call()
-
-    return replay
-
-
 def call_of(operation: Operation) -> Call:
     """The call that writes the results of ``operation`` to their recorded addresses."""
     func, args, kwargs, results = operation
@@ -246,8 +226,7 @@ def _step(call: Call) -> Callable[[], object]:
         return lambda: run(*args, **kwargs)
 
     def run_and_copy() -> None:
-        values = (x for x in tree_leaves(run(*args, **kwargs)) if isinstance(x, Tensor))
-        for place, value in zip(copies, values, strict=True):
+        for place, value in zip(copies, tensors_in(run(*args, **kwargs)), strict=True):
             if place is not None:
                 place.copy_(value)
 

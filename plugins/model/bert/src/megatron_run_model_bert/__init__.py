@@ -55,7 +55,7 @@ class Bert(Model):
                 fix=f"set train.sequence_length to {choices} times the length of a row",
             )
         self._context, self._options = context, options
-        self._spec = options.spec(length // choices)
+        self._spec = options.spec(length // choices, context.vocab_size)
         if options.head == "pretraining":
             self.metric_names = ("lm", ORDER_LOSS)
         if options.head == "masked" and TOKEN_TYPES not in context.fields and context.topology.rank == 0:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
+from megatron_run.config.fields import default_of
+from megatron_run.config.values import flat
 from megatron_run.contracts import NewParts
-from megatron_run.contracts.groups import Group
 from megatron_run.contracts.meaning import OF_NEW_PART, OF_TRAINING
+from megatron_run.contracts.option_groups import Group
 from megatron_run.errors import InputError
 from megatron_run_engine.nn import TransformerSpec, check_heads
 
@@ -84,6 +86,18 @@ class BertOptions(BaseModel):
             raise ValueError(f"head={head} with {choices}; a choice is among 2 or more, and other heads have 1")
         return choices
 
+    @property
+    def features(self) -> int:
+        """Width of the feed-forward layer."""
+        return self.ffn_size or 4 * self.hidden_size
+
+    def explicit(self) -> dict[str, Any]:
+        """The options by dotted name, with the values that unset ones mean, and the default of what no head reads."""
+        found = flat(self.model_dump()) | {"ffn_size": self.features}
+        if self.head != "classification":
+            found["classes"] = default_of(type(self).model_fields["classes"])
+        return found
+
     def costs(self, sequence_length: int, vocab_size: int) -> ModelCosts:
         """Those of a row, with the head's own matrices; of several choices a sample has so many rows."""
         row = sequence_length // self.choices
@@ -92,7 +106,7 @@ class BertOptions(BaseModel):
                 f"model.choices={self.choices} is more than train.sequence_length={sequence_length}",
                 why="each choice is a part of the sequence",
             )
-        spec = self.model_copy(update={"vocab_size": vocab_size}).spec(row)
+        spec = self.spec(row, vocab_size)
         found = replace(spec, sequence_length=row).costs(tied=True)
         matrix, words = float(self.hidden_size**2), self.head in OVER_WORDS
         rows = f"rows of a {self.choices}th of the sequence, one a sample, because choices are not batched"
@@ -105,20 +119,15 @@ class BertOptions(BaseModel):
             approximations=(rows,) if self.choices > 1 else (),
         )
 
-    def spec(self, row: int) -> TransformerSpec:
-        """Return the network that these options describe, for rows of ``row`` tokens.
-
-        Raises ValueError while ``vocab_size`` is unset.
-        """
-        if self.vocab_size is None:
-            raise ValueError("vocab_size is unset: fill it in from the data first")
+    def spec(self, row: int, vocab_size: int) -> TransformerSpec:
+        """Return the network that these options describe, for rows of ``row`` tokens."""
         return TransformerSpec(
             layers=self.num_layers,
             hidden=self.hidden_size,
             heads=self.num_heads,
             kv_heads=self.num_heads,
-            ffn=self.ffn_size or 4 * self.hidden_size,
-            vocab=self.vocab_size,
+            ffn=self.features,
+            vocab=vocab_size,
             sequence_length=self.max_positions or row,
             norm_eps=self.norm.eps,
             activation=self.activation,

@@ -120,7 +120,7 @@ class DeepSeekOptions(GptOptions):
 
     def costs(self, sequence_length: int, vocab_size: int) -> ModelCosts:
         """As of ``gpt``, with latent attention and predictors."""
-        spec = self.model_copy(update={"vocab_size": vocab_size}).spec(sequence_length)
+        spec = self.spec(sequence_length, vocab_size)
         found = spec.costs(tied=self.tie_embeddings, attention=self.latents.costs(spec.hidden, spec.heads))
         approximated = ["one projection with latent attention's weights because latents are not timed one by one"]
         if self.mtp_layers:
@@ -129,11 +129,11 @@ class DeepSeekOptions(GptOptions):
             )
         return replace(found, predictors=self.mtp_layers, approximations=(*found.approximations, *approximated))
 
-    def spec(self, sequence_length: int) -> TransformerSpec:
-        """Return the network that these options describe. Raises ValueError while ``vocab_size`` is unset."""
+    def spec(self, sequence_length: int, vocab_size: int) -> TransformerSpec:
+        """Return the network that these options describe."""
         size = self.rope_head_size + self.nope_head_size
         share = (self.rope_head_size + 0.5) / size  # rounded down to the features that rotate
-        return replace(super().spec(sequence_length), head_features=size, rope_fraction=share)
+        return replace(super().spec(sequence_length, vocab_size), head_features=size, rope_fraction=share)
 
 
 #: Options of ``gpt`` that latent attention fixes at their defaults.

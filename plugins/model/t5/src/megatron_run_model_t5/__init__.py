@@ -38,7 +38,7 @@ class T5(Model):
     def __init__(self, context: BuildContext, options: T5Options) -> None:
         self._context, self._options = context, options
         self._length = options.encoder_length
-        self._spec = options.spec(context.train.sequence_length)
+        self._spec = options.spec(context.train.sequence_length, context.vocab_size)
         heads, ranks = options.num_heads, context.topology.sizes.tensor
         if heads % ranks:
             raise InputError(

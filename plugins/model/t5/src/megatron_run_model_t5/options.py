@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
+from megatron_run.config.values import flat
 from megatron_run.contracts.costs import AttentionCosts
-from megatron_run.contracts.groups import Group
 from megatron_run.contracts.meaning import OF_TRAINING
+from megatron_run.contracts.option_groups import Group
 from megatron_run_engine.nn import TransformerSpec
 
 if TYPE_CHECKING:
@@ -77,9 +78,24 @@ class T5Options(BaseModel):
         """The number of the first layer of the decoder, which is how many the encoder has."""
         return self.num_layers // 2 if self.encoder_layers is None else self.encoder_layers
 
+    @property
+    def features(self) -> int:
+        """Width of the feed-forward layer."""
+        return self.ffn_size or 2 * round(4 * self.hidden_size / 3)
+
+    @property
+    def initial_std(self) -> float:
+        """Standard deviation of initial matrices but the embedding."""
+        return self.hidden_size**-0.5 if self.init_std is None else self.init_std
+
+    def explicit(self) -> dict[str, Any]:
+        """The options by dotted name, with the values that unset ones mean."""
+        found = {"encoder_layers": self.first_decoder_layer, "ffn_size": self.features, "init_std": self.initial_std}
+        return flat(self.model_dump()) | found
+
     def costs(self, sequence_length: int, vocab_size: int) -> ModelCosts:
         """The encoder's layers read a text of their own, and the decoder's attend to it besides."""
-        spec = self.model_copy(update={"vocab_size": vocab_size}).spec(sequence_length)
+        spec = self.spec(sequence_length, vocab_size)
         plain, reads, length = spec.costs(tied=self.tie_embeddings), self.first_decoder_layer, self.encoder_length
         attention, feed = plain.layers[0].parts
         across = AttentionCosts.over(length, spec.heads, spec.head_size)
@@ -94,20 +110,15 @@ class T5Options(BaseModel):
             approximations=("attention without its biases because what they cost is the kernel's",),
         )
 
-    def spec(self, length: int) -> TransformerSpec:
-        """Return the layers that these options describe, for a decoder that reads ``length`` tokens.
-
-        Raises ValueError while ``vocab_size`` is unset.
-        """
-        if self.vocab_size is None:
-            raise ValueError("vocab_size is unset: fill it in from the data first")
+    def spec(self, length: int, vocab_size: int) -> TransformerSpec:
+        """Return the layers that these options describe, for a decoder that reads ``length`` tokens."""
         return TransformerSpec(
             layers=self.num_layers,
             hidden=self.hidden_size,
             heads=self.num_heads,
             kv_heads=self.num_heads,
-            ffn=self.ffn_size or 2 * round(4 * self.hidden_size / 3),
-            vocab=self.vocab_size,
+            ffn=self.features,
+            vocab=vocab_size,
             sequence_length=length,
             head_features=self.head_size,
             norm="rmsnorm",
@@ -117,5 +128,5 @@ class T5Options(BaseModel):
             bias=False,
             logits_scale=self.hidden_size**-0.5 if self.tie_embeddings else 1.0,
             dropout=self.dropout,
-            init_std=self.init_std or self.hidden_size**-0.5,
+            init_std=self.initial_std,
         )

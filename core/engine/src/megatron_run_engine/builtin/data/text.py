@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from itertools import chain, islice
 from math import ceil
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from megatron_run.contracts import DataSource, PluginInfo, Split
 from megatron_run.contracts.data import Field as BatchField
+from megatron_run.contracts.option_groups import OF_FILES
 from megatron_run.errors import DataError
 from megatron_run.errors.wording import plural
 from megatron_run.hookspecs import hookimpl
@@ -24,7 +25,7 @@ from megatron_run_engine.data.documents import (
     find_documents,
     standard_library,
 )
-from megatron_run_engine.data.option_types import Paths, SplitShares, validation_notice
+from megatron_run_engine.data.option_types import Paths, SplitShares, check_split
 from megatron_run_engine.data.packing import PACKED_FIELDS, PackedDocuments, bounds_of
 from megatron_run_engine.data.token_cache import open_streams
 from megatron_run_engine.data.tokenized_source import TokenizedSource
@@ -34,8 +35,6 @@ if TYPE_CHECKING:
     from typing import Any
 
     from numpy.typing import NDArray
-
-    from megatron_run.contracts.schema import Config
 
 
 #: The most tokens on which the bigram baseline is fitted: two seconds and half a gigabyte.
@@ -51,8 +50,10 @@ class TextOptions(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    paths: Paths = Field((), description="files, folders and patterns; empty: the sources of Python's standard library")
-    tokenizer: str = Field(
+    paths: Annotated[Paths, OF_FILES] = Field(
+        (), description="files, folders and patterns; empty: the sources of Python's standard library"
+    )
+    tokenizer: Annotated[str, OF_FILES] = Field(
         "bytes", description="bytes, hf:ORG/NAME, or a file or folder: tokenizer.json, vocab.json, vocab.txt, .model"
     )
     packing: Literal["stream", "documents"] = Field(
@@ -174,15 +175,10 @@ class Text(TokenizedSource):
         return self.tokenizer.end_of_document
 
 
-def check_config(config: Config, options: TextOptions) -> Iterator[str]:  # noqa: ARG001  # the contract's
-    """A notice where nothing is kept for validation."""
-    return validation_notice(options.split)
-
-
 @hookimpl
 def megatron_run_plugin_info() -> PluginInfo:
     """Plugin text of kind data."""
-    return PluginInfo("data", "text", options=TextOptions, check_config=check_config)
+    return PluginInfo("data", "text", options=TextOptions, check_config=check_split)
 
 
 @hookimpl

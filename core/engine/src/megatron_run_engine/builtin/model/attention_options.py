@@ -7,7 +7,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from megatron_run.contracts import NormKind
-from megatron_run.contracts.groups import Group
+from megatron_run.contracts.option_groups import Group
 from megatron_run_engine.builtin.model.rope_options import Pattern, spread
 from megatron_run_engine.nn.spec import QkNorm
 

@@ -36,7 +36,7 @@ class Gpt(Model):
 
     def __init__(self, context: BuildContext, options: GptOptions) -> None:
         self._context, self._options = context, options
-        self._spec = options.spec(context.train.sequence_length)
+        self._spec = options.spec(context.train.sequence_length, context.vocab_size)
         self._routers: RouterReports | None = None
         if self._spec.experts is not None:
             # On every stage, also one without experts: metrics are all-reduced by position, so their names must agree.

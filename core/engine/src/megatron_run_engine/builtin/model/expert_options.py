@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Self
 from pydantic import Field, model_validator
 
 from megatron_run.config.values import flat
-from megatron_run.contracts.groups import Group, fault_at
 from megatron_run.contracts.meaning import NOT_LEARNED, OF_TRAINING
+from megatron_run.contracts.option_groups import Group, fault_at
 from megatron_run.errors.wording import nearest_divisors
 from megatron_run_engine.builtin.model.rope_options import Pattern
 from megatron_run_engine.nn import ExpertSpec

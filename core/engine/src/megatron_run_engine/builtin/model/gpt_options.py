@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
 from megatron_run.config.values import flat
-from megatron_run.contracts.groups import fault_at
 from megatron_run.contracts.meaning import NOT_LEARNED, OF_TRAINING
+from megatron_run.contracts.option_groups import fault_at
 from megatron_run.errors.wording import nearest_divisors, nearest_multiples
 from megatron_run_engine.builtin.model.attention_options import AttentionOptions, NormOptions
 from megatron_run_engine.builtin.model.expert_options import ExpertOptions
@@ -164,13 +164,10 @@ class GptOptions(BaseModel):
 
     def costs(self, sequence_length: int, vocab_size: int) -> ModelCosts:
         """See :meth:`TransformerSpec.costs`."""
-        known = self.model_copy(update={"vocab_size": vocab_size})
-        return known.spec(sequence_length).costs(tied=self.tie_embeddings)
+        return self.spec(sequence_length, vocab_size).costs(tied=self.tie_embeddings)
 
-    def spec(self, sequence_length: int) -> TransformerSpec:
-        """Return the network that these options describe. Raises ValueError while ``vocab_size`` is unset."""
-        if self.vocab_size is None:
-            raise ValueError("vocab_size is unset: fill it in from the data first")
+    def spec(self, sequence_length: int, vocab_size: int) -> TransformerSpec:
+        """Return the network that these options describe."""
         layers, rope, attention, ffn = self.num_layers, self.rope, self.attention, self.ffn_size or 4 * self.hidden_size
         return TransformerSpec(
             layers=layers,
@@ -178,7 +175,7 @@ class GptOptions(BaseModel):
             heads=self.num_heads,
             kv_heads=self.num_kv_heads or self.num_heads,
             ffn=ffn,
-            vocab=self.vocab_size,
+            vocab=vocab_size,
             sequence_length=sequence_length,
             head_features=self.head_size,
             position=self.position,

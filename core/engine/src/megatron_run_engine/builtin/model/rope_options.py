@@ -9,8 +9,8 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from megatron_run.contracts.groups import Group, fault_at
 from megatron_run.contracts.meaning import FREE_OF_WEIGHTS
+from megatron_run.contracts.option_groups import Group, fault_at
 from megatron_run_engine.nn.spec import RopeScaling, RopeScalingKind
 
 #: One number for each layer, repeated to the last one.

@@ -23,7 +23,7 @@ from megatron_run.contracts import (
     StepMetrics,
     scale_text,
 )
-from megatron_run.errors.wording import plural
+from megatron_run.errors.wording import duration, plural
 from megatron_run.hookspecs import hookimpl
 from megatron_run_engine.checkpoint.files import size_text
 
@@ -256,14 +256,6 @@ def amount(value: float) -> str:
         if value >= limit:
             return f"{value / limit:.1f}{unit}"
     return f"{value:.0f}"
-
-
-def duration(seconds: float) -> str:
-    """Return ``42 s``, ``3 min 05 s`` or ``2 h 14 min``."""
-    minutes, rest = divmod(round(max(0.0, seconds)), 60)
-    if minutes >= 60:
-        return f"{minutes // 60} h {minutes % 60:02} min"
-    return f"{minutes} min {rest:02} s" if minutes else f"{rest} s"
 
 
 @hookimpl

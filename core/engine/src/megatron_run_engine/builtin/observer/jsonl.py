@@ -1,4 +1,7 @@
-"""observer=jsonl: writes steps to metrics.jsonl and evaluations to eval.jsonl, one strict JSON object per line."""
+"""observer=jsonl: steps in metrics.jsonl, evaluations in eval.jsonl, samples in samples.jsonl.
+
+Each line is one strict JSON object.
+"""
 
 from __future__ import annotations
 
@@ -23,20 +26,22 @@ LONGEST_LINE = 1 << 24
 
 
 class JsonLines(Observer):
-    """Appends to both files and never changes a line. If a step was repeated, its last line counts.
+    """Appends to its files and never changes a line. If a step was repeated, its last line counts.
 
     So every line has a step's numbers; the first step after other values has ``resumed`` and ``changes`` beside them.
     """
 
     def __init__(self) -> None:
-        self._attempt = 0
+        self._attempt = self._step = 0
+        self._samples: Path | None = None
         self._begun: dict[str, Any] = {}
         self._metrics: LineFile | None = None
         self._eval: LineFile | None = None
 
     def on_train_start(self, run: RunSummary) -> None:
-        """Open both files in the run folder."""
-        self._attempt = run.attempt
+        """Open the files of steps and evaluations in the run folder."""
+        self._attempt, self._step = run.attempt, run.first_step - 1
+        self._samples = run.folder / "samples.jsonl"  # made by the first one: most runs have none
         self._metrics = LineFile(run.folder / "metrics.jsonl")
         self._eval = LineFile(run.folder / "eval.jsonl")
         self._begun = {"resumed": str(run.resumed), "changes": run.changes} if run.changes else {}
@@ -44,6 +49,7 @@ class JsonLines(Observer):
     def on_step_end(self, metrics: StepMetrics) -> None:
         """Append a line with v, step, attempt and the fields of :class:`StepMetrics`."""
         numbers = asdict(metrics)
+        self._step = metrics.step
         head = {"v": VERSION, "step": numbers.pop("step"), "attempt": self._attempt}
         _opened(self._metrics).append({**head, **numbers, **self._begun})
         self._begun = {}
@@ -57,6 +63,13 @@ class JsonLines(Observer):
         file = LineFile(folder / "eval.jsonl")
         file.append(_eval_line(metrics))
         file.close()
+
+    def on_sample(self, text: str) -> None:
+        """Append a line with the step, the attempt and the text."""
+        if self._samples is not None:
+            file = LineFile(self._samples)
+            file.append({"step": self._step, "attempt": self._attempt, "text": text})
+            file.close()
 
     def on_error(self, error: BaseException) -> None:
         """Close the files."""

@@ -9,27 +9,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from megatron_run.lazy import lazy_names
+from megatron_run.lazy import typed_names
 
 if TYPE_CHECKING:
-    from megatron_run_engine.data.chat_template.messages import Message as Message
-    from megatron_run_engine.data.chat_template.messages import NoConversation as NoConversation
-    from megatron_run_engine.data.chat_template.messages import checked_messages as checked_messages
-    from megatron_run_engine.data.chat_template.messages import checked_tools as checked_tools
-    from megatron_run_engine.data.chat_template.messages import kind_of as kind_of
+    from megatron_run_engine.data.chat_template.chat_messages import Message as Message
+    from megatron_run_engine.data.chat_template.chat_messages import NoConversation as NoConversation
+    from megatron_run_engine.data.chat_template.chat_messages import checked_messages as checked_messages
+    from megatron_run_engine.data.chat_template.chat_messages import checked_tools as checked_tools
+    from megatron_run_engine.data.chat_template.chat_messages import kind_of as kind_of
     from megatron_run_engine.data.chat_template.template import Templates as Templates
     from megatron_run_engine.data.chat_template.template import template_source as template_source
 
-__getattr__, __dir__, __all__ = lazy_names(
-    __name__,
-    {
-        "megatron_run_engine.data.chat_template.messages": (
-            "Message",
-            "NoConversation",
-            "checked_messages",
-            "checked_tools",
-            "kind_of",
-        ),
-        "megatron_run_engine.data.chat_template.template": ("Templates", "template_source"),
-    },
-)
+__getattr__, __dir__, __all__ = typed_names(__name__)

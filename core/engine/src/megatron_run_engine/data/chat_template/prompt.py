@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megatron_run.errors import DataError, InputError
-from megatron_run_engine.data.chat_template.messages import NoConversation, checked_messages, checked_tools
+from megatron_run_engine.data.chat_template.chat_messages import NoConversation, checked_messages, checked_tools
 from megatron_run_engine.data.chat_template.of_source import is_silent, no_template, special_texts
 from megatron_run_engine.data.chat_template.template import PLAIN, ChatTemplate
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_run.errors import DataError
-from megatron_run_engine.data.chat_template.messages import NoConversation, check_roles
+from megatron_run_engine.data.chat_template.chat_messages import NoConversation, check_roles
 from megatron_run_engine.data.chat_template.renderer import (
     BEGIN,
     END,

@@ -133,7 +133,7 @@ def create_groups(topology: Topology, timeout: timedelta, activity: Activity | N
     The tie comes last, because it leaves ranks out: torch names a group that only its members create by the number of
     groups that they have created before, and this number must agree among the members of every later group.
     """
-    activity = Activity() if activity is None else activity
+    activity = activity or Activity()
     if topology.sizes.world == 1:
         return Groups(activity=activity)
     activity.members["world"] = tuple(range(topology.sizes.world))

@@ -1,7 +1,8 @@
 """The state of a training: saving it, resuming from it, and starting from another run's weights.
 
 Why was a checkpoint refused? The first column has the words of a message that never vary: search for them here. The
-second says what raises it. The groups are in the order in which they are asked; *it fits the run* is for a run that
+second says what raises it: a function, or the class of which several do. Behind a colon are words of the reason, where
+several refusals begin alike. The groups are in the order in which they are asked; *it fits the run* is for a run that
 resumes or branches, and the group before the adapters for one with ``run.init_from``. A test compares the rows with the
 places that raise.
 
@@ -15,10 +16,10 @@ another run, ``run_folder.changes.find_refusal`` says, for the run folder and fo
 words of the message                       raised by
 =========================================  ======================================================
 *the run folder* (an ``InputError``)
-is not a run folder                        ``run_folder.opening``
-is in use                                  ``run_folder.lock``
-belongs to another run                     ``run_folder.opening``
-ends before step                           ``run_folder.length``
+is not a run folder                        ``run_folder.opening._refusal``
+is in use                                  ``run_folder.lock.FolderLock._in_use``
+belongs to another run                     ``run_folder.opening._check_same_run``
+ends before step                           ``run_folder.length._compare``
 *the step*: rank 0 chooses it
 no checkpoints in                          ``checkpoint.step_folder.find_checkpoints``
 is missing                                 ``checkpoint.step_folder.Checkpoints.newest``
@@ -27,11 +28,13 @@ there is no checkpoint                     ``checkpoint.step_folder.Checkpoints.
 cannot be read                             ``checkpoint.files.reading``
 is not the file itself                     ``checkpoint.files.reading``
 is too large                               ``checkpoint.files.read_whole``
-is damaged                                 ``checkpoint.manifest.read_manifest``
+is damaged: it is not a whole manifest     ``checkpoint.manifest.read_manifest``
+is damaged: its SHA-256 is not the one     ``checkpoint.manifest.read_manifest``
 is of a newer format                       ``checkpoint.manifest.read_manifest``
 cannot be used                             ``checkpoint.manifest.read_manifest``
 is not what its name says                  ``checkpoint.step_folder.Checkpoints.manifest``
-is damaged                                 ``checkpoint.step_folder``
+is damaged: it has                         ``checkpoint.step_folder.check_length``
+is damaged: is not that of the manifest    ``checkpoint.step_folder._verify_file``
 *its model and tokenizer* (``run.init_from``)
 the data has another tokenizer             ``training.state.same_model.check_tokenizer``
 are of another model                       ``training.state.same_model.refuse_other_model``
@@ -48,27 +51,26 @@ cannot read the state of version           ``training.state.resuming.find_upgrad
 cannot be resumed                          ``training.numbers.Progress.restored``
 nothing is left to train                   ``training.state.init_from.check_source``
 *values are read*: state may have changed
-is no intact safetensors file              ``checkpoint.shard_file``
-cannot be read                             ``checkpoint.reader``
-holds no                                   ``checkpoint.reader.Reader``
-does not hold what the manifest says       ``checkpoint.reader.Reader``
-merged weights have no                     ``checkpoint.adapted.MergedReader``
-the checkpoint has no                      ``training.state.reading.StateReader``
-is not what it should be                   ``training.state.reading.UpgradingReader``
-has no state, but the checkpoint holds     ``contracts.scaler.Scaler``, or that of a plugin
-newer steps could not be set aside         ``checkpoint.saving.Saver``
+is no intact safetensors file              ``checkpoint.shard_file._broken``
+cannot be read                             ``checkpoint.reader.TensorFile.__init__``, ``checkpoint.reader.Reader.read``
+holds no                                   ``checkpoint.reader.Reader._find``
+does not hold what the manifest says       ``checkpoint.reader.Reader._piece``
+merged weights have no                     ``checkpoint.adapted.MergedReader.read``
+the checkpoint has no                      ``training.state.reading.StateReader.__call__``
+is not what it should be                   ``training.state.reading.UpgradingReader.read``
+has no state, but the checkpoint holds     ``contracts.scaler.Scaler.load_state_dict``, or that of a plugin
+newer steps could not be set aside         ``checkpoint.saving.Saver._move``
 *a save*
-cannot hold checkpoints                    ``checkpoint.saving.Commit``
-exists                                     ``checkpoint.saving.Commit``
+cannot hold checkpoints                    ``checkpoint.saving.Commit.make_home``
+exists                                     ``checkpoint.saving.Commit.begin``
 are being saved by another job             ``checkpoint.files.lock``
-the ranks disagree on the                  ``checkpoint.saving``
+the ranks disagree on the                  ``checkpoint.saving._joined``
 its pieces are not the whole state         ``checkpoint.manifest.make_manifest``
 could not be saved                         ``checkpoint.saving.Saver``
-could not be removed                       ``checkpoint.saving.Saver``
+could not be removed                       ``checkpoint.saving.Saver._finish``
 *elsewhere*: generating, and importing
-are of another model                       ``megatron_run_inference.network``
-is not read                                ``checkpoint.files.followed``
-is not read                                ``checkpoint.kept_files.read_own``
+are of another model                       ``megatron_run_inference.network._check``
+is not read                                ``checkpoint.files.followed``, ``checkpoint.kept_files.read_own``
 is not beside it                           ``checkpoint.kept_files.tokenizer_of``
 is not exported                           ``checkpoint.kept_files.exported_tokenizer``
 =========================================  ======================================================

@@ -19,6 +19,7 @@ from megatron_run_engine.checkpoint.adapted import open_step
 from megatron_run_engine.checkpoint.collectives import on_all_ranks, on_rank0
 from megatron_run_engine.checkpoint.step_folder import CHECKPOINTS, IMPORTED, Checkpoints, find_step
 from megatron_run_engine.run_folder.changes import identity, meaning_of_keys
+from megatron_run_engine.run_folder.idle_options import idle_keys
 from megatron_run_engine.run_folder.permissions import with_granted
 from megatron_run_engine.runtime.parameter_init import initial_values
 from megatron_run_engine.training.state.adapting import fill_frozen
@@ -51,11 +52,12 @@ _PADDED = 1.1
 def check_source(run: ResolvedRun) -> None:
     """Check, before anything starts, that ``run.init_from`` holds a checkpoint of a model with the same options.
 
-    So must the step of ``run.branch_from``, and nothing else may differ that gives its state a meaning. Raises
-    :class:`CheckpointError`, and :class:`InputError` for a branch that is at the run's end. A run that resumes from its
-    own checkpoint reads neither.
+    The step of ``--resume`` must be there. So must that of ``run.branch_from``, and nothing else may differ that gives
+    its state a meaning. Raises :class:`CheckpointError`, and :class:`InputError` for a branch that is at the run's end.
+    A run that resumes from its own checkpoint reads neither source.
     """
     config = run.config.run
+    _check_resumed(run)
     if (config.init_from is None and config.branch_from is None) or _resumes(run):
         return
     run = _as_granted(run)
@@ -75,6 +77,15 @@ def check_source(run: ResolvedRun) -> None:
                 origin=str(run.origins.get(("run", "branch_from"), "")),
                 fix=f"raise {length}, or branch from an earlier step: --set run.branch_from=RUN@STEP",
             )
+
+
+def _check_resumed(run: ResolvedRun) -> None:
+    """Raise :class:`CheckpointError` where ``--resume`` names a step that the run lacks; there may be no run yet."""
+    folder, choice = run.config.run.folder, run.request.resume
+    if folder is None or choice in ("auto", "never"):
+        return
+    if _has_saved(run) or (folder.expanduser() / "run.json").exists():
+        Checkpoints(folder.expanduser() / CHECKPOINTS).find(int(choice))
 
 
 def check_shapes(run: ResolvedRun, shapes: Shapes) -> None:
@@ -135,7 +146,10 @@ def choose_source(run: ResolvedRun, path: Path) -> tuple[Checkpoints, int]:
 
 def differing_options(run: ResolvedRun, checkpoints: Checkpoints, step: int) -> str:
     """Describe the model options that differ. Raises :class:`CheckpointError` if one of them must not."""
-    options = _differences(checkpoints.manifest(step).about.identity, identity(run))
+    saved, now = checkpoints.manifest(step).about.identity, identity(run)
+    options = _differences(saved, now)
+    idle = idle_keys(saved, run, options)
+    options = {key: text for key, text in options.items() if key not in idle}
     refuse_other_model(run, checkpoints.folder(step), [text for key, text in options.items() if key not in _free(run)])
     return ", ".join(options.values())
 

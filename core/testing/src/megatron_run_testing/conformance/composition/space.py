@@ -19,7 +19,7 @@ from megatron_run.config.fields import walk
 from megatron_run.config.request import Request
 from megatron_run.contracts.plugin import RUN_KINDS
 from megatron_run.errors import InputError
-from megatron_run.registry.discover import Catalog, scan
+from megatron_run.registry.discover import scan
 from megatron_run.registry.load import load
 from megatron_run.registry.loaded_plugin import Plugin
 from megatron_run_testing.conformance.composition.axes import (
@@ -55,9 +55,9 @@ class Space:
     more: Settings = ()
 
     @classmethod
-    def of_installed(cls, more: Settings = (), catalog: Catalog | None = None) -> Space:
+    def of_installed(cls, more: Settings = ()) -> Space:
         """Everything that is installed: options that name another plugin are left out, further schedules are added."""
-        catalog = scan() if catalog is None else catalog
+        catalog = scan()
         known = {str(entry) for entry in catalog.entries}
         named = {setting.partition(",")[0] for axis in CARRIED_OUT for option in axis.options for setting in option}
         others = [str(entry) for entry in catalog.of_kind("schedule") if entry.name != "sequential"]

@@ -3,31 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from shlex import quote
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
 from megatron_run.errors import refuse_taken
+from megatron_run_cli.command_groups import Commands, example
 from megatron_run_cli.completion import words as places
-from megatron_run_cli.grammar import debug_option, files_here, json_option, naming, overwrite_option, workers_option
-from megatron_run_cli.groups import Commands, example
+from megatron_run_cli.grammar import json_option, naming, overwrite_option, workers_option
 from megatron_run_cli.output import print_json, print_table, tell
 from megatron_run_cli.progress import progress_bar
-from megatron_run_data_indexed.commands.data_inputs import (
-    FORM,
-    INPUTS,
-    KEY,
-    MALFORMED,
-    SEPARATOR,
-    TOKENIZER,
-    tokenizer_option,
-)
-
-if TYPE_CHECKING:
-    from megatron_run_data_indexed.preparation.inputs import Input
+from megatron_run_data_indexed.commands.data_inputs import TOKENIZER, Texts, inputs_of, texts_options, tokenizer_option
 
 _PATH = click.Path(path_type=Path)
 
@@ -45,26 +33,15 @@ class _Data(Commands):
     command_class = _DataCommand
 
 
-def _inputs(names: tuple[str, ...], form: Any) -> tuple[list[Input], int]:
-    """The files of ``names`` and how many were left out; a dataset of another place is fetched first."""
-    from megatron_run_data_indexed.preparation.inputs import find_inputs, is_text
-
-    return find_inputs(files_here(names, partial(is_text, form=form)), form)
-
-
 @click.group(cls=_Data)
 def data() -> None:
     """Prepare, inspect and convert datasets; train tokenizers."""
 
 
 @data.command(epilog=example("data prepare 'texts/*.txt' --out texts --tokenizer tokenizer.json"))
-@INPUTS
 @click.option("--out", required=True, type=_PATH, metavar="PREFIX", help="Write PREFIX.bin, PREFIX.idx, PREFIX.json.")
 @tokenizer_option(required=True, help=TOKENIZER)
-@KEY
-@SEPARATOR
-@FORM
-@MALFORMED
+@texts_options()
 @click.option(
     "--end-of-document", "end", metavar="TOKEN", help="The token after each document, or none [the tokenizer's own]."
 )
@@ -72,16 +49,11 @@ def data() -> None:
 @overwrite_option
 @click.option("--dry-run", is_flag=True, help="Tokenise a sample, and tell what all of it would come to.")
 @json_option
-@debug_option
-def prepare(  # noqa: PLR0913  # one argument an option
-    names: tuple[str, ...],
+def prepare(
     *,
+    texts: Texts,
     out: Path,
     tokenizer: str,
-    key: str,
-    separator: str | None,
-    form: Any,
-    malformed: Any,
     end: str | None,
     workers: int,
     overwrite: bool,
@@ -97,13 +69,8 @@ def prepare(  # noqa: PLR0913  # one argument an option
     from megatron_run_data_indexed.megatron_order import split_bounds
     from megatron_run_data_indexed.options import IndexedOptions
     from megatron_run_data_indexed.preparation import prepare as preparation
-    from megatron_run_data_indexed.preparation.records import Reading
 
-    inputs, left_out = _inputs(names, form)
-    if left_out:
-        tell(f"{left_out} files of other endings are left out")
-    reading = Reading(key, _unescaped(separator), malformed)
-    job = preparation.Preparation(tuple(inputs), out, tokenizer, reading, end, workers)
+    job = preparation.Preparation(texts.inputs, out, tokenizer, texts.reading, end, workers)
     if dry_run:
         totals = preparation.estimate(job)
     else:
@@ -112,12 +79,12 @@ def prepare(  # noqa: PLR0913  # one argument an option
                 job, overwrite=overwrite, tell=tell, progress=lambda made: progress(made.size, made.tokens)
             )
     if as_json:
-        print_json({**vars(totals), "files": len(inputs), "prefix": str(out), "dry_run": dry_run})
+        print_json({**vars(totals), "files": len(job.inputs), "prefix": str(out), "dry_run": dry_run})
         return
     about = "about " if dry_run else ""
     click.echo(
-        f"{out}: {about}{totals.tokens:,} tokens in {about}{totals.documents:,} documents of {len(inputs):,} files; "
-        f"{totals.empty:,} empty and {totals.malformed:,} malformed records"
+        f"{out}: {about}{totals.tokens:,} tokens in {about}{totals.documents:,} documents of {len(job.inputs):,} "
+        f"files; {totals.empty:,} empty and {totals.malformed:,} malformed records"
         + (f"; {totals.lost:,} characters, for which {tokenizer} has no token, are left out" if totals.lost else "")
     )
     if dry_run:
@@ -132,17 +99,7 @@ def prepare(  # noqa: PLR0913  # one argument an option
         click.echo(f"train: megatron-run --plugin {chosen}{whole}")
 
 
-def _unescaped(separator: str | None) -> bytes | None:
-    """The bytes of what was typed, in which backslash n and t stand for a line's end and a tabulator."""
-    if separator is None:
-        return None
-    if not separator:
-        raise click.UsageError("--separator is empty")
-    return separator.replace("\\n", "\n").replace("\\t", "\t").encode()
-
-
 @data.command(epilog=example("data clean 'texts/*.txt' --out clean.jsonl --tokenizer tokenizer.json"))
-@INPUTS
 @click.option("--out", required=True, type=_PATH, metavar="FILE", help="The .jsonl to write, also .gz or .zst.")
 @tokenizer_option(required=True, help=f"What counts tokens: {TOKENIZER}")
 @click.option(
@@ -173,17 +130,13 @@ def _unescaped(separator: str | None) -> bytes | None:
 @click.option(
     "--shared", type=click.IntRange(min=1), default=1, show_default=True, metavar="N", help="How many n-grams."
 )
-@KEY
-@SEPARATOR
-@FORM
-@MALFORMED
+@texts_options()
 @workers_option
 @overwrite_option
 @json_option
-@debug_option
 def clean(  # noqa: PLR0913  # one argument an option
-    names: tuple[str, ...],
     *,
+    texts: Texts,
     out: Path,
     tokenizer: str,
     min_tokens: int,
@@ -194,10 +147,6 @@ def clean(  # noqa: PLR0913  # one argument an option
     tests: tuple[str, ...],
     ngram: int,
     shared: int,
-    key: str,
-    separator: str | None,
-    form: Any,
-    malformed: Any,
     workers: int,
     overwrite: bool,
     as_json: bool,
@@ -209,21 +158,10 @@ def clean(  # noqa: PLR0913  # one argument an option
     """
     from megatron_run_data_indexed.preparation import clean as cleaning
     from megatron_run_data_indexed.preparation.document_rules import Rules
-    from megatron_run_data_indexed.preparation.records import Reading
 
-    inputs, left_out = _inputs(names, form)
-    if left_out:
-        tell(f"{left_out} files of other endings are left out")
     rules = Rules(min_tokens, max_tokens, frozenset(languages), shared, ngram, None if keep_duplicates else similarity)
-    job = cleaning.Cleaning(
-        tuple(inputs),
-        out,
-        tokenizer,
-        rules,
-        Reading(key, _unescaped(separator), malformed),
-        tuple(_inputs(tests, form)[0]),
-        workers,
-    )
+    test_sets = tuple(inputs_of(tests, texts.form)[0])
+    job = cleaning.Cleaning(texts.inputs, out, tokenizer, rules, texts.reading, test_sets, workers)
     with progress_bar(job.size) as bar:
         report = cleaning.clean(job, overwrite=overwrite, progress=lambda made: bar(made.size, made.kept.tokens))
     if as_json:
@@ -240,33 +178,18 @@ def clean(  # noqa: PLR0913  # one argument an option
 @data.command(
     "train-tokenizer", epilog=example("data train-tokenizer 'texts/*.txt' --vocab-size 32000 --out tokenizer.json")
 )
-@INPUTS
 @click.option("--vocab-size", required=True, type=click.IntRange(min=1), metavar="N", help="The most ids.")
 @click.option("--kind", type=click.Choice(["bpe", "wordpiece", "unigram"]), default="bpe", show_default=True)
 @click.option("--out", required=True, type=_PATH, metavar="FILE", help="The tokenizer.json to write.")
-@KEY
-@SEPARATOR
-@FORM
+@texts_options(malformed=False)
 @overwrite_option
-@debug_option
-def train_tokenizer_(
-    names: tuple[str, ...],
-    *,
-    vocab_size: int,
-    kind: str,
-    out: Path,
-    key: str,
-    separator: str | None,
-    form: Any,
-    overwrite: bool,
-) -> None:
+def train_tokenizer_(*, texts: Texts, vocab_size: int, kind: str, out: Path, overwrite: bool) -> None:
     """Train a tokenizer on INPUTs, which `data prepare` describes, and write it as JSON."""
-    from megatron_run_data_indexed.preparation.records import Reading, texts
+    from megatron_run_data_indexed.preparation import records
     from megatron_run_engine.data import train_tokenizer
 
-    inputs, _ = _inputs(names, form)
-    refuse_taken(out, "--out", overwrite=overwrite, inputs=(each.path for each in inputs))
-    size = train_tokenizer(texts(inputs, Reading(key, _unescaped(separator), "skip")), kind, vocab_size, out)
+    refuse_taken(out, "--out", overwrite=overwrite, inputs=(each.path for each in texts.inputs))
+    size = train_tokenizer(records.texts(texts.inputs, texts.reading), kind, vocab_size, out)
     click.echo(f"{out}: {kind}, {size:,} ids")
 
 
@@ -279,7 +202,6 @@ _PREFIX = click.argument("prefix", type=_PATH)
 @tokenizer_option(help=f"{TOKENIZER[:-1]} [default: what PREFIX.json names].")
 @click.option("--check", "whole", is_flag=True, help="Read every token; code 5 if one is outside the vocabulary.")
 @json_option
-@debug_option
 def inspect(prefix: Path, *, samples: int, tokenizer: str | None, whole: bool, as_json: bool) -> None:
     """Show what the dataset PREFIX (.bin and .idx) holds; damage is told with file and byte."""
     from megatron_run_data_indexed.preparation import inspect as inspection
@@ -320,7 +242,6 @@ def inspect(prefix: Path, *, samples: int, tokenizer: str | None, whole: bool, a
 @click.option("--key", metavar="KEY", help="Key or column [default: tokens for ids, text for text].")
 @overwrite_option
 @json_option
-@debug_option
 def convert(
     source: Path, target: Path, *, tokenizer: str | None, tokens: bool, key: str | None, overwrite: bool, as_json: bool
 ) -> None:

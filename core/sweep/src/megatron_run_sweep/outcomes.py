@@ -1,0 +1,169 @@
+"""How far each run of a sweep is, and by which number it is compared: read from the runs' own files.
+
+A run's folder may come from elsewhere: files are read below a ``SafeFolder``, the end of a long one only.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from megatron_run.errors import InputError
+from megatron_run.files.safe_folder import SafeFolder
+from megatron_run_sweep.record import Run, Sweep, run_name
+
+#: The bytes that are read of the end of a file of lines.
+_TAIL = 1 << 16
+#: What a metric is read from: the word before its name -> the file of a run.
+FILES: Mapping[str, str] = {"eval": "eval.jsonl", "train": "metrics.jsonl"}
+_STATES = frozenset({"starting", "running", "finished", "stopped", "failed"})
+#: The characters that are kept of a run's last line.
+_LINE = 1000
+_STATUS, _LOCK = "status.json", ".lock"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A run of a sweep.
+
+    ``state`` is ``waiting``, ``running``, ``finished``, ``stopped``, ``failed``, or ``killed`` for one whose process is
+    gone without a word. ``metric`` is None where there is none yet, ``rate`` is in tokens a second.
+    """
+
+    run: str
+    values: Mapping[str, str]
+    state: str
+    step: int
+    metric: float | None
+    rate: float | None
+    exit_code: int | None = None
+    message: str = ""
+    #: The numbers that the last line has of which the metric is one.
+    names: tuple[str, ...] = field(default=(), repr=False)
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A number of a run: ``name`` in the lines of its evaluations on the validation split, or of its steps."""
+
+    source: str
+    name: str
+
+    def __str__(self) -> str:
+        return f"{self.source}.{self.name}"
+
+
+def read_metric(text: str) -> Metric:
+    """``eval.loss`` or ``train.loss``; a name alone is one of ``eval``. Raises :class:`InputError` for no name."""
+    first, _, rest = text.partition(".")
+    found = Metric(first, rest) if first in FILES else Metric("eval", text)
+    if not found.name:
+        raise InputError(f"{text!r} is no metric", origin="--metric", fix="write eval.loss or train.loss")
+    return found
+
+
+def outcomes(sweep: Sweep, folder: Path, metric: Metric) -> list[Outcome]:
+    """How far each run in ``folder`` is, in the order of the runs."""
+    found = []
+    for index, run in enumerate(sweep.runs):
+        place = SafeFolder(folder / run_name(index))
+        status = place.read_json(_STATUS) or {}
+        lines, rates = _lines(place, FILES[metric.source]), _lines(place, FILES["train"])
+        values = [_number(line.get(metric.name, _extra(line, metric.name))) for line in lines if _counts(line)]
+        speeds = [speed for line in rates if (speed := _number(line.get("tokens_per_s"))) is not None]
+        found.append(
+            Outcome(
+                run_name(index),
+                run.values,
+                _state(status, run.exit_code, held=is_held(place)),
+                int(_number(status.get("step")) or 0),
+                values[-1] if values else None,
+                median(speeds) if speeds else None,
+                *_end(status, run),
+                tuple(_named(lines[-1])) if lines else (),
+            )
+        )
+    return found
+
+
+def ranked(found: Sequence[Outcome], *, maximize: bool) -> list[Outcome]:
+    """The best first; those without a number last, in the order of the runs."""
+    sign = -1.0 if maximize else 1.0
+    return sorted(found, key=lambda each: math.inf if each.metric is None else sign * each.metric)
+
+
+def is_held(place: SafeFolder) -> bool:
+    """Whether a process trains in the folder: it holds the lock there until it ends, however it does."""
+    with suppress(OSError):
+        handle = place.open(_LOCK, os.O_RDONLY)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        finally:
+            os.close(handle)
+    return False
+
+
+def _state(status: Mapping[str, Any], exit_code: int | None, *, held: bool) -> str:
+    state = status.get("state")
+    if not isinstance(state, str) or state not in _STATES:
+        return "running" if held else "failed" if exit_code else "waiting"
+    if state in ("starting", "running"):
+        return "running" if held else "killed"
+    return state
+
+
+def _end(status: Mapping[str, Any], run: Run) -> tuple[int | None, str]:
+    """Exit code and line of the last end: those in the run's folder, which no sweep need have started, else ours."""
+    code, message = _number(status.get("exit_code")), status.get("message")
+    known = run.exit_code if code is None else int(code)
+    return known, message[:_LINE] if isinstance(message, str) and message else run.message
+
+
+def _counts(line: Mapping[str, Any]) -> bool:
+    """Whether runs are compared by ``line``: one of a step, or of the validation split."""
+    return line.get("split") in (None, "validation")
+
+
+def _extra(line: Mapping[str, Any], name: str) -> Any:
+    extra = line.get("extra")
+    return extra.get(name) if isinstance(extra, dict) else None
+
+
+def _named(line: Mapping[str, Any]) -> Iterator[str]:
+    extra = line.get("extra")
+    for names in (line, extra if isinstance(extra, dict) else {}):
+        yield from (name for name, value in names.items() if _number(value) is not None and name not in ("v", "time"))
+
+
+def _number(value: object) -> float | None:
+    """``value`` where it is a finite number."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    with suppress(OverflowError):
+        return float(value) if is_number and math.isfinite(value) else None  # type: ignore[arg-type]  # it is a number
+    return None
+
+
+def _lines(place: SafeFolder, name: str) -> list[dict[str, Any]]:
+    """The last whole lines of a file of lines, as far as they are mappings."""
+    try:
+        with os.fdopen(place.open(name, os.O_RDONLY), "rb") as file:
+            start = max(0, os.fstat(file.fileno()).st_size - _TAIL)
+            file.seek(start)
+            texts = file.read(_TAIL).split(b"\n")
+    except OSError:
+        return []
+    found = []
+    for text in texts[1:] if start else texts:
+        with suppress(ValueError, RecursionError):  # the last may be half-written
+            found.append(json.loads(text))
+    return [each for each in found if isinstance(each, dict)]
