@@ -46,8 +46,11 @@ def test_a_page_is_written_and_an_earlier_one_replaced_but_nothing_else(capsys: 
 @pytest.mark.usefixtures("runs")
 def test_no_file_of_a_run_becomes_a_report(capsys: Output) -> None:
     before = Path("runs/one/metrics.jsonl").read_text()
-    said = refused(capsys, "runs/one", "--output", "runs/one/metrics.jsonl", "--overwrite")
-    assert said == "runs/one/metrics.jsonl is an input too; name another --output"
+    Path("runs/one/checkpoints/step4").mkdir(parents=True)
+    Path("runs/one/checkpoints/step4/manifest.json").write_text("{}")
+    for name in ("metrics.jsonl", "checkpoints/step4/manifest.json"):
+        said = refused(capsys, "runs/one", "--output", f"runs/one/{name}", "--overwrite")
+        assert said == f"runs/one/{name} is a file of the run; name another --output"
     assert Path("runs/one/metrics.jsonl").read_text() == before
     for _ in range(2):
         assert main(["report", "runs/one", "--output", "runs/one/page.html"]) == 0

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_run.config.run_home import IMPORT_HEAD
 from megatron_run.config.yaml import yaml_text
 from tests.support.resolving import TINY, resolved
 
@@ -16,7 +17,8 @@ def moved(tmp_path: Path) -> Path:
     old, new = tmp_path / "old", tmp_path / "new"
     (new / "checkpoints" / "step7").mkdir(parents=True)
     data = {"use": "text", "tokenizer": str(old / "tokenizer.json"), "paths": [str(tmp_path / "older")]}
-    (new / "config.yaml").write_text(yaml_text({"version": 1, "run": {"init_from": str(old)}, "data": data}))
+    config = yaml_text({"version": 1, "run": {"init_from": str(old)}, "data": data})
+    (new / "config.yaml").write_text(f"{IMPORT_HEAD}somewhere\n{config}")
     return new
 
 
@@ -38,3 +40,15 @@ def test_what_is_there_or_typed_or_no_import_is_meant(moved: Path, tmp_path: Pat
     (moved / "checkpoints" / "step7").rmdir()
     (moved / "checkpoints").rmdir()
     assert resolved(TINY, str(moved / "config.yaml")).config.run.init_from == tmp_path / "old"
+
+
+def test_a_mistake_in_a_configuration_of_the_users_is_not_taken_for_a_moved_import(
+    moved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = moved / "config.yaml"
+    config.write_text(config.read_text().partition("\n")[2])
+    assert resolved(TINY, str(config)).config.run.init_from == tmp_path / "old"
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "other").mkdir()
+    config.write_text(f"{IMPORT_HEAD}somewhere\n" + yaml_text({"version": 1, "run": {"init_from": "~/other"}}))
+    assert resolved(TINY, str(config)).config.run.init_from == Path("~/other")

@@ -11,6 +11,7 @@ from megatron_run.contracts import Observer, PluginInfo
 from megatron_run.errors import PluginError
 from megatron_run.planning.run import comparison_table
 from megatron_run.planning.run_text import hand_over, take_over
+from tests.support.fake_plugins import schedule_source
 from tests.support.plugin_file import schedule_file
 from tests.support.resolving import resolved
 
@@ -68,3 +69,37 @@ def test_an_object_is_only_named_and_whoever_takes_over_brings_it() -> None:
     check(run, watching)
     with pytest.raises(PluginError, match="observer=watching is not here: it is an object of the program"):
         take_over(hand_over(run))
+
+
+PLUGIN = """
+from typing import Any
+from pydantic import BaseModel, ConfigDict, Field, SecretStr
+class Options(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    {field}
+"""
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ('key: SecretStr = SecretStr("")', "key=s3"),
+        ("size: int = Field(1, exclude=True)", "size=3"),
+        ("shape: Any = (1, 2)", ""),
+    ],
+)
+def test_options_that_ranks_would_read_otherwise_are_refused(tmp_path: Path, field: str, value: str) -> None:
+    file = tmp_path / "mine.py"
+    source = schedule_source().replace('"zigzag")', '"zigzag", options=Options)')
+    file.write_text(PLUGIN.replace("{field}", field) + source.replace("create_schedule()", "create_schedule(options)"))
+    run = resolved(plugins=[f"schedule={file}{',' if value else ''}{value}"])
+    with pytest.raises(PluginError, match=r"the options of schedule=.* cannot be handed to ranks: what is written"):
+        hand_over(run)
+
+
+def test_a_plugin_that_was_edited_since_is_refused(tmp_path: Path) -> None:
+    file = Path(schedule_file(tmp_path / "mine.py"))
+    handed = hand_over(resolved(plugins=[f"schedule={file}"], nproc=2))
+    file.write_text(file.read_text() + "\nLATER = True\n")
+    with pytest.raises(PluginError, match="mine has changed: its sources are not those"):
+        take_over(handed)

@@ -158,10 +158,10 @@ class Record:
         checkpoints = Checkpoints(self.folder / CHECKPOINTS)
         return [_saved(checkpoints, step) for step in checkpoints.steps()[: -SAVED - 1 : -1]]
 
-    def inputs(self) -> list[Path]:
-        """The files of the run: none of them may become a report, even where replacing is allowed."""
-        logs = [path for pattern in ("*", "logs/*/*") for path in self.folder.glob(pattern)]
-        return [path for path in logs if path.suffix != ".html"]
+    def holds(self, path: Path) -> bool:
+        """Whether ``path`` is a file of the run, which may never become a report; its other pages may."""
+        place = path.resolve()
+        return place.is_file() and place.is_relative_to(self.folder.resolve()) and path.suffix != ".html"
 
     @property
     def state(self) -> str:

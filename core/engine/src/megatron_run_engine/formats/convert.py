@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from megatron_run import __version__
+from megatron_run.config.run_home import IMPORT_HEAD
 from megatron_run.config.values import flat, nested
 from megatron_run.config.yaml import yaml_text
 from megatron_run.contracts.format import ADAPTERS, ReadTensor, Weights
@@ -354,7 +355,7 @@ def _config_text(weights: Weights, source: str, folder: Path, kept: TokenizerFil
         sections["data"] = {"use": "text", "tokenizer": str(folder.absolute() / kept.name)}
     given = {"use", *flat(weights.config)}
     sections["model"] = nested({key: value for key, value in flat(sections["model"]).items() if key in given})
-    return f"# Imported from {source.splitlines()[0]}\n{yaml_text({'version': 1, **sections})}"
+    return f"{IMPORT_HEAD}{source.splitlines()[0]}\n{yaml_text({'version': 1, **sections})}"
 
 
 def _about(weights: Weights, identity: Mapping[str, Any], kept: TokenizerFiles | None) -> About:

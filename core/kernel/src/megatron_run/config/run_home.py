@@ -8,6 +8,7 @@ from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING
 
+from megatron_run.files.foreign_file import read_file
 from megatron_run.files.latest_run import follow_latest
 
 if TYPE_CHECKING:
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
     from megatron_run.config.request import Request
 
 
+#: How the ``config.yaml`` begins that an import writes beside its weights.
+IMPORT_HEAD = "# Imported from "
 #: Keys that name a run, the last one with ``@STEP``.
 _RUNS = (("run", "folder"), ("run", "init_from"), ("run", "branch_from"))
 
@@ -45,14 +48,15 @@ def name_runs(merged: ConfigSource, latest: MutableMapping[str, str]) -> None:
 def follow_moved_weights(merged: ConfigSource, notices: list[str]) -> None:
     """Read the paths of an imported folder that was moved as those of where its ``config.yaml`` lies now.
 
-    An import names itself in ``run.init_from``, and its tokenizer. Where that folder is there still it is meant.
+    An import names itself in ``run.init_from``, and its tokenizer. Where that folder is there still it is meant. What a
+    user has written is read as it stands.
     """
     weights = merged.values.get(("run", "init_from"))
     config = None if weights is None else config_file(weights.origin)
     if weights is None or config is None:
         return
     named, here = Path(str(weights.data)), config.absolute().parent
-    if named.exists() or not (here / "checkpoints").is_dir() or (here / "run.json").exists():
+    if named.expanduser().exists() or not (here / "checkpoints").is_dir() or not _is_of_an_import(config):
         return
     for key, value in merged.values.items():
         inside = isinstance(value.data, str | Path) and config_file(value.origin) == config
@@ -60,6 +64,13 @@ def follow_moved_weights(merged: ConfigSource, notices: list[str]) -> None:
             moved = here / Path(str(value.data)).relative_to(named)
             merged.values[key] = replace(value, data=type(value.data)(str(moved)))
     notices.append(f"{config} was moved with its weights: {named} is read as {here}")
+
+
+def _is_of_an_import(config: Path) -> bool:
+    try:
+        return read_file(config).startswith(IMPORT_HEAD.encode())
+    except OSError:
+        return False
 
 
 def config_file(origin: Origin) -> Path | None:

@@ -24,6 +24,7 @@ from megatron_run.pipeline.plan import Plan
 from megatron_run.planning.choosing import dumped
 from megatron_run.planning.run import ResolvedRun
 from megatron_run.registry.discover import Entry, SourceDigests
+from megatron_run.registry.hooks import in_one_line
 from megatron_run.registry.load import from_object, load
 
 if TYPE_CHECKING:
@@ -31,7 +32,10 @@ if TYPE_CHECKING:
 
 
 def hand_over(run: ResolvedRun) -> str:
-    """``run`` as one line of JSON. A plugin that a program handed in is named; who takes the run over must have it."""
+    """``run`` as one line of JSON. A plugin that a program handed in is named; who takes the run over must have it.
+
+    Raises :class:`PluginError` for options that are not read as they are written.
+    """
     plans = {count: {name: getattr(plan, name) for name in _OF_PLAN} for count, plan in run.plans.items()}
     return json.dumps(
         {
@@ -50,7 +54,7 @@ def hand_over(run: ResolvedRun) -> str:
 def take_over(text: str, objects: Iterable[object] = ()) -> ResolvedRun:
     """The run of which :func:`hand_over` made ``text``; ``objects`` are the plugins that a program handed in.
 
-    Raises :class:`PluginError` for a plugin that cannot be imported here.
+    Raises :class:`PluginError` for a plugin that cannot be imported here, or has changed since.
     """
     handed = json.loads(text)
     given, digests = [from_object(each) for each in objects], SourceDigests()
@@ -76,8 +80,23 @@ def _record(plugin: Plugin) -> Mapping[str, Any]:
         "name": plugin.name,
         "origin": plugin.origin,
         "entry": None if plugin.entry is None else asdict(plugin.entry),
-        "options": None if plugin.options is None else dumped(plugin),
+        "digest": plugin.digest,
+        "options": None if plugin.options is None else _written(plugin),
     }
+
+
+def _written(plugin: Plugin) -> Mapping[str, Any]:
+    """The options of ``plugin`` as plain data, of which a rank makes the same ones. Raises :class:`PluginError`."""
+    written = dumped(plugin)
+    try:
+        read = plugin.options_model.model_validate_json(json.dumps(written))
+    except (TypeError, ValueError) as cause:
+        raise plugin.failed("writing its options as JSON and reading them again", in_one_line(cause)) from cause
+    if read != plugin.options:
+        fix = "let each option be read as it is written: no SecretStr, no exclude=True, tuples by their type"
+        why = f"what is written as JSON is read as {read!r}"
+        raise PluginError(f"the options of {plugin} cannot be handed to ranks", why=why, origin=plugin.origin, fix=fix)
+    return written
 
 
 def _plugin(record: Mapping[str, Any], given: Iterable[Plugin], digests: SourceDigests) -> Plugin:
@@ -85,6 +104,9 @@ def _plugin(record: Mapping[str, Any], given: Iterable[Plugin], digests: SourceD
         plugin = load(Entry(**record["entry"]), record["origin"], digests)
     else:
         plugin = _handed_in(record, given)
+    if plugin.digest != record["digest"]:
+        why = "its sources are not those with which the run was resolved"
+        raise PluginError(f"{plugin} has changed", why=why, origin=plugin.origin, fix="start the run again")
     if record["options"] is None:
         return plugin
     return plugin.with_options(plugin.options_model.model_validate_json(json.dumps(record["options"])))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from megatron_run.errors import InputError, refuse_input, refuse_taken
+from megatron_run.errors import InputError, refuse_taken
 from megatron_run.files.latest_run import DEFAULT_RUN, follow_latest
 from megatron_run_cli.command_groups import example
 from megatron_run_cli.completion.words import any_path
@@ -56,8 +56,8 @@ def report(runs: tuple[Path, ...], *, output: Path, as_text: bool, overwrite: bo
         raise InputError(f"a page holds {_SIDE_BY_SIDE} runs", why=f"{len(records)} are named", fix="add --text")
     if not output.parent.is_dir():
         raise InputError(f"{output} cannot be written", why="its folder does not exist", fix="name another --output")
-    for record in records:
-        refuse_input(output, "--output", record.inputs())
+    if any(record.holds(output) for record in records):
+        raise InputError(f"{output} is a file of the run", fix="name another --output")
     refuse_taken(output, "--output", overwrite=overwrite or is_report(output), inputs=())
     write_file(output, page(records))
     if output.is_file():  # and no pipe, into which the page went

@@ -16,6 +16,7 @@ from megatron_run.pipeline.simulate import timeline
 from megatron_run.planning.plans import plan_run
 from megatron_run.registry.choose import choose, is_file
 from megatron_run.registry.discover import scan
+from megatron_run.registry.importing import no_files_run
 from megatron_run.registry.load import load
 
 #: The most actions that are drawn: a step of more is drawn with fewer microbatches.
@@ -51,13 +52,14 @@ def step_drawn(keys: Mapping[str, Any], microbatches: int | None) -> Drawn:
         count = _fewer(microbatches, section.pipeline, section.chunks)
         if not count:
             return Drawn(Markup(), f"a step has more than {ACTIONS} actions")
-        plugin = load(choose(scan(), "schedule", name, "the run's schedule.use"), "the run's schedule.use")
-        chosen = {key: value for key, value in options.items() if key != "use"}
-        plugin = plugin.with_options(plugin.options_model.model_validate(chosen))
         layers = keys.get("model.num_layers")
         if type(layers) is not int:
             return Drawn(Markup(), "the run does not tell its layers")
-        plan = plan_run(plugin, layers, section, (count,))[1][count]
+        with no_files_run():  # an option of an installed plugin may name one
+            plugin = load(choose(scan(), "schedule", name, "the run's schedule.use"), "the run's schedule.use")
+            chosen = {key: value for key, value in options.items() if key != "use"}
+            plugin = plugin.with_options(plugin.options_model.model_validate(chosen))
+            plan = plan_run(plugin, layers, section, (count,))[1][count]
     except RunError as error:
         return Drawn(Markup(), str(error))
     except ValidationError as error:
