@@ -30,8 +30,15 @@ def test_what_operators_make_is_counted_by_its_storage_while_it_exists() -> None
         assert live.now == SIZE, "a view keeps all of it"
         del part
         assert live.now == 0
-        torch.empty(1000, device="meta")
+        without_values = torch.empty(10 * SIZE, device="meta")
         assert (live.now, live.peak) == (0, 3 * SIZE)
+    assert without_values.is_meta
+
+
+def test_gaps_between_values_count() -> None:
+    with LiveBytes() as live:
+        spread = torch.empty_strided((10,), (100,))
+        assert live.now == (9 * 100 + 1) * spread.itemsize
 
 
 def test_a_tensor_in_the_place_of_a_freed_one_is_counted_in_its_stead() -> None:
