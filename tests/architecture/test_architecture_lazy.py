@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import py_compile
 import subprocess
 import sys
 from importlib import import_module
@@ -132,6 +133,19 @@ def test_a_lazy_package_offers_and_shows_its_names(package: str, file: Path) -> 
     assert not {
         name for name in module.__all__ if (file.parent / name).is_dir() or (file.parent / f"{name}.py").exists()
     }
+
+
+def test_a_lazy_package_without_its_source_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As ``python -m compileall -b`` and then no source leaves a package."""
+    source = tmp_path / "only_bytes.py"
+    source.write_text("from megatron_run.lazy import typed_names\n__all__ = typed_names(__name__)[2]\n")
+    py_compile.compile(str(source), str(source.with_suffix(".pyc")))
+    source.unlink()
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ImportError, match="only_bytes is installed without its source") as caught:
+        import_module("only_bytes")
+    assert caught.value.name == "only_bytes"
+    assert "\n" not in str(caught.value)
 
 
 def test_the_package_of_indexed_data_offers_its_options_and_loads_them_late() -> None:

@@ -140,7 +140,7 @@ FEW = [
     and (split.pipeline == 1 or split.schedule != SCHEDULES[0])
     and split.recompute in ("none", RECOMPUTED[split.shape if split.pipeline == 1 else split.schedule])
 ]
-SPLITS = chosen(PRODUCT if WHOLE else FEW, lambda split: split.axes, ("model", "optimizer"))
+SPLITS = chosen(PRODUCT if WHOLE else FEW, lambda split: split.axes, ("model", "schedule", "optimizer"))
 #: With zero1 a rank has whole gradients of its share alone.
 EXACT = [split for split in SPLITS if split.optimizer != "zero1"]
 each_split = pytest.mark.parametrize("split", SPLITS, ids=str)

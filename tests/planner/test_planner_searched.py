@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatron_run.config.request import Request
+from megatron_run.contracts.costs import AttentionCosts, FeedForwardCosts, LayerCosts, ModelCosts
 from megatron_run.contracts.schedule import Action, LayoutSpec, ScheduleSpec
 from megatron_run.errors import InputError
 from megatron_run.pipeline.verify import verify
@@ -17,13 +18,15 @@ from megatron_run.registry.choose import choose
 from megatron_run.registry.discover import scan
 from megatron_run.registry.load import load
 from megatron_run_planner.devices import read_device
+from megatron_run_planner.memory import available, rank_memory
 from megatron_run_planner.schedules import Schedules, spread
-from megatron_run_planner.schedules.for_task import find_for_task
+from megatron_run_planner.schedules.for_task import find_for_task, pipeline_of
 from megatron_run_planner.schedules.places import Found, search_schedule
 from megatron_run_planner.schedules.plugin_file import write_plugin
 from megatron_run_planner.schedules.polish import makespan
 from megatron_run_planner.schedules.workload_costs import Pipeline, Placed, Work
 from megatron_run_planner.task import read_task, sized
+from megatron_run_planner.workload import ModelSplit, gpt2
 from megatron_run_schedule_zero_bubble import ZeroBubbleV
 from tests.support.training import train
 
@@ -141,6 +144,38 @@ def test_a_task_gets_a_schedule_at_least_as_fast_as_the_installed_ones() -> None
     assert answer.candidate.needed <= device.memory
     assert answer.bound <= answer.candidate.step.seconds * (1 + 1e-9)
     assert answer.candidate.step.seconds < 0.97 * min(each.step.seconds for each in answer.fitting)
+
+
+GPT = gpt2(32, 4096, 32, 2048, 51200, flash=True)
+ROUTED = LayerCosts(4096, 2048, (AttentionCosts.plain(32, 128), FeedForwardCosts(2048, experts=8, top_k=2)))
+ENDS = ([False, False], [True, False], [False, True], [True, True])
+
+
+@pytest.mark.parametrize(
+    ("model", "split"),
+    [
+        (GPT, ModelSplit(8, 4, micro_batch=2, global_batch=64, recompute="full", sequence_parallel=True)),
+        (GPT, ModelSplit(8, 4, chunks=2, data=2, micro_batch=2, global_batch=64, zero1=True)),
+        (ModelCosts((ROUTED,) * 8, 51200), ModelSplit(2, 4, data=4, expert=4, global_batch=64)),
+        (ModelCosts((GPT.layers[0], ROUTED) * 4, 51200), ModelSplit(2, 4, data=4, expert=4, global_batch=64)),
+    ],
+    ids=["recomputed", "sharded", "experts", "two kinds"],
+)
+@pytest.mark.parametrize("ends", ENDS, ids=["inner", "first", "last", "both"])
+def test_a_search_counts_buffers_once_and_state_by_layer(
+    model: ModelCosts, split: ModelSplit, ends: list[bool]
+) -> None:
+    """What the layers of a rank leave of the memory is what the plan's own count leaves, before any microbatch."""
+    device = read_device("a100-40")
+    whole = pipeline_of(model, split, device)
+    state = sum(layer.state for layer in whole.layers) + ends[0] * whole.before.state + ends[1] * whole.after.state
+    state -= all(ends) * whole.shared
+    held = rank_memory(model, split, model.kinds, ends, 0)
+    assert whole.memory - state == pytest.approx(available(device.memory) - held.total, abs=1)
+    layers = rank_memory(model, split, model.kinds, [False, False], 0)
+    assert sum(layer.state for layer in whole.layers) == pytest.approx(
+        layers.total - layers.temporaries - layers.communication
+    )
 
 
 @pytest.mark.multiproc

@@ -301,6 +301,23 @@ def test_a_number_too_large_to_plan_is_a_line(key: str, number: int, message: st
     assert code == 2
 
 
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"parallel.pipeline": 10_001}, "parallel.pipeline=10001 x parallel.chunks=1 are 10001 places of layers"),
+        (
+            {"parallel.pipeline": 10_000, "train.global_batch_size": 202},
+            "10000 stages x 1 chunks x 101 microbatches make 2020000 actions a step",
+        ),
+    ],
+)
+def test_more_places_or_actions_than_are_planned_are_a_line(sizes: dict[str, int], message: str) -> None:
+    layers = {"model.num_layers": sizes["parallel.pipeline"]}
+    line, code = mistake(sets={**layers, **sizes}, plugins=["schedule=1f1b"], nproc=sizes["parallel.pipeline"])
+    assert message in line
+    assert code == 2
+
+
 def test_a_ramp_up_of_too_many_sizes_is_a_line() -> None:
     ramp = {"train.ramp_up": {"start": 2, "increment": 2, "samples": 10**9}, "train.global_batch_size": 20_000}
     line, code = mistake(sets={**ramp, "train.steps": 10**6})

@@ -14,11 +14,20 @@ Names = tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]
 
 
 def typed_names(package: str) -> Names:
-    """The names that ``package`` imports for type checkers alone: its source is the one list of them."""
+    """The names that ``package`` imports for type checkers alone: its source is the one list of them.
+
+    Raises :class:`ImportError` where it was installed without that.
+    """
     import ast  # milliseconds, which a command that needs no such package does without
 
     loader = sys.modules[package].__spec__.loader  # type: ignore[union-attr]  # a module that runs has one
     source = loader.get_source(package)  # type: ignore[union-attr]  # of files and archives alike
+    if source is None:  # bytecode alone, or frozen
+        raise ImportError(
+            f"{package} is installed without its source, from which its public names are read; "
+            "install megatron-run with its .py files",
+            name=package,
+        )
     found: dict[str, list[str]] = {}
     for block in ast.parse(source).body:
         if isinstance(block, ast.If) and ast.unparse(block.test) == "TYPE_CHECKING":

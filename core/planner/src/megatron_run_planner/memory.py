@@ -47,6 +47,11 @@ class RankMemory:
     communication: float
 
     @property
+    def state(self) -> float:
+        """Bytes that each weight adds, whatever runs."""
+        return self.parameters + self.gradients + self.optimizer
+
+    @property
     def total(self) -> float:
         """Bytes of all tensors."""
         roles: tuple[float, ...] = astuple(self)
@@ -240,10 +245,8 @@ def recomputed(layers: LayerKinds, split: ModelSplit) -> float:
     """Bytes that a backward holds of the one of ``layers`` that it recomputes, on average."""
     if split.recompute not in ("mlp", "full"):
         return 0.0
-    whole, kept = (
-        partial(layer_activations, split=replace(split, recompute="none")),
-        partial(layer_activations, split=split),
-    )
+    whole = partial(layer_activations, split=replace(split, recompute="none"))
+    kept = partial(layer_activations, split=split)
     return layers.mean(whole) - layers.mean(kept)
 
 

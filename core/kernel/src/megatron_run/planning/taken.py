@@ -62,10 +62,8 @@ def take(
 def _standing_in(merged: ConfigSource, catalog: Catalog, kind: str, choice: Choice) -> Plugin:
     """A plugin that nobody asks for more than what it suggests."""
     name = plugin_name(choice.reference)
-    known, offers = (
-        known_plugin(kind, name),
-        [(each.distribution, each.version) for each in catalog.offering(kind, name)],
-    )
+    known = known_plugin(kind, name)
+    offers = [(each.distribution, each.version) for each in catalog.offering(kind, name)]
     if known is None or offers != [(known.distribution, __version__)]:
         alone = ConfigSource(values=merged.values, choices={kind: (choice,)})
         found = choose_plugins(alone, (), catalog, Findings(), [], (kind,), plan_only=True).get(kind, ())

@@ -27,16 +27,16 @@ CHUNKS = (1, 2, 3)
 def pipeline_of(model: ModelCosts, split: ModelSplit, device: Device) -> Pipeline:
     """The pipeline of ``split``: what its ranks compute for a microbatch, and what of the device's memory they have.
 
-    ``chunks`` are those of ``split``. The memory leaves out what every rank holds whatever its layers: buffers and
-    reserve.
+    ``chunks`` are those of ``split``. The memory leaves out what every rank holds whatever its layers, once: reserve,
+    buffers, and what a backward takes, which is that of the model's kinds of layers.
     """
-    none = rank_memory(model, split, LayerKinds(), [False, False], 0).total
+    inner = rank_memory(model, split, model.kinds, [False, False], 0)
     works = {}
     for kind in model.kinds.layers:
-        state = rank_memory(model, split, LayerKinds(((1, kind),)), [False, False], 0).total - none
+        state = rank_memory(model, split, LayerKinds(((1, kind),)), [False, False], 0).state
         works[kind] = _work(layer_time(kind, split, device), layer_activations(kind, split), state)
     ends = [
-        rank_memory(model, split, LayerKinds(), has, 0).total - none
+        rank_memory(model, split, model.kinds, has, 0).total - inner.total
         for has in ([True, False], [False, True], [True, True])
     ]
     return Pipeline(
@@ -47,7 +47,7 @@ def pipeline_of(model: ModelCosts, split: ModelSplit, device: Device) -> Pipelin
         chunks=split.chunks,
         microbatches=split.microbatches,
         message=message_time(model, split, device),
-        memory=available(device.memory) - none,
+        memory=available(device.memory) - (inner.total - inner.state),
         shared=ends[0] + ends[1] - ends[2],
     )
 
