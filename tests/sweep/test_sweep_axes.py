@@ -44,6 +44,8 @@ def test_values_are_read_as_set_takes_them(text: str, values: tuple[str, ...]) -
         (["train.lr=1..0,3"], "does not rise"),
         (["train.lr=0..1e999,3"], "does not rise"),
         (["train.lr=0..1:log,3"], "has no logarithm"),
+        (["train.lr=1..1.0000001,5"], "is too narrow"),
+        (["train.lr=1.0..1.0000001:log,3"], "is too narrow"),
         (["train.lr=0..1,1"], "1 value on one axis"),
         (["train.lr=0..1,999999999"], "999999999 values on one axis"),
         (["train.lr=1,2", "train.lr=3"], "swept twice"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import xml.etree.ElementTree as ET
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 
 from megatron_run.errors import InputError
+from megatron_run_engine.run_folder import FolderLock
 from megatron_run_sweep.outcomes import Metric, Outcome, outcomes, ranked, read_metric
 from megatron_run_sweep.picture import drawing
 from megatron_run_sweep.record import Run, Sweep, run_name
@@ -79,6 +81,19 @@ def test_a_run_whose_lock_is_held_runs(tmp_path: Path) -> None:
     fill(tmp_path / run_name(0), {"state": "running", "step": 3})
     with (tmp_path / run_name(0) / ".lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
+        assert outcomes(sweep_of("1"), tmp_path, LOSS)[0].state == "running"
+    assert outcomes(sweep_of("1"), tmp_path, LOSS)[0].state == "killed"
+
+
+def test_without_flock_a_run_runs_while_the_file_is_there_that_stands_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unsupported(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", unsupported)
+    fill(tmp_path / run_name(0), {"state": "running", "step": 3})
+    with FolderLock(tmp_path / run_name(0)):
         assert outcomes(sweep_of("1"), tmp_path, LOSS)[0].state == "running"
     assert outcomes(sweep_of("1"), tmp_path, LOSS)[0].state == "killed"
 

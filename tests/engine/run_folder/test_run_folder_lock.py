@@ -7,6 +7,7 @@ import fcntl
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,16 @@ def test_the_lock_of_a_killed_job_is_free(tmp_path: Path) -> None:
     code += "FolderLock(pathlib.Path(sys.argv[1])); os.kill(os.getpid(), 9)"
     assert subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=False).returncode == -9
     FolderLock(tmp_path).release()
+
+
+def test_a_lock_is_tried_again_while_somebody_looks_whether_it_is_held(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / ".lock").touch()
+    with (tmp_path / ".lock").open() as reader:
+        fcntl.flock(reader, fcntl.LOCK_SH)
+        monkeypatch.setattr(time, "sleep", lambda _: reader.close())
+        FolderLock(tmp_path).release()
 
 
 @pytest.mark.parametrize("call", ["ftruncate", "write"])
@@ -37,7 +48,7 @@ def test_a_lock_that_does_not_get_its_holders_name_is_not_kept(
 
 
 def test_a_lock_whose_close_fails_is_released(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real, lock = os.close, FolderLock(tmp_path)
+    real, held = os.close, FolderLock(tmp_path)
 
     def close(handle: int) -> None:
         real(handle)
@@ -45,8 +56,8 @@ def test_a_lock_whose_close_fails_is_released(tmp_path: Path, monkeypatch: pytes
 
     with monkeypatch.context() as patched:
         patched.setattr(os, "close", close)
-        lock.release()
-    lock.release()
+        held.release()
+    held.release()
     FolderLock(tmp_path).release()
 
 

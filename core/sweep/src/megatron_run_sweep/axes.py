@@ -100,7 +100,11 @@ def _read_axis(text: str, ranges: bool) -> Axis:
             )
         return Axis(key, range=found_range)
     _check_count(int(count), origin, least=2)
-    return Axis(key, found_range.spaced(int(count)), found_range)
+    spaced = found_range.spaced(int(count))
+    if len(set(map(float, spaced))) < len(spaced):
+        why = f"{count} values with {_DIGITS} digits each are not all different"
+        raise InputError(f"{values} is too narrow", why=why, origin=origin, fix="write fewer values, or a wider range")
+    return Axis(key, spaced, found_range)
 
 
 def _check_range(found: Range, origin: str) -> None:

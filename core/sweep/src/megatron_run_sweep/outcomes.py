@@ -28,6 +28,8 @@ _STATES = frozenset({"starting", "running", "finished", "stopped", "failed"})
 #: The characters that are kept of a run's last line.
 _LINE = 1000
 _STATUS, _LOCK = "status.json", ".lock"
+#: What stands for the lock on file systems without flock; a process that was killed leaves it.
+EXCLUSIVE = ".lock-exclusive"
 
 
 @dataclass(frozen=True)
@@ -113,6 +115,8 @@ def is_held(place: SafeFolder) -> bool:
             fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
             return True
+        except OSError:  # a file system without flock
+            return os.path.lexists(place.path / EXCLUSIVE)
         finally:
             os.close(handle)
     return False

@@ -11,7 +11,6 @@ from typing import Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from megatron_run.errors import DataError, InputError
-from megatron_run.files.publishing import publishing_folder
 from megatron_run.files.safe_folder import SafeFolder, parse_json
 from megatron_run_sweep.axes import MAX_RUNS, settings
 
@@ -70,9 +69,12 @@ class Sweep(BaseModel):
         return join(["megatron-run", "sweep", *words])
 
     def words(self, values: Mapping[str, str], folder: Path) -> tuple[str, ...]:
-        """The words after ``megatron-run`` that train with ``values`` in ``folder``."""
+        """The words after ``megatron-run`` that train with ``values`` in ``folder``.
+
+        The first is ``train``, so that no other word can be taken for a command.
+        """
         more = (*settings(values), f"run.folder={folder}")
-        return (*self._words(), *(part for setting in more for part in ("--set", setting)))
+        return ("train", *self._words(), *(part for setting in more for part in ("--set", setting)))
 
     def _words(self) -> tuple[str, ...]:
         words = [*self.configs, *(part for plugin in self.plugins for part in ("--plugin", plugin))]
@@ -103,30 +105,44 @@ def read_sweep(folder: Path) -> Sweep | None:
 def same_sweep(asked: Sweep, folder: Path) -> Sweep:
     """``asked``, with the runs of the record in ``folder`` where it is that sweep.
 
-    Raises :class:`InputError` where the folder holds another one.
+    Raises :class:`InputError` where the folder holds another one, or runs of which no record says what they are.
     """
     there = read_sweep(folder)
     if there is None:
+        _check_no_runs(folder)
         return asked
     if there.identity != asked.identity:
         raise InputError(
             f"{folder} holds another sweep",
             why=there.typed,
-            fix=f"type that to go on with it, or begin yours with --folder {join([f'{folder}-2'])}",
+            fix=f"type that to go on with it, or {_elsewhere(folder)}",
         )
     return asked.model_copy(update={"runs": there.runs})
 
 
-def write_sweep(sweep: Sweep, folder: Path) -> None:
-    """Write the record into ``folder``, which is made with its parents where it is missing. Raises InputError."""
-    content = sweep.model_dump(mode="json")
-    try:
-        if folder.is_dir():
-            SafeFolder(folder).write_json(RECORD, content)
-            return
-        with publishing_folder(folder) as hidden:
-            SafeFolder(hidden).write_json(RECORD, content)
-    except OSError as error:
+def _check_no_runs(folder: Path) -> None:
+    """Raise :class:`InputError` for runs in a ``folder`` without a record: they were trained with other values."""
+    if found := sorted(path.name for path in folder.glob("run-*")):
         raise InputError(
-            f"{folder} cannot hold a sweep", why=error.strerror or str(error), fix="name another: --folder FOLDER"
-        ) from None
+            f"{folder} holds {found[0]}, and no {RECORD}",
+            why="it is unknown with which values that was trained",
+            fix=f"{_elsewhere(folder)}, or move it out of the folder",
+        )
+
+
+def _elsewhere(folder: Path) -> str:
+    return f"begin yours with --folder {join([f'{folder}-2'])}"
+
+
+def write_sweep(sweep: Sweep, folder: Path) -> None:
+    """Write the record into ``folder``, which is there. Raises :class:`InputError`."""
+    try:
+        SafeFolder(folder).write_json(RECORD, sweep.model_dump(mode="json"))
+    except OSError as error:
+        raise cannot_hold(folder, error) from None
+
+
+def cannot_hold(folder: Path, error: OSError) -> InputError:
+    """The message where a sweep cannot use ``folder``."""
+    why = error.strerror or str(error)
+    return InputError(f"{folder} cannot hold a sweep", why=why, fix="name another: --folder FOLDER")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import time
 from contextlib import suppress
 from pathlib import Path
 from socket import gethostname
@@ -12,6 +13,9 @@ from types import TracebackType
 from megatron_run.errors import InputError
 from megatron_run.files.safe_folder import SafeFolder
 from megatron_run_engine.checkpoint.files import NO_FLOCK
+
+#: How often a lock is tried that is held, and the seconds between: a fifth of a second in all.
+_TRIES, _PAUSE = 11, 0.02
 
 
 class FolderLock:
@@ -67,7 +71,7 @@ class FolderLock:
 
     def _lock(self, handle: int) -> None:
         try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _try_for_a_moment(handle)
         except BlockingIOError:
             raise self._in_use(self._path, "wait for it or choose another run.folder") from None
         except OSError as error:
@@ -88,6 +92,16 @@ class FolderLock:
     def _in_use(self, holder: Path, fix: str) -> InputError:
         who = SafeFolder(holder.parent).read(holder.name).decode(errors="replace").strip() or "another process"
         return InputError(f"run folder {self._path.parent} is in use", why=f"{who} writes into it", fix=fix)
+
+
+def _try_for_a_moment(handle: int) -> None:
+    """Lock: whoever only looks whether a job runs holds the lock too, but not for long. Raises BlockingIOError."""
+    for _ in range(_TRIES - 1):
+        with suppress(BlockingIOError):
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        time.sleep(_PAUSE)
+    fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def _process_name() -> bytes:

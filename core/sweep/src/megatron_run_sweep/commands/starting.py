@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -13,12 +14,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
-from megatron_run.errors import ExitCode, Findings, InputError, Problems, RunError
+from megatron_run.errors import ExitCode, Findings, Problems, RunError
 from megatron_run.files.safe_folder import SafeFolder
 from megatron_run.planning import resolve
 from megatron_run_cli.output import tell
 from megatron_run_sweep.axes import Axis, check_runs, corners, grid, read_axes, settings
-from megatron_run_sweep.outcomes import Metric, Outcome, is_held, outcomes
+from megatron_run_sweep.commands.alone import alone, check_trains
+from megatron_run_sweep.outcomes import EXCLUSIVE, Metric, Outcome, is_held, outcomes
 from megatron_run_sweep.record import Run, Sweep, run_name, same_sweep, write_sweep
 
 if TYPE_CHECKING:
@@ -31,25 +33,30 @@ _TAIL = 1 << 13
 _OURS = "megatron-run: "
 
 
-def begin(asked: Sweep, request: Request, home: Path, count: int) -> Started:
+@contextmanager
+def begin(asked: Sweep, request: Request, home: Path, count: int) -> Iterator[Started]:
     """The sweep ``asked`` in the folder ``home``, new or gone on with; ``count`` is how many runs a sampler draws.
 
-    All is checked before anything is made: axes, every value, what the folder holds. Raises :class:`RunError`.
+    All is checked before anything is made: axes, every value, what the folder holds. Within, no other sweep uses the
+    folder. Raises :class:`RunError`.
     """
+    check_trains()
     drawn = asked.sampler != "grid"
     axes = read_axes(asked.over, ranges=drawn)
     points = corners(axes) if drawn else grid(axes)
     check_runs(count if drawn else len(points))
-    sweep = same_sweep(asked, home)
+    same_sweep(asked, home)  # now too, so that what is refused leaves no lock there
     if drawn:
         from megatron_run_sweep.sampler import check_optuna
 
         check_optuna()
     check_points(request, points)
-    if not drawn and not sweep.runs:
-        sweep = sweep.model_copy(update={"runs": tuple(Run(values=values) for values in points)})
-    write_sweep(sweep, home)
-    return Started(sweep, home, axes, count if drawn else len(points))
+    with alone(home):
+        sweep = same_sweep(asked, home)
+        if not drawn and not sweep.runs:
+            sweep = sweep.model_copy(update={"runs": tuple(Run(values=values) for values in points)})
+        write_sweep(sweep, home)
+        yield Started(sweep, home, axes, count if drawn else len(points))
 
 
 def check_points(request: Request, points: Sequence[Mapping[str, str]]) -> None:
@@ -74,12 +81,16 @@ def _faults(request: Request, values: Mapping[str, str], findings: Findings) -> 
         resolve(replace(request, sets=(*request.sets, *settings(values))), plan_only=True)
     except RunError as error:
         for problem in error.problems if isinstance(error, Problems) else (error,):
-            named = {key for key in values if f"--set {key}" in problem.origin}
-            for key in named:
-                problem.origin = problem.origin.replace(f"--set {key}", f"--over {key}")
-            faulty |= named
+            for key in values:
+                problem.origin, found = re.subn(_set_of(key), f"--over {key}", problem.origin)
+                faulty |= {key} if found else set()
             findings.add(problem)
     return faulty
+
+
+def _set_of(key: str) -> str:
+    """A pattern of ``key`` where it was set, and of no longer key that begins with it."""
+    return rf"(?<!\S)--set {re.escape(key)}(?![\w.-])"
 
 
 def _is_choice(key: str) -> bool:
@@ -106,33 +117,25 @@ class Started:
         A signal ends the run under way, which saves its step, and then the sweep.
         """
         codes = []
-        with self._alone():
-            for index in range(self.count):
-                if index == len(self.sweep.runs):
-                    self._draw(metric, maximize=maximize)
-                name, place = run_name(index), SafeFolder(self.home / run_name(index))
-                if is_held(place):
-                    tell(f"{name} is still trained by another process, and waited for")
-                    while is_held(place):
-                        time.sleep(_LOOK)
-                if outcomes(self.sweep, self.home, metric)[index].state == "finished":
-                    continue
-                codes.append(self._train(index, metric))
+        for index in range(self.count):
+            if index == len(self.sweep.runs):
+                self._draw(metric, maximize=maximize)
+            self._wait_for(run_name(index))
+            if outcomes(self.sweep, self.home, metric)[index].state == "finished":
+                continue
+            codes.append(self._train(index, metric))
         return next(filter(None, codes), int(ExitCode.DONE))
 
-    @contextmanager
-    def _alone(self) -> Iterator[None]:
-        """Within: no other sweep trains in this folder. Raises :class:`InputError` naming the process that does."""
-        from megatron_run_engine.run_folder.lock import FolderLock
-
-        try:
-            lock = FolderLock(self.home)
-        except InputError as error:
-            raise InputError(
-                f"the sweep in {self.home} is under way", why=error.why, fix="look at it with --table, or wait for it"
-            ) from None
-        with lock:
-            yield
+    def _wait_for(self, name: str) -> None:
+        """Wait until no other process trains the run."""
+        place = SafeFolder(self.home / name)
+        if not is_held(place):
+            return
+        left = place.path / EXCLUSIVE  # stays when that process is killed
+        advice = f"; if that process is gone, delete {left}" if os.path.lexists(left) else ""
+        tell(f"{name} is still trained by another process, and waited for{advice}")
+        while is_held(place):
+            time.sleep(_LOOK)
 
     def _draw(self, metric: Metric, *, maximize: bool) -> None:
         """Add a run with values that a sampler draws by the earlier ones, and record it."""

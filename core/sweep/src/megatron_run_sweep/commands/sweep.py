@@ -90,12 +90,12 @@ def sweep(  # noqa: PLR0913  # one argument an option: so click calls it
     asked = _as_sweep(request, over, sampler, _SEED if seed is None else seed, str(compared), maximize)
     from megatron_run_sweep.commands.starting import begin
 
-    started = begin(asked, request, home, 20 if runs is None else runs)
-    if print_commands:
-        for index in range(len(started.sweep.runs)):
-            show_piece(join(["megatron-run", *started.words(index)]) + "\n")
-        return 0
-    code = started.train(compared, maximize=maximize)
+    with begin(asked, request, home, 20 if runs is None else runs) as started:
+        if print_commands:
+            for index in range(len(started.sweep.runs)):
+                show_piece(join(["megatron-run", *started.words(index)]) + "\n")
+            return 0
+        code = started.train(compared, maximize=maximize)
     _show(started.sweep, home, compared, maximize=maximize, as_json=as_json)
     return code
 

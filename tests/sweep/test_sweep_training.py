@@ -1,0 +1,174 @@
+"""The runs of a sweep one after the other, with a stand-in for their processes that writes what a run writes."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import BinaryIO
+
+import pytest
+
+from megatron_run_cli.main import main
+from megatron_run_engine.run_folder import FolderLock
+from megatron_run_sweep.commands import starting
+from megatron_run_sweep.record import RECORD, Sweep, read_sweep, run_name, write_sweep
+
+HOME = Path("runs", "sweep")
+TINY = ("preset:tiny", "--set", "model.num_layers=1")
+LR = ("--over", "train.lr=1e-3,1e-2")
+GRID = ("sweep", *TINY, *LR, "--over", "model.dropout=0,0.1")
+DRAWN = ("sweep", *TINY, "--over", "train.lr=1e-4..1e-2:log", "--sampler", "optuna", "--runs")
+
+
+class Runs:
+    """Stands for the processes of runs: how each in ``ends`` ends, and which were started, in ``began``."""
+
+    def __init__(self) -> None:
+        self.began: list[str] = []
+        self.ends: dict[str, int | type[BaseException]] = {}
+
+    def __call__(self, words: Sequence[str], output: BinaryIO, advice: str) -> int:
+        assert words[0] == "train"
+        assert words[-1] == "--quiet"
+        values = dict(word.split("=", 1) for word in words if "=" in word)
+        folder = Path(values["run.folder"])
+        folder.mkdir(exist_ok=True)
+        self.began.append(folder.name)
+        end = self.ends.get(folder.name, 0)
+        state = "stopped" if isinstance(end, type) else "failed" if end else "finished"
+        loss = float(values["train.lr"]) * 100 + float(values.get("model.dropout", 0))
+        (folder / "status.json").write_text(json.dumps({"state": state, "step": 4}))
+        (folder / "eval.jsonl").write_text(json.dumps({"step": 4, "split": "validation", "loss": loss}) + "\n")
+        if isinstance(end, type):
+            error = end()
+            error.add_note(advice)
+            raise error
+        output.write(b"megatron-run: a reason\n" if end else b"")
+        return end
+
+
+@pytest.fixture
+def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Runs:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.stdin", io.StringIO())
+    found = Runs()
+    monkeypatch.setattr(starting, "run_process", found)
+    return found
+
+
+def record() -> Sweep:
+    found = read_sweep(HOME)
+    assert found is not None
+    return found
+
+
+def test_a_grid_is_trained_and_compared(runs: Runs, capsys: pytest.CaptureFixture[str]) -> None:
+    runs.ends = {"run-001": 6}
+    assert main(GRID) == 6, "the exit code of the run that failed"
+    assert runs.began == [run_name(index) for index in range(4)], "and the others are trained"
+    out, err = capsys.readouterr()
+    rows = [line.split()[:4] for line in out.splitlines()[1:]]
+    assert rows == [
+        ["run-000", "1e-3", "0", "finished"],
+        ["run-002", "1e-2", "0", "finished"],
+        ["run-003", "1e-2", "0.1", "finished"],
+        ["run-001", "1e-3", "0.1", "failed"],
+    ]
+    assert "run-001 ended with exit code 6: a reason" in err
+    assert [run.exit_code for run in record().runs] == [0, 6, 0, 0]
+
+    runs.ends, runs.began = {}, []
+    assert main(GRID) == 0
+    assert runs.began == ["run-001"], "what is finished is left alone, and what failed is tried again"
+
+
+def test_a_sweep_that_is_stopped_goes_on(runs: Runs, capsys: pytest.CaptureFixture[str]) -> None:
+    runs.ends = {"run-001": KeyboardInterrupt}
+    assert main(GRID) == 130
+    assert capsys.readouterr().err.endswith("interrupted; the same command goes on with run-001\n")
+    runs.ends = {}
+    assert main(GRID) == 0
+    assert runs.began == ["run-000", "run-001", "run-001", "run-002", "run-003"]
+
+
+def test_values_are_drawn_one_run_at_a_time(runs: Runs) -> None:
+    pytest.importorskip("optuna")
+    runs.ends = {"run-001": KeyboardInterrupt}
+    assert main((*DRAWN, "3")) == 130
+    before = [run.values for run in record().runs]
+    assert len(before) == 2, "the third is drawn by what the second comes to"
+    runs.ends = {}
+    assert main((*DRAWN, "3")) == 0
+    found = [run.values for run in record().runs]
+    assert found[:2] == before
+    assert len({each["train.lr"] for each in found}) == 3
+    assert all(1e-4 <= float(each["train.lr"]) <= 1e-2 for each in found)
+    assert runs.began == ["run-000", "run-001", "run-001", "run-002"]
+
+
+def test_the_runs_of_another_sweep_are_not_taken_for_its_own(runs: Runs, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(("sweep", *TINY, *LR)) == 0
+    (HOME / RECORD).unlink()
+    before = sorted(path.name for path in HOME.iterdir())
+    assert main(("sweep", *TINY, "--over", "train.lr=0.5")) == 2
+    assert "holds run-000, and no sweep.json" in capsys.readouterr().err
+    assert sorted(path.name for path in HOME.iterdir()) == before
+    assert len(runs.began) == 2
+
+
+@pytest.mark.parametrize("more", [(), ("--print-commands",)])
+def test_the_record_is_written_by_one_sweep_at_a_time(
+    runs: Runs, capsys: pytest.CaptureFixture[str], more: tuple[str, ...]
+) -> None:
+    HOME.mkdir(parents=True)
+    with FolderLock(HOME):
+        assert main((*GRID, *more)) == 2
+    assert "the sweep in runs/sweep is under way: process" in capsys.readouterr().err
+    assert [path.name for path in HOME.iterdir()] == [".lock"]
+    assert runs.began == []
+
+
+def test_a_sweep_that_began_meanwhile_is_seen(
+    runs: Runs, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """While the values are checked, before the folder is locked."""
+    other = Sweep(over=("x.y=1",))
+
+    def meanwhile(*_: object) -> None:
+        HOME.mkdir(parents=True)
+        write_sweep(other, HOME)
+
+    monkeypatch.setattr(starting, "check_points", meanwhile)
+    assert main(GRID) == 2
+    assert "holds another sweep" in capsys.readouterr().err
+    assert record() == other
+    assert runs.began == []
+
+
+def test_without_the_engine_nothing_is_made(
+    runs: Runs, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setitem(sys.modules, "megatron_run_engine.run_folder.lock", None)
+    assert main(GRID) != 0
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "this machine cannot train the runs of a sweep" in line
+    assert "pip install" in line
+    assert not [*tmp_path.iterdir()]
+    assert runs.began == []
+
+
+def test_a_folder_behind_a_link_is_the_users_and_a_file_is_none(
+    runs: Runs, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "scratch").mkdir()
+    (tmp_path / "runs").symlink_to(tmp_path / "scratch")
+    assert main((*GRID, "--print-commands")) == 0
+    assert (tmp_path / "scratch" / "sweep" / RECORD).is_file()
+    (tmp_path / "file").touch()
+    capsys.readouterr()
+    assert main((*GRID, "--folder", "file/sweep")) == 2
+    assert "file/sweep cannot hold a sweep" in capsys.readouterr().err
+    assert runs.began == []
