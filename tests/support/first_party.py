@@ -15,6 +15,7 @@ from megatron_run.registry.discover import scan
 from megatron_run.registry.load import load
 from megatron_run.registry.loaded_command import load_command
 from megatron_run.registry.loaded_plugin import Plugin
+from megatron_run_engine.data.tokenizer import ByteTokenizer
 from tests.support.checkout import ENGINE, KERNEL, MEMBERS, ROOT
 
 #: Characters of a command's summary: more than a line of the help has room for.
@@ -77,8 +78,10 @@ def suggestions() -> Iterator[str]:
 
 def _vocabulary(plugin: Plugin) -> int:
     """The token ids that data has whose options say none; 0 for other plugins, and where files say it."""
-    found = plugin.options_model.model_fields.get("vocab_size") if plugin.kind == "data" else None
-    return 0 if found is None else default_of(found) or 0
+    fields = plugin.options_model.model_fields if plugin.kind == "data" else {}
+    if "tokenizer" in fields and default_of(fields["tokenizer"]) == "bytes":
+        return ByteTokenizer.vocab_size
+    return default_of(fields["vocab_size"]) or 0 if "vocab_size" in fields else 0
 
 
 def known_commands() -> Iterator[str]:

@@ -68,8 +68,12 @@ def write_file(file: Path, text: str) -> None:
 
 
 def show_piece(piece: str) -> None:
-    """A piece of a text, at once."""
-    sys.stdout.write(piece)
+    """A piece of a text, at once; without what would steer a terminal, if one shows it."""
+    sys.stdout.write(
+        "".join(each if each.isprintable() or each in "\n\t" else "\ufffd" for each in piece)
+        if sys.stdout.isatty()
+        else piece
+    )
     sys.stdout.flush()
 
 

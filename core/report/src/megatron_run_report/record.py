@@ -65,6 +65,9 @@ class Record:
         self.folder = follow_latest(folder.expanduser())
         if not any(os.path.lexists(self.folder / sign) for sign in _SIGNS):
             there = self.folder.is_dir()
+            if (self.folder / "sweep.json").is_file():
+                fix = f"name its runs, as {folder}/run-000, or type: megatron-run sweep --table --folder {folder}"
+                raise InputError(f"{folder} is a sweep", why="its runs lie in it", fix=fix)
             raise InputError(
                 f"there is no run in {folder}",
                 why="it has no run.json" if there else "there is no such folder",

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 #: GPT-2's, where nothing says it.
 VOCABULARY = 50257
+#: Ids of the tokenizer ``bytes``.
+BYTES = 257
 
 
 class PlainDecoder(BaseModel):
@@ -84,6 +86,9 @@ def _vocabulary(merged: ConfigSource, data: Sequence[Plugin]) -> int | None:
     given = merged.values.get(("data", "vocab_size"))
     if given and str(given.data).isdecimal():
         return int(str(given.data))
+    tokenizer = merged.values.get(("data", "tokenizer"))
+    if tokenizer:
+        return BYTES if tokenizer.data == "bytes" else None
     for plugin in data:
         if known := known_plugin("data", plugin.name):
             return known.vocab_size or None
