@@ -41,6 +41,11 @@ def test_all_that_is_wrong_is_found_before_the_first_run(capsys: pytest.CaptureF
     assert not [*tmp_path.iterdir()]
 
 
+def test_a_key_is_told_as_it_was_typed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["sweep", *TINY, "--over", "train.a\\1=1,2"]) == 2
+    assert "(from --over train.a\\1)" in capsys.readouterr().err
+
+
 def test_a_fault_of_a_key_that_only_begins_like_a_swept_one_is_told_once(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["sweep", *TINY, *LR, "--set", "train.lr_decay=xx"]) == 2
     (line,) = capsys.readouterr().err.splitlines()

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import io
 import json
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import BinaryIO
@@ -14,6 +17,7 @@ import pytest
 from megatron_run_cli.main import main
 from megatron_run_engine.run_folder import FolderLock
 from megatron_run_sweep.commands import starting
+from megatron_run_sweep.outcomes import EXCLUSIVE
 from megatron_run_sweep.record import RECORD, Sweep, read_sweep, run_name, write_sweep
 
 HOME = Path("runs", "sweep")
@@ -129,6 +133,31 @@ def test_the_record_is_written_by_one_sweep_at_a_time(
     assert "the sweep in runs/sweep is under way: process" in capsys.readouterr().err
     assert [path.name for path in HOME.iterdir()] == [".lock"]
     assert runs.began == []
+
+
+def test_a_lock_that_a_killed_process_leaves_is_told_with_what_to_delete(
+    runs: Runs, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On a file system without flock."""
+
+    def unsupported(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", unsupported)
+    HOME.mkdir(parents=True)
+    with FolderLock(HOME):
+        assert main(GRID) == 2
+    assert "if that process is gone, delete runs/sweep/.lock-exclusive" in capsys.readouterr().err
+
+    assert main((*GRID, "--print-commands")) == 0
+    left = HOME / "run-000" / EXCLUSIVE
+    left.parent.mkdir()
+    for path in (left, left.with_name(".lock")):
+        path.touch()
+    monkeypatch.setattr(time, "sleep", lambda _: left.unlink())
+    assert main(GRID) == 0
+    assert f"waited for; if that process is gone, delete {left}" in capsys.readouterr().err
+    assert runs.began[0] == "run-000"
 
 
 def test_a_sweep_that_began_meanwhile_is_seen(

@@ -82,8 +82,9 @@ def _faults(request: Request, values: Mapping[str, str], findings: Findings) -> 
     except RunError as error:
         for problem in error.problems if isinstance(error, Problems) else (error,):
             for key in values:
-                problem.origin, found = re.subn(_set_of(key), f"--over {key}", problem.origin)
-                faulty |= {key} if found else set()
+                parts = re.split(_set_of(key), problem.origin)
+                problem.origin = f"--over {key}".join(parts)
+                faulty |= {key} if len(parts) > 1 else set()
             findings.add(problem)
     return faulty
 
