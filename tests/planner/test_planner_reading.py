@@ -13,6 +13,7 @@ from megatron_run.config.request import Request
 from megatron_run.config.values import nested
 from megatron_run.contracts.topology import Topology
 from megatron_run.planning import load_config, resolve
+from megatron_run_cli.main import main
 from megatron_run_engine.estimate.step_memory import count_chunks
 from megatron_run_engine.nn.attention import CoreAttention
 from megatron_run_engine.runtime.comm import Groups
@@ -173,3 +174,11 @@ def test_a_model_of_a_third_party_is_planned_by_what_it_tells(parallel: dict[str
     task = read_task(Request(({**config, "parallel": parallel},)), None)
     saved = (kept(model, parallel, 3) - kept(model, parallel, 1)) / 2
     assert layer_activations(task.model.layers[0], task.split) == pytest.approx(saved, rel=0.005)
+
+
+def test_a_plan_knows_the_vocabulary_of_bytes_and_of_no_other_tokenizer(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("plan", "preset:tiny", "--plugin", "data=text", "--device", "a100", "--gpus", "1")
+    assert main([*words]) == 0
+    assert "50257" not in capsys.readouterr().out
+    assert main([*words, "--set", "data.tokenizer=mine.json"]) == 0
+    assert "read as 50257 words" in capsys.readouterr().out

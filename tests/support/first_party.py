@@ -79,7 +79,7 @@ def suggestions() -> Iterator[str]:
 def _vocabulary(plugin: Plugin) -> int:
     """The token ids that data has whose options say none; 0 for other plugins, and where files say it."""
     fields = plugin.options_model.model_fields if plugin.kind == "data" else {}
-    if "tokenizer" in fields and default_of(fields["tokenizer"]) == "bytes":
+    if plugin.name in ("text", "instruct") and default_of(fields["tokenizer"]) == "bytes":  # others add tokens
         return ByteTokenizer.vocab_size
     return default_of(fields["vocab_size"]) or 0 if "vocab_size" in fields else 0
 

@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 
 #: GPT-2's, where nothing says it.
 VOCABULARY = 50257
-#: Ids of the tokenizer ``bytes``.
-BYTES = 257
 
 
 class PlainDecoder(BaseModel):
@@ -87,11 +85,9 @@ def _vocabulary(merged: ConfigSource, data: Sequence[Plugin]) -> int | None:
     if given and str(given.data).isdecimal():
         return int(str(given.data))
     tokenizer = merged.values.get(("data", "tokenizer"))
-    if tokenizer:
-        return BYTES if tokenizer.data == "bytes" else None
     for plugin in data:
         if known := known_plugin("data", plugin.name):
-            return known.vocab_size or None
+            return known.vocab_size or None if tokenizer is None or tokenizer.data == "bytes" else None
         if field := field_at(plugin.options_model, ("vocab_size",)):
             found: int | None = default_of(field)
             return found
