@@ -203,6 +203,7 @@ def test_a_command_looks_for_garbage_rarely_and_a_rank_at_pythons_pace(
     before = gc.get_threshold()
     try:
         gc.set_threshold(*pythons)
+        monkeypatch.delitem(sys.modules, "megatron_run_cli.__main__", raising=False)  # another test may import it
         runpy.run_module("megatron_run_cli.__main__", run_name="imported")
         assert (gc.get_threshold()[0] > 10 * pythons[0]) if rare else (gc.get_threshold() == pythons)
     finally:

@@ -69,7 +69,7 @@ def test_a_new_packages_own_test_passes(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
     done = subprocess.run(command, cwd=package.folder, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stdout
-    assert "10 passed" in done.stdout
+    assert "11 passed" in done.stdout
 
 
 def test_a_new_package_can_be_published_and_found(tmp_path: Path) -> None:

@@ -299,7 +299,7 @@ def _saved_steps(folder: Path, typed: Path) -> Path:
 finetune = click.Command(
     "finetune",
     callback=_finetune,
-    epilog=example("finetune hf:openai-community/gpt2 --data 'texts/*.txt'"),
+    epilog=example("finetune gpt2 --data 'texts/*.txt'"),
     params=[
         click.Argument(["folder"], type=click.Path(path_type=Path)),
         click.Option(

@@ -17,7 +17,7 @@ from megatron_run_cli.output import print_json, tell
 _PATH = click.Path(path_type=Path)
 
 
-@click.command("import", epilog=example("import hf:openai-community/gpt2 imported"))
+@click.command("import", epilog=example("import gpt2 imported"))
 @click.argument("source", type=_PATH)
 @click.argument("folder", type=_PATH)
 @click.option(

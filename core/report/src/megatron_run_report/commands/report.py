@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 _SIDE_BY_SIDE = 2
 
 
-@click.command(epilog=example("report runs/first runs/second"))
+@click.command(epilog=example("report runs/latest"))
 @click.argument("runs", nargs=-1, type=click.Path(path_type=Path), metavar="[RUN]...", shell_complete=any_path)
 @click.option(
     "--output",
