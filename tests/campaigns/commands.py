@@ -50,7 +50,6 @@ COMMANDS: Mapping[str, Case] = {
         goes_on="out",
     ),
     "plugins new": Case("schedule zigzag", writes=("megatron-run-schedule-zigzag",)),
-    "report": Case("run --output run.html", ("run",), writes=("run.html",)),
     "schedule show": Case(
         "--plugin schedule=1f1b --stages 2 --microbatches 3 --svg a.svg --trace a.json",
         writes=("a.svg", "a.json"),
@@ -84,6 +83,7 @@ COMMANDS: Mapping[str, Case] = {
     "plugins why": Case("schedule preset:tiny"),
     "plugins check": Case("schedule=1f1b"),
     "plugins search": Case("zigzag"),
+    "report": Case("run --text", ("run",)),  # its page is written as other files are: tests/report
     # Its runs write as any run does; tests/sweep kills it.
     "sweep": Case("preset:tiny --over train.lr=1e-3,1e-2 --table --folder nowhere"),
     "plan goodput": Case("preset:tiny --gpus 64 --days 1"),

@@ -256,7 +256,7 @@ def test_a_predicted_step_lasts_as_long_as_it_says(capsys: Output, tmp_path: Pat
 
 
 def test_how_a_model_was_read_is_said(capsys: Output) -> None:
-    text = ["--plugin", "data=text,paths=texts"]
+    text = ["--plugin", "data=text,paths=texts,tokenizer=mine.json"]
     assert main(["plan", "preset:tiny", "--gpus", "1", "--as-is", *text]) == 0
     assert "read as" in capsys.readouterr().out  # no vocabulary is given
     for known in ([], [*text, "--set", "model.vocab_size=128"]):

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 from megatron_run.config.values import leaves
@@ -66,7 +67,7 @@ class Record:
         if not any(os.path.lexists(self.folder / sign) for sign in _SIGNS):
             there = self.folder.is_dir()
             if (self.folder / "sweep.json").is_file():
-                fix = f"name its runs, as {folder}/run-000, or type: megatron-run sweep --table --folder {folder}"
+                fix = f"name its runs, or type: megatron-run sweep --table --folder {quote(str(folder))}"
                 raise InputError(f"{folder} is a sweep", why="its runs lie in it", fix=fix)
             raise InputError(
                 f"there is no run in {folder}",
