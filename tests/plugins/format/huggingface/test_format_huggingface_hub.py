@@ -12,6 +12,7 @@ from unittest import mock
 
 import pytest
 import torch
+from huggingface_hub.utils import get_session
 
 from megatron_run import load
 from megatron_run.config.request import Found, Request
@@ -22,6 +23,7 @@ from megatron_run_cli.main import main
 from megatron_run_engine.checkpoint.step_folder import Checkpoints
 from megatron_run_engine.data import open_tokenizer
 from megatron_run_format_huggingface.hub import wanted
+from megatron_run_format_huggingface.hub.failures import in_one_line
 from megatron_run_format_huggingface.hub.names import HubName, at_home
 from tests.cli.test_cli_finetune import write_words
 from tests.plugins.optional_library import check_import
@@ -92,6 +94,13 @@ def test_a_model_is_imported_from_its_name_and_only_what_is_read_is_fetched(hub:
     about = Checkpoints(Path("imported/checkpoints")).manifest(0).about
     assert at_home(Path(about.source)) == HubName("org/tiny", revision=hub.commit("models/org/tiny"))
     assert hub.commit("models/org/tiny") in Path("imported/config.yaml").read_text().splitlines()[0]
+
+
+def test_no_connection_of_the_library_stays_open(hub: Hub) -> None:
+    with in_one_line(HubName("org/tiny")):
+        session = get_session()
+        assert not session.is_closed
+    assert session.is_closed
 
 
 def test_what_is_in_the_cache_serves_without_a_network(
