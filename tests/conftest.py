@@ -82,12 +82,22 @@ def _nothing_is_left_in_the_process(request: pytest.FixtureRequest, _installed_i
     Garbage is collected first, so that what only waits for that is reported here, as Python's warning of what was never
     closed, and not in a test of another file. The rest is frozen: each object is looked at after one file.
     """
+    if any(item.get_closest_marker("gpu") for item in request.session.items if item.path == request.path):
+        _start_gpu()
     before = Census.take()
     yield
     gc.collect()
     gc.freeze()
     left = Census.left_since(before)
     assert not left, f"{request.path.name} leaves behind: {left}"
+
+
+def _start_gpu() -> None:
+    """Start CUDA where there is a GPU: it opens pipes and events once in a process, and keeps them."""
+    import torch
+
+    if torch.cuda.is_available():
+        torch.zeros(1, device="cuda")
 
 
 @pytest.fixture(autouse=True)

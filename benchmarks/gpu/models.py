@@ -42,8 +42,10 @@ WAYS: Mapping[str, tuple[tuple[str, ...], Mapping[str, Any], str]] = {
     OURS: ((), {}, ""),
     f"{OURS}, compiled": (("graph-capture=compile",), {}, ""),
     f"{OURS}, one graph": (("graph-capture=partial,scope=step",), {}, ""),
+    f"{OURS}, compiled, one graph": (("graph-capture=compile,scope=step",), {}, ""),
     f"{OURS}, FP8": (("parallel-layer=dense+fp8",), {}, ""),
     f"{OURS}, FP8, compiled": (("parallel-layer=dense+fp8", "graph-capture=compile"), {}, ""),
+    f"{OURS}, FP8, compiled, one graph": (("parallel-layer=dense+fp8", "graph-capture=compile,scope=step"), {}, ""),
     f"{OURS}, Transformer Engine": (("parallel-layer=te",), {}, "transformer_engine"),
     f"{OURS}, Transformer Engine in FP8": (
         ("parallel-layer=te,fp8=current",), {}, "transformer_engine",
@@ -55,6 +57,7 @@ CAPTURES: Mapping[str, tuple[tuple[str, ...], Mapping[str, Any], str]] = {
     "partial": (("graph-capture=partial,scope={scope}",), {}, ""),
     "whole step": (("graph-capture=partial,scope=step",), {}, ""),
     "compile": (("graph-capture=compile",), {}, ""),
+    "whole step, compiled": (("graph-capture=compile,scope=step",), {}, ""),
     "te": (("parallel-layer=te", "graph-capture=te,scope={scope}"), {}, "transformer_engine"),
 }
 SCOPES = {

@@ -12,9 +12,9 @@ from megatron_run.contracts import CaptureSize, GraphCapture, Microbatch
 from megatron_run.contracts.schedule import Action, LayoutSpec, ScheduleSpec, looped_layout
 from megatron_run_engine.builtin.model.gpt import Gpt, GptOptions
 from megatron_run_engine.builtin.parallel_layer.dense import DenseLayers
+from megatron_run_engine.capture import backend_for
 from megatron_run_graph_capture_compile.capture import CompileCapture, CompileOptions
 from megatron_run_graph_capture_compile.compiler import find_compiler
-from megatron_run_graph_capture_partial import backend_for
 from megatron_run_graph_capture_partial.capture import PartialCapture, PartialOptions
 from megatron_run_schedule_1f1b import OneForwardOneBackward
 from megatron_run_testing.build_contexts import prepare, single_process_context

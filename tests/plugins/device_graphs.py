@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_run_engine.capture.graphs import weak_alias
+from megatron_run_engine.capture.graphs.arena import Arena
+from megatron_run_engine.capture.graphs.tape import Operation, Recorder, Tape, TapeBackend
 from megatron_run_engine.runtime.context import BuildContext
-from megatron_run_graph_capture_partial.arena import Arena
-from megatron_run_graph_capture_partial.backend import weak_alias
 from megatron_run_graph_capture_partial.capture import PartialCapture, PartialOptions
-from megatron_run_graph_capture_partial.tape import Operation, Recorder, Tape, TapeBackend
 from tests.support.device_memory import POISON, Memory
 
 _fill = torch.ops.aten.fill_.Scalar

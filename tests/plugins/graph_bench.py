@@ -17,12 +17,11 @@ from megatron_run.pipeline.plan import Plan, positions
 from megatron_run.pipeline.verify import verify
 from megatron_run_engine.builtin.model.gpt import ExpertOptions, Gpt, GptOptions
 from megatron_run_engine.builtin.parallel_layer.dense import DenseLayers
-from megatron_run_engine.capture import RegionCapture
+from megatron_run_engine.capture import RegionCapture, backend_for
 from megatron_run_engine.nn.parallel import LayerSplit, ReplicatedDropout
 from megatron_run_engine.runtime.comm import Groups, ParallelGroup
 from megatron_run_engine.runtime.context import BuildContext
 from megatron_run_engine.runtime.gradients import main_grad
-from megatron_run_graph_capture_partial import backend_for
 from megatron_run_graph_capture_partial.capture import PartialCapture, PartialOptions
 from megatron_run_parallel_layer_tensor import TensorLayers
 from megatron_run_testing.build_contexts import context_at, example_microbatch, prepare, single_process_context

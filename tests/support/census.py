@@ -25,9 +25,13 @@ _NOT_OURS = {
     "KMP_DUPLICATE_LIB_OK",  # torch
     "KMP_INIT_AT_FORK",  # torch
     "NO_MKDOCS_2_WARNING",  # mkdocs
+    "NVTE_CUDA_INCLUDE_DIR",  # Transformer Engine
     "PYTORCH_NVML_BASED_CUDA_CHECK",  # accelerate
+    "TF_CPP_MIN_LOG_LEVEL",  # JAX, which Transformer Engine imports where it is installed
     "TORCHINDUCTOR_CACHE_DIR",  # torch's compiler
+    "TPU_SKIP_MDS_QUERY",  # JAX
     "TRITON_CACHE_DIR",  # torch's compiler
+    "TRITON_PTXAS_PATH",  # torch's compiler
     "_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR",  # torch's compiler
 }
 #: Threads of tqdm, and of the telemetry of a library that is imported.
@@ -86,15 +90,16 @@ class Census:
 
 
 def _descriptors() -> Iterator[tuple[str, str]]:
-    """Open files by number, but those of multiprocessing's servers, which live as long as this process."""
+    """Open files by number, but those that live as long as this process: multiprocessing's servers, a GPU's driver."""
     servers = {
         *(server._forkserver_alive_fd for server in SERVERS),
         resource_tracker._resource_tracker._fd,  # type: ignore[attr-defined]
     }
     for path in (_SELF / "fd").glob("*"):
         with suppress(FileNotFoundError):  # the one by which this folder was read
-            if int(path.name) not in servers:
-                yield path.name, str(path.readlink())
+            opened = str(path.readlink())
+            if int(path.name) not in servers and not opened.startswith("/dev/nvidia"):
+                yield path.name, opened
 
 
 def _threads() -> Iterator[tuple[str, str]]:

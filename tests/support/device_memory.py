@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megatron_run_engine.capture.graphs import weak_alias
+from megatron_run_engine.capture.graphs.arena import Arena
+from megatron_run_engine.capture.graphs.tape import WITHOUT_VALUES
 from megatron_run_engine.runtime import tensors_in, with_tensors
-from megatron_run_graph_capture_partial.arena import Arena
-from megatron_run_graph_capture_partial.backend import weak_alias
-from megatron_run_graph_capture_partial.tape import WITHOUT_VALUES
 
 #: Four or eight of these bytes are a NaN, or minus one.
 POISON = 255

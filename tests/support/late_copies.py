@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_run_graph_capture_partial.backend import weak_alias
+from megatron_run_engine.capture.graphs import weak_alias
 
 
 class _Copy(NamedTuple):

@@ -126,6 +126,8 @@ def test_a_run_says_so_unless_its_steps_are_one_launch(said: Callable[..., list[
     assert not said(plugins=(GRAPH,))
     (notice,) = said()
     assert f"type --plugin {GRAPH}, which launches them at once, or raise train.micro_batch_size" in notice
+    *_, notice = said(plugins=("graph-capture=compile,backend=aot_eager",))
+    assert "type --plugin graph-capture=compile,scope=step, which launches" in notice
 
 
 @pytest.mark.parametrize(

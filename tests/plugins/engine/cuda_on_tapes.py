@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from megatron_run_graph_capture_partial.backend import weak_alias
+from megatron_run_engine.capture.graphs import weak_alias
 from tests.plugins.device_graphs import DeviceTape, Pool
 
 

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from megatron_run_engine.capture import run_backward
+from megatron_run_engine.capture.graphs import weak_alias
 from megatron_run_engine.runtime.gradients import GradientAccumulator
-from megatron_run_graph_capture_partial.backend import weak_alias
 from megatron_run_graph_capture_te.library import Engine
 from tests.plugins.device_graphs import DeviceBackend, Pool
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_run_graph_capture_partial.cuda import CudaBackend
+from megatron_run_engine.capture.graphs.cuda import CudaBackend
 
 
 class Graph:

@@ -11,14 +11,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import megatron_run_graph_capture_partial as partial_plugin
 from megatron_run.builtin.schedule.sequential import Sequential
 from megatron_run.config.request import Request
 from megatron_run.contracts import Microbatch, Schedule, Segment
 from megatron_run.contracts.schedule import Action
 from megatron_run_engine.builtin.model.gpt import GptOptions
+from megatron_run_engine.capture.graphs import Graph, Place, tape, weak_alias
 from megatron_run_engine.runtime import offload
-from megatron_run_graph_capture_partial.backend import Graph, Place, weak_alias
 from megatron_run_graph_capture_partial.recording import Recording, _Gradient
 from megatron_run_schedule_1f1b import OneForwardOneBackward
 from megatron_run_schedule_interleaved import Interleaved
@@ -260,7 +259,7 @@ def test_a_step_that_is_captured_whole_is_an_eager_one(monkeypatch: pytest.Monke
         for more in ((), ("graph-capture=partial,scope=step",))
     )
     expected = train_here(0, 1, eager.to_json())
-    monkeypatch.setattr(partial_plugin, "TapeBackend", DeviceBackend)
+    monkeypatch.setattr(tape, "TapeBackend", DeviceBackend)
     with Device():
         found = train_here(0, 1, captured.to_json())
     assert found.captured

@@ -13,8 +13,8 @@ from megatron_run.builtin.schedule.sequential import Sequential
 from megatron_run.contracts import Microbatch, Region, Segment
 from megatron_run.contracts.schedule import Action
 from megatron_run.errors import GraphCaptureError
+from megatron_run_engine.capture.graphs import Place
 from megatron_run_engine.runtime.gradients import main_grad
-from megatron_run_graph_capture_partial.backend import Place
 from megatron_run_graph_capture_partial.region_graph import RegionGraph
 from megatron_run_testing.build_contexts import single_process_context
 from tests.plugins.graph_bench import SMALL, Pipeline, one_region, partial_capture

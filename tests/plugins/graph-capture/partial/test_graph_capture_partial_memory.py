@@ -13,9 +13,9 @@ from megatron_run.contracts import Microbatch, Segment
 from megatron_run.contracts.schedule import Action
 from megatron_run_engine.builtin.model.gpt import GptOptions
 from megatron_run_engine.capture import OrderGuard, Pass
+from megatron_run_engine.capture.graphs import weak_alias
+from megatron_run_engine.capture.graphs.arena import ALIGNMENT, Arena
 from megatron_run_graph_capture_partial import capture as capturing
-from megatron_run_graph_capture_partial.arena import ALIGNMENT, Arena
-from megatron_run_graph_capture_partial.backend import weak_alias
 from megatron_run_graph_capture_partial.capture import Reuse, per_microbatch, per_slot
 from megatron_run_schedule_1f1b import OneForwardOneBackward
 from megatron_run_schedule_interleaved import Interleaved

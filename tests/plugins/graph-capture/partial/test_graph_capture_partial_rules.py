@@ -18,9 +18,9 @@ from megatron_run.contracts import Segment
 from megatron_run.contracts.schedule import Action
 from megatron_run.errors import GraphCaptureError
 from megatron_run_engine.capture import Rules
-from megatron_run_graph_capture_partial.arena import Arena
+from megatron_run_engine.capture.graphs.arena import Arena
+from megatron_run_engine.capture.graphs.tape import out_form
 from megatron_run_graph_capture_partial.recording import Recording
-from megatron_run_graph_capture_partial.tape import out_form
 from megatron_run_testing.build_contexts import single_process_context
 from tests.plugins.graph_bench import Pipeline, one_region, partial_capture
 

@@ -6,6 +6,7 @@ are recorded and replayed, how many sets of inputs they need, and what a recorde
 Imports: config, contracts, errors, planning, runtime.
 """
 
+from megatron_run_engine.capture.graphs import Backend, Graph, Place, backend_for, weak_alias
 from megatron_run_engine.capture.order import (
     OrderGuard,
     Pass,
@@ -47,21 +48,27 @@ from megatron_run_engine.capture.rules import (
     written,
     zeros_like,
 )
+from megatron_run_engine.capture.step_graph import StepGraph
 
 __all__ = [
     "STEP",
+    "Backend",
     "BrokenRule",
     "CaptureOptions",
+    "Graph",
     "Hooks",
     "Linted",
     "OrderGuard",
     "Pass",
+    "Place",
     "Recorded",
     "RecordedRegion",
     "Recordings",
     "RegionCapture",
     "Rules",
     "Slots",
+    "StepGraph",
+    "backend_for",
     "blamed",
     "by_chunk",
     "call",
@@ -80,6 +87,7 @@ __all__ = [
     "shared_slots",
     "slots_by_chunk",
     "unwritten",
+    "weak_alias",
     "written",
     "zeros_like",
 ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, Protocol
@@ -15,10 +15,10 @@ from megatron_run.contracts import CaptureSize, GraphCapture
 from megatron_run.errors import GraphCaptureError, InputError
 from megatron_run.errors.wording import plural
 from megatron_run.planning.batch_size import total_steps
+from megatron_run_engine.capture.facts import Facts
 from megatron_run_engine.capture.order import OrderGuard, passes
 from megatron_run_engine.capture.regions import STEP, by_chunk, call, check_scope, check_step, choose_regions
 from megatron_run_engine.capture.rules import Linted, lint
-from megatron_run_engine.runtime.gradients import has_main_grad, main_grad
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -104,12 +104,10 @@ class Event(NamedTuple):
 class _Captured(NamedTuple):
     """The recordings, and the facts on which they rely."""
 
-    actions: tuple[Action, ...]
+    facts: Facts
     examples: Examples
     recorded: Recorded
     guard: OrderGuard
-    addresses: Mapping[Parameter, tuple[int, int]]
-    trained: frozenset[Parameter]
     read: frozenset[torch.UntypedStorage]
 
 
@@ -143,7 +141,13 @@ class RegionCapture(GraphCapture):
         """Check every region against the rules, then record all."""
         self.lint(regions, examples)
         recorded = self.record(regions, actions, examples)
-        self.keep(regions, actions, examples, recorded, self._events(regions, actions, recorded))
+        self._captured = _Captured(
+            Facts.of(regions, actions),
+            dict(examples),
+            recorded,
+            OrderGuard(self._events(regions, actions, recorded)),
+            self.take_read(regions),
+        )
         return recorded.size
 
     def lint(self, regions: Sequence[Region], examples: Examples) -> None:
@@ -154,38 +158,16 @@ class RegionCapture(GraphCapture):
                 raise GraphCaptureError(f"{region} has not run yet", why="what it is given is not known")
             self.linted[region] = lint(region, examples[region], context.device, context.gradients, context.rng.streams)
 
-    def keep(
-        self,
-        regions: Sequence[Region],
-        actions: Sequence[Action],
-        examples: Examples,
-        recorded: Recorded,
-        events: Iterable[Event] = (),
-    ) -> None:
-        """Keep what was ``recorded``, with the facts on which it relies; ``events`` are the replays of a step."""
-        self._captured = _Captured(
-            tuple(actions),
-            dict(examples),
-            recorded,
-            OrderGuard(events),
-            {parameter: _addresses(parameter) for parameter in _parameters(regions)},
-            frozenset(parameter for parameter in _parameters(regions) if parameter.requires_grad),
-            frozenset(storage for region in regions for storage in self.linted.pop(region).read),
-        )
+    def take_read(self, regions: Sequence[Region]) -> frozenset[torch.UntypedStorage]:
+        """Take from the lints what ``regions`` read besides parameters, which a recording must keep."""
+        return frozenset(storage for region in regions for storage in self.linted.pop(region).read)
 
     def mismatch(self, actions: Sequence[Action]) -> str:
         """Return what has changed since the capture: actions, shapes, addresses, or which parameters are trained."""
         captured = self._captured
         if captured is None:
             return "nothing is captured"
-        if captured.actions != tuple(actions):
-            return f"a step of {_microbatches(actions)} microbatches follows steps of {_microbatches(captured.actions)}"
-        moved = sum(_addresses(parameter) != places for parameter, places in captured.addresses.items())
-        changed = sum(p.requires_grad != (p in captured.trained) for p in captured.addresses)
-        if moved or changed:
-            what = "or their gradients were moved in memory" if moved else "were frozen, or are trained again"
-            return self._mismatch or f"{moved or changed} parameters {what}"
-        return self._mismatch
+        return self._mismatch or captured.facts.changed(actions)
 
     def replay(self, region: Region, microbatch: Microbatch, *tensors: Tensor) -> tuple[Tensor, ...]:
         """Replay ``region``, or run it eagerly if its inputs have another shape, which leads to another capture."""
@@ -247,18 +229,6 @@ class RegionCapture(GraphCapture):
             self._eager = {other for other in self._eager if other[0] == microbatch.step} | {pair}
         captured.guard.leave_out([Event(kind, region, microbatch.index) for kind in "FB"], microbatch.step)
         return False
-
-
-def _parameters(regions: Sequence[Region]) -> Iterator[Parameter]:
-    return (parameter for region in regions for segment in region.segments for parameter in segment.params)
-
-
-def _addresses(parameter: Parameter) -> tuple[int, int]:
-    return parameter.data_ptr(), main_grad(parameter).data_ptr() if has_main_grad(parameter) else 0
-
-
-def _microbatches(actions: Sequence[Action]) -> int:
-    return len({action.microbatch for action in actions if action.op == "F"})
 
 
 def _difference(examples: Sequence[Tensor], tensors: Sequence[Tensor]) -> str:

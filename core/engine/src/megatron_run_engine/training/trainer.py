@@ -92,7 +92,9 @@ class Trainer:
         self._losses = Losses(assembly.model, self._context.metrics)
         self._weights = LossWeights(run, assembly)
         self._steps = StepRunner(assembly, self._weights.seed)
-        self._launches = watch_launches(self._context, assembly.graph_capture, assembly.chunks)
+        self._launches = watch_launches(
+            self._context, assembly.graph_capture, assembly.chunks, str(run.one("graph-capture"))
+        )
         self._graphs: CapturePolicy | None = None
         # Both ride on the all-reduce of the metrics, so that agreeing to stop or to recapture costs no collective.
         self._stop_meter = self._context.metrics.scalar(STOP)

@@ -16,7 +16,7 @@ import torch
 
 from megatron_run.contracts import PluginInfo
 from megatron_run.hookspecs import hookimpl
-from megatron_run_graph_capture_compile.capture import CompileCapture, CompileOptions, check_config
+from megatron_run_graph_capture_compile.capture import CompileCapture, CompileOptions, check_config, check_recorded
 from megatron_run_graph_capture_compile.compiler import check_compiler, find_compiler
 
 if TYPE_CHECKING:
@@ -25,8 +25,9 @@ if TYPE_CHECKING:
 
 
 def check_device(device: str, options: CompileOptions) -> None:
-    """Raise :class:`megatron_run.errors.PluginError` if nothing can be compiled for ``device``."""
+    """Raise :class:`megatron_run.errors.PluginError` if nothing can be compiled, or recorded, for ``device``."""
     check_compiler(torch.device(device), options.backend)
+    check_recorded(torch.device(device), options)
 
 
 @hookimpl

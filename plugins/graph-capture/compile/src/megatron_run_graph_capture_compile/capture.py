@@ -4,14 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Literal
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field
 
 from megatron_run.contracts import CaptureSize, GraphCapture
-from megatron_run.errors import GraphCaptureError
-from megatron_run_engine.capture import call, check_capture, check_scope, choose_regions, lint
+from megatron_run.errors import GraphCaptureError, InputError, PluginError
+from megatron_run_engine.capture import (
+    STEP,
+    StepGraph,
+    call,
+    check_capture,
+    check_scope,
+    choose_regions,
+    every_segment,
+    lint,
+)
 from megatron_run_engine.runtime import main_grad
 from megatron_run_graph_capture_compile.compiler import own_workers
 
@@ -28,6 +39,8 @@ if TYPE_CHECKING:
 #: The scope without ``graph-capture.scope`` on a CPU: what layers hold, as far as the model publishes it. Head and loss
 #: take long to compile there and gain little, as do products of experts. On a GPU it is all that can be compiled.
 LAYERS = ("attn", "mlp", "moe_router", "moe_preprocess", "moe_combine")
+#: Backends that run a graph by PyTorch's own operations.
+OPERATIONS = ("aot_eager", "eager")
 #: Shape, type and ``requires_grad`` of each input of a region.
 _Shapes = tuple[tuple[tuple[int, ...], torch.dtype, bool], ...]
 
@@ -41,7 +54,8 @@ class CompileOptions(BaseModel):
         None,
         min_length=1,
         description="segments; unset: on a GPU all that can be compiled, on a CPU those of layers. Those of gpt: "
-        "embedding, attn, mlp, moe_router, moe_preprocess, moe_dispatch, moe_experts, moe_combine, head, loss",
+        "embedding, attn, mlp, moe_router, moe_preprocess, moe_dispatch, moe_experts, moe_combine, head, loss; or "
+        "step: all of them, in one graph of forward and backward of the step",
     )
     backend: str = Field("inductor", min_length=1, description="of torch.compile; aot_eager compiles nothing")
     mode: Literal["default", "max-autotune-no-cudagraphs"] = Field(
@@ -58,15 +72,38 @@ class CompileOptions(BaseModel):
 
 
 def check_config(config: Config, options: CompileOptions) -> Iterator[str]:
-    """Notice if nothing would be compiled. Raises InputError for a name given twice, or what breaks ``strict``."""
-    yield from check_capture("compile", config, options, recomputes=True, default=LAYERS)
+    """Notice if nothing would be compiled.
+
+    Raises InputError for a name given twice, what breaks ``strict``, or a step that no graph can hold.
+    """
+    if STEP in (options.scope or ()) and config.parallel.tensor > 1:
+        raise InputError(
+            f"graph-capture=compile,scope={STEP} with parallel.tensor={config.parallel.tensor}",
+            why="compiled regions call collectives that no graph has recorded yet",
+            fix=f"leave scope={STEP} out, or choose --plugin graph-capture=partial,scope={STEP}",
+        )
+    yield from check_capture("compile", config, options, recomputes=True, default=LAYERS, whole_step=True)
+
+
+def check_recorded(device: torch.device, options: CompileOptions) -> None:
+    """Raise :class:`PluginError` for a step whose compiled kernels no graph of ``device`` can hold.
+
+    Tapes record PyTorch's operations, and inductor's kernels for CPUs are none.
+    """
+    if STEP in (options.scope or ()) and device.type == "cpu" and options.backend not in OPERATIONS:
+        raise PluginError(
+            f"graph-capture.scope={STEP} with graph-capture.backend={options.backend} on a CPU",
+            why="what it compiles for CPUs cannot be recorded",
+            fix=f"leave scope={STEP} out, or try the graph alone by graph-capture.backend={OPERATIONS[0]}",
+        )
 
 
 class CompileCapture(GraphCapture):
     """Compiles the segments of ``options.scope``; ``find_compiler`` is called when something is compiled.
 
     A compiled region holds no memory between its calls, needs no order of replays, and may run again in the backward.
-    So a capture fits every step of the run; a new shape leads to another compilation of that region alone.
+    So a capture fits every step of the run; a new shape leads to another compilation of that region alone. A graph of
+    the whole step launches the kernels of the compiled regions, and fits as long as nothing moves.
     """
 
     exact = False
@@ -75,6 +112,8 @@ class CompileCapture(GraphCapture):
     def __init__(self, context: BuildContext, options: CompileOptions, find_compiler: Callable[[], Compiler]) -> None:
         self.context, self._options, self._find_compiler = context, options, find_compiler
         self.capture_after = options.capture_after
+        self.whole_step = STEP in (options.scope or ())
+        self._step: StepGraph | None = None
         self._store: GraphStore | None = None
         self._compiled: dict[Region, dict[_Shapes, CompiledRegion]] = {}
         self._trained: frozenset[Parameter] = frozenset()
@@ -82,8 +121,10 @@ class CompileCapture(GraphCapture):
         self._eager: set[Region] = set()  # regions that are not compiled
 
     def regions(self, chunks: Sequence[Sequence[Segment]]) -> Sequence[Region]:
-        """Return the regions of neighbouring segments in the scope."""
+        """Return the regions of neighbouring segments in the scope; of all segments if steps are captured whole."""
         scope = self._options.scope
+        if self.whole_step:
+            return every_segment(chunks)
         if scope is not None:
             check_scope(scope, chunks, self.context)
             return choose_regions(chunks, scope)
@@ -94,7 +135,8 @@ class CompileCapture(GraphCapture):
     def plan(self, regions: Sequence[Region], actions: Sequence[Action]) -> CaptureSize:
         """The graphs of regions that do not look alike: a forward each, and a backward where there is one."""
         differentiable = {_look(region): region.differentiable for region in regions}
-        return CaptureSize(len(regions), len(differentiable) + sum(differentiable.values()), slots=0)
+        graphs = len(differentiable) + sum(differentiable.values()) + self.whole_step
+        return CaptureSize(len(regions), graphs, slots=0)
 
     def capture(
         self,
@@ -104,7 +146,8 @@ class CompileCapture(GraphCapture):
     ) -> CaptureSize:
         """Check every region against the rules, and compile what no other has compiled before.
 
-        What breaks a rule runs eagerly, with a warning, unless the user has named the scope.
+        What breaks a rule runs eagerly, with a warning, unless the user has named the scope. So does, within the graph
+        of a whole step, what keeps the rules and cannot be compiled.
         """
         from megatron_run_graph_capture_compile.compiled import GraphStore
 
@@ -115,16 +158,42 @@ class CompileCapture(GraphCapture):
             for region in regions:
                 if region not in examples:
                     raise GraphCaptureError(f"{region} has not run yet", why="what it is given is not known")
+                rules = partial(lint, region, examples[region], context.device, context.gradients, context.rng.streams)
+                if self.whole_step:
+                    rules()
                 with self._eager_if_refused(region):
-                    lint(region, examples[region], context.device, context.gradients, context.rng.streams)
+                    if not self.whole_step:
+                        rules()
                     self._compile(region, examples[region])
         self._trained = frozenset(parameter for parameter in self._parameters() if parameter.requires_grad)
         return CaptureSize(len(regions) - len(self._eager), self._store.compiled, slots=0)
 
+    def capture_step(
+        self,
+        run: Callable[[], None],
+        regions: Sequence[Region],
+        actions: Sequence[Action],
+        examples: Mapping[Region, tuple[Tensor, ...]],
+    ) -> CaptureSize:
+        """Compile the regions, and record a step that runs what was compiled."""
+        segments = self.context.segments
+        size = self.capture(regions, actions, examples)
+        segments.watch(regions)
+        segments.replay_with(self, "graph-capture=compile")
+        self._step = StepGraph(run, regions, actions, self.context)
+        return replace(size, graphs=size.graphs + 1, pool_bytes=self._step.size.pool_bytes)
+
+    def replay_step(self) -> None:
+        """Replay the recorded step."""
+        assert self._step is not None  # replays happen between capture and invalidate only
+        self._step.replay()
+
     def mismatch(self, actions: Sequence[Action]) -> str:
-        """Return which parameters were frozen, or are trained again; any actions fit."""
+        """Return which parameters were frozen, or are trained again; to single regions any actions fit."""
         if self._store is None:
             return "nothing is compiled"
+        if self._step is not None:
+            return self._step.mismatch(actions)
         changed = sum(p.requires_grad != (p in self._trained) for p in set(self._parameters()))
         return f"{changed} parameters were frozen, or are trained again" if changed else ""
 
@@ -143,7 +212,7 @@ class CompileCapture(GraphCapture):
                 fix="leave graph-capture.strict out to compile again, at the cost of a pause",
             )
         self.context.log.warning("segments will be compiled again: %s", reason)
-        self._store, self._compiled = None, {}
+        self._store, self._step, self._compiled = None, None, {}
         self._full.clear()
 
     def _compile(self, region: Region, tensors: Sequence[Tensor]) -> CompiledRegion | None:
@@ -167,7 +236,7 @@ class CompileCapture(GraphCapture):
         try:
             yield
         except GraphCaptureError as refused:
-            if self._options.scope is not None:
+            if self._options.scope is not None and not self.whole_step:
                 raise
             self._leave_eager(region, str(refused))
 

@@ -14,13 +14,12 @@ from typing import TYPE_CHECKING
 
 from megatron_run.contracts import PluginInfo
 from megatron_run.hookspecs import hookimpl
+from megatron_run_engine.capture import backend_for
 from megatron_run_graph_capture_partial.capture import PartialCapture, PartialOptions, check_config
-from megatron_run_graph_capture_partial.tape import TapeBackend
 
 if TYPE_CHECKING:
     from megatron_run.contracts import GraphCapture
     from megatron_run_engine.runtime import BuildContext
-    from megatron_run_graph_capture_partial.backend import Backend
 
 
 @hookimpl
@@ -33,13 +32,3 @@ def megatron_run_plugin_info() -> PluginInfo:
 def megatron_run_create_graph_capture(context: BuildContext, options: PartialOptions) -> GraphCapture:
     """Make the capture for this rank's device."""
     return PartialCapture(context, options, lambda: backend_for(context))
-
-
-def backend_for(context: BuildContext) -> Backend:
-    """CUDA graphs on a CUDA device, otherwise tapes."""
-    generators = context.rng.streams
-    if context.device.type == "cuda":
-        from megatron_run_graph_capture_partial.cuda import CudaBackend
-
-        return CudaBackend(context.device, generators)
-    return TapeBackend(generators)

@@ -14,6 +14,7 @@ from megatron_run_engine.capture import (
     Pass,
     Recorded,
     RegionCapture,
+    StepGraph,
     by_chunk,
     chained,
     check_capture,
@@ -21,7 +22,6 @@ from megatron_run_engine.capture import (
     kept_streams,
     passes,
     recordings,
-    refusing_breaks,
     shared_slots,
     slots_by_chunk,
 )
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 
     from megatron_run.contracts import Action, Region, Segment
     from megatron_run.contracts.schema import Config
+    from megatron_run_engine.capture import Backend
     from megatron_run_engine.runtime import BuildContext
-    from megatron_run_graph_capture_partial.backend import Backend, Graph
 
 
 class PartialOptions(BaseModel):
@@ -116,7 +116,7 @@ class PartialCapture(RegionCapture):
         self._by_slot, self._chain = options.graph_reuse == "per_slot", options.chain
         self._find_backend = find_backend
         self.whole_step = STEP in options.scope
-        self._step: Graph | None = None
+        self._step: StepGraph | None = None
 
     def regions(self, chunks: Sequence[Sequence[Segment]]) -> Sequence[Region]:
         """Return the regions of neighbouring segments in the scope; of all segments if steps are captured whole."""
@@ -134,19 +134,18 @@ class PartialCapture(RegionCapture):
     ) -> CaptureSize:
         """Check every segment against the rules, then record the step in a pool of its own."""
         self.lint(regions, examples)
-        backend = self._find_backend()
-        graph, pool = backend.graph(), backend.pool()
-        with kept_streams(self.context.rng.streams), refusing_breaks(), graph.capture(pool):
-            run()
-        size = CaptureSize(1, 1, 0, pool_bytes=backend.pool_bytes([pool]))
-        self.keep(regions, actions, examples, Recorded({}, {}, size))
-        self._step = graph
-        return size
+        read = self.take_read(regions)
+        self._step = StepGraph(run, regions, actions, self.context, read=read, backend=self._find_backend())
+        return self._step.size
 
     def replay_step(self) -> None:
         """Replay the recorded step."""
         assert self._step is not None  # replays happen between capture and invalidate only
         self._step.replay()
+
+    def mismatch(self, actions: Sequence[Action]) -> str:
+        """Return what has changed since the capture."""
+        return super().mismatch(actions) if self._step is None else self._step.mismatch(actions)
 
     def invalidate(self, reason: str) -> None:
         """Free the graphs and their memory. Raises :class:`GraphCaptureError` with ``strict``."""

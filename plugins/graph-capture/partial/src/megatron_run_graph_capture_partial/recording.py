@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_run_engine.capture import blamed, call, run_backward, zeros_like
+from megatron_run_engine.capture import Backend, Place, blamed, call, run_backward, zeros_like
 from megatron_run_engine.runtime import main_grad
-from megatron_run_graph_capture_partial.backend import Backend, Place
 from megatron_run_graph_capture_partial.region_graph import RegionGraph, trained
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron_run.errors import GraphCaptureError
-from megatron_run_graph_capture_partial.backend import Graph, Place
+from megatron_run_engine.capture import Graph, Place
 
 if TYPE_CHECKING:
     from torch.nn import Parameter

@@ -135,23 +135,27 @@ class LaunchWatch:
             )
 
 
-def advise(context: BuildContext, chunks: Sequence[Chunk]) -> str:
-    """The advice where launches bound a step; where steps of ``chunks`` cannot be captured whole, also why."""
+def advise(context: BuildContext, chunks: Sequence[Chunk], chosen: str) -> str:
+    """The advice where launches bound a step; where steps of ``chunks`` cannot be captured whole, also why.
+
+    ``chosen`` is the graph capture of the run. What is compiled stays so.
+    """
     larger = "raise train.micro_batch_size, which gives each more to do"
     try:
         check_step(context.topology.sizes.pipeline, context.train.offload, [chunk.segments() for chunk in chunks])
     except InputError as refusal:
         return f"{larger} (one graph of each step is refused: {refusal})"
-    return f"type --plugin graph-capture=partial,scope=step, which launches them at once, or {larger}"
+    whole = chosen if chosen == "graph-capture=compile" else "graph-capture=partial"
+    return f"type --plugin {whole},scope=step, which launches them at once, or {larger}"
 
 
-def watch_launches(context: BuildContext, capture: GraphCapture, chunks: Sequence[Chunk]) -> LaunchWatch:
-    """The watch of a run: of rank 0 on CUDA, where its host waits for no other rank within a step.
+def watch_launches(context: BuildContext, capture: GraphCapture, chunks: Sequence[Chunk], chosen: str) -> LaunchWatch:
+    """The watch of a run with ``capture``, ``chosen`` by that name.
 
-    Steps that are captured whole are one launch.
+    Rank 0 on CUDA looks where its host waits for no other rank within a step; one that is captured whole is one launch.
     """
     sizes = context.topology.sizes
     alone = sizes.world == 1 or (sizes.pipeline == sizes.expert == 1 and context.run.backend != "gloo")
     looks = context.topology.rank == 0 and alone and not capture.whole_step
     stopwatch = stopwatch_of(context.device) if looks else None
-    return LaunchWatch(stopwatch, capture.capture_after + _WARM_UP, advise(context, chunks), context.log)
+    return LaunchWatch(stopwatch, capture.capture_after + _WARM_UP, advise(context, chunks, chosen), context.log)

@@ -13,12 +13,14 @@ import torch
 class CudaBackend:
     """Makes CUDA graphs, all recorded on one side stream; kernels may draw from ``generators``.
 
-    The graphs of a pool hold its memory jointly: it is freed with the last of them.
+    The graphs of a pool hold its memory jointly: it is freed with the last of them. What the allocator has kept of
+    eager steps goes back to the device first: pools cannot use it, and it would lie beside them.
     """
 
     def __init__(self, device: torch.device, generators: Sequence[torch.Generator]) -> None:
         self._device, self._generators = device, generators
         self._stream = torch.cuda.Stream(device)
+        torch.cuda.empty_cache()
         self._before = torch.cuda.memory_reserved(device)
 
     def pool(self) -> Any:

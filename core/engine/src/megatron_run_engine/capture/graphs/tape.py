@@ -16,10 +16,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_run_engine.capture import Rules, unwritten
+from megatron_run_engine.capture.graphs.arena import Arena
+from megatron_run_engine.capture.graphs.backend import weak_alias
+from megatron_run_engine.capture.rules import Rules, unwritten
 from megatron_run_engine.runtime import tensors_in, with_tensors
-from megatron_run_graph_capture_partial.arena import Arena
-from megatron_run_graph_capture_partial.backend import weak_alias
 
 _aten = torch.ops.aten
 #: Operations with uninitialised results: there is nothing to replay.

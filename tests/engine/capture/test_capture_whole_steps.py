@@ -9,7 +9,7 @@ import pytest
 from torch import Tensor
 
 from megatron_run.config.request import Request
-from megatron_run.errors import GraphCaptureError, InputError, Problems
+from megatron_run.errors import GraphCaptureError, InputError, PluginError, Problems
 from megatron_run.planning import resolve
 from megatron_run_cli.reports.dry_run import dry_run_json, dry_run_text
 from megatron_run_engine.runtime.execute import Executor, StepRecord
@@ -35,6 +35,8 @@ PADDED = (
 BIASED = ("model.experts.router.bias_rate=0.05",)
 GROWING = ("train.steps=5", "train.ramp_up.start=4", "train.ramp_up.increment=4", "train.ramp_up.samples=8")
 STEP = "graph-capture=partial,scope=step"
+#: The same step of compiled regions; with this backend they have the bits of eager ones.
+COMPILED = "graph-capture=compile,scope=step,backend=aot_eager"
 #: Name -> (plugins, settings).
 ALONE: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "overflow": (
@@ -64,11 +66,12 @@ def request(plugins: tuple[str, ...], sets: tuple[str, ...], *more: str, nproc: 
     return Request(configs=("preset:tiny",), sets=tuple(chosen.values()), plugins=(*plugins, *more), nproc=nproc)
 
 
-def both(world: int, plugins: tuple[str, ...], sets: tuple[str, ...]) -> list[Request]:
-    return [request(plugins, sets, *more, nproc=world) for more in ((), (STEP,))]
+def each_way(world: int, plugins: tuple[str, ...], sets: tuple[str, ...]) -> list[Request]:
+    """Eagerly, and captured whole in two ways."""
+    return [request(plugins, sets, *more, nproc=world) for more in ((), (STEP,), (COMPILED,))]
 
 
-def expect_same(eager: list[Seen], captured: list[Seen]) -> None:
+def expect_same(eager: list[Seen], captured: list[Seen], *, compiled: bool) -> None:
     assert len(eager[0].losses) >= 4
     for mine, other in zip(captured, eager, strict=True):
         assert mine.losses == pytest.approx(other.losses, rel=0, abs=0, nan_ok=True)
@@ -76,7 +79,8 @@ def expect_same(eager: list[Seen], captured: list[Seen]) -> None:
         assert (mine.validation, mine.weights) == (other.validation, other.weights)
         assert mine.captured
         for said in mine.captured:
-            assert (said.captured.regions, said.captured.graphs, said.captured.slots) == (1, 1, 0)
+            assert said.captured.slots == 0
+            assert compiled or (said.captured.regions, said.captured.graphs) == (1, 1)
             assert said.captured.static_bytes
             assert said.captured.pool_bytes
 
@@ -85,9 +89,10 @@ def expect_same(eager: list[Seen], captured: list[Seen]) -> None:
 @pytest.mark.multiproc
 def test_whole_steps_leave_the_bits_of_the_executor() -> None:
     """Losses, norms, evaluations between them, and the weights in the end."""
-    found = train_many(1, [each for case in ALONE.values() for each in both(1, *case)])
-    for eager, captured in zip(found[::2], found[1::2], strict=True):
-        expect_same(eager, captured)
+    found = train_many(1, [each for case in ALONE.values() for each in each_way(1, *case)])
+    for eager, captured, compiled in zip(found[::3], found[1::3], found[2::3], strict=True):
+        expect_same(eager, captured, compiled=False)
+        expect_same(eager, compiled, compiled=True)
     assert any(map(math.isnan, found[0][0].norms)), "no step overflowed"
     assert len(found[-1][0].captured) > 1, "another number of microbatches is captured again"
 
@@ -95,12 +100,15 @@ def test_whole_steps_leave_the_bits_of_the_executor() -> None:
 @pytest.mark.multiproc
 def test_ranks_reduce_what_a_whole_step_has_added_up() -> None:
     """Buckets leave after the replay; a tensor rank's collectives lie within."""
-    found = train_many(2, [each for case in RANKS.values() for each in both(2, *case)])
-    for eager, captured in zip(found[::2], found[1::2], strict=True):
-        expect_same(eager, captured)
+    experts, tensor = (each_way(2, *case) for case in RANKS.values())
+    found = train_many(2, [*experts, *tensor[:2]])
+    for eager, captured in ((found[0], found[1]), (found[3], found[4])):
+        expect_same(eager, captured, compiled=False)
+    expect_same(found[0], found[2], compiled=True)
 
 
-def test_the_executor_runs_no_more_once_a_step_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("plugin", [STEP, COMPILED], ids=["partial", "compile"])
+def test_the_executor_runs_no_more_once_a_step_is_captured(plugin: str, monkeypatch: pytest.MonkeyPatch) -> None:
     calls, run = list[bool](), Executor.run
 
     def counted(self: Executor, *arguments: object) -> object:
@@ -108,12 +116,13 @@ def test_the_executor_runs_no_more_once_a_step_is_captured(monkeypatch: pytest.M
         return run(self, *arguments)  # type: ignore[arg-type]  # as they come
 
     monkeypatch.setattr(Executor, "run", counted)
-    train_here(0, 1, request((), ("eval.interval=0",), STEP).to_json())
+    train_here(0, 1, request((), ("eval.interval=0",), plugin).to_json())
     evaluation = 1
     assert len(calls) == 1 + 1 + evaluation  # the eager step, the recording
 
 
-def test_a_step_that_is_timed_runs_action_by_action(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("plugin", [STEP, COMPILED], ids=["partial", "compile"])
+def test_a_step_that_is_timed_runs_action_by_action(plugin: str, monkeypatch: pytest.MonkeyPatch) -> None:
     eager = train_here(0, 1, request((), ()).to_json())
     records, accumulate = list[StepRecord](), Trainer._accumulate
 
@@ -123,7 +132,7 @@ def test_a_step_that_is_timed_runs_action_by_action(monkeypatch: pytest.MonkeyPa
         return records[-1]
 
     monkeypatch.setattr(Trainer, "_accumulate", timed)
-    captured = train_here(0, 1, request((), (), STEP).to_json())
+    captured = train_here(0, 1, request((), (), plugin).to_json())
     assert (captured.losses, captured.weights) == (eager.losses, eager.weights)
     assert [bool(record.times) for record in records] == [False, True, False, True]
     assert len({len(record.executed) for record in records}) == 1
@@ -153,7 +162,13 @@ def test_a_step_that_is_timed_runs_action_by_action(monkeypatch: pytest.MonkeyPa
         ),
         (("graph-capture=partial,scope=step,attn",), (), r"scope names step, which holds everything, and attn \(from"),
         (("graph-capture=te,scope=step",), (), "graph-capture=te captures no whole steps; choose --plugin"),
-        (("graph-capture=compile,scope=step",), (), "graph-capture=compile captures no whole steps; choose --plugin"),
+        (("graph-capture=compile,scope=step,mlp",), (), r"scope names step, which holds everything, and mlp \(from"),
+        (
+            ("graph-capture=compile,scope=step", "parallel-layer=tensor"),
+            ("parallel.tensor=2",),
+            "compile,scope=step with parallel.tensor=2: compiled regions call collectives that no",
+        ),
+        (("graph-capture=compile,scope=step",), ("train.offload=mlp",), "scope=step with train.offload=mlp: what a"),
     ],
 )
 def test_what_the_host_must_do_within_a_step_is_refused_before_a_run(
@@ -163,16 +178,35 @@ def test_what_the_host_must_do_within_a_step_is_refused_before_a_run(
     with pytest.raises((InputError, Problems), match=message):
         dry_run_text(
             resolve(
-                request(
-                    plugins, sets, *capture, nproc=2 if "schedule=1f1b" in plugins or "parallel.expert=2" in sets else 1
-                )
+                request(plugins, sets, *capture, nproc=2 if any(each.startswith("parallel.") for each in sets) else 1)
             )
         )
+
+
+def test_what_inductor_compiles_for_a_cpu_is_refused_where_the_device_is_known() -> None:
+    (plugin,) = resolve(request((), (), "graph-capture=compile,scope=step")).plugins["graph-capture"]
+    with pytest.raises(PluginError, match="backend=inductor on a CPU: what it compiles for CPUs cannot be recorded"):
+        plugin.check_device("cpu")
 
 
 def test_a_dry_run_plans_one_graph() -> None:
     run = resolve(request((), (), STEP))
     assert dry_run_json(run)["graphs_by_stage"] == [{"regions": 1, "graphs": 1, "slots": 0}]
+
+
+def test_a_dry_run_plans_compiled_regions_and_the_graph_that_holds_them() -> None:
+    run = request((), (), COMPILED)
+    (planned,) = dry_run_json(resolve(run))["graphs_by_stage"]
+    (captured,) = train_here(0, 1, run.to_json()).captured
+    assert planned == {"regions": captured.planned.regions, "graphs": captured.planned.graphs, "slots": 0}
+    assert (captured.captured.regions, captured.captured.graphs) == (planned["regions"], planned["graphs"])
+
+
+def test_a_compiled_step_that_fits_no_more_is_compiled_again() -> None:
+    """A batch that grows: its steps, in between eager ones, have the bits of eager steps."""
+    eager, grown = (train_here(0, 1, request((), GROWING, *more).to_json()) for more in ((), (COMPILED,)))
+    assert (grown.losses, grown.weights) == (eager.losses, eager.weights)
+    assert len(grown.captured) > 1
 
 
 def test_what_is_read_on_the_host_between_segments_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
