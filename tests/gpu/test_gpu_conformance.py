@@ -40,7 +40,6 @@ def _layers(plugin: Plugin) -> Callable[[BuildContext], ParallelLayers]:
     return create
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*:DeprecationWarning")  # imports of torch's compiler
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("device", [CPU, CUDA])
 @pytest.mark.parametrize("name", PLUGINS)

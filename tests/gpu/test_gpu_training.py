@@ -141,7 +141,6 @@ SCOPES = {
 CAPTURES = [entry.name for entry in scan().entries if entry.kind == "graph-capture" and entry.name != "none"]
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*:DeprecationWarning")  # imports of torch's compiler
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("device", [CPU, CUDA])
 @pytest.mark.parametrize("scope", SCOPES)

@@ -102,7 +102,6 @@ THROUGH_INDUCTOR = graph_capture_checks(lambda context: compile_capture(context,
 
 
 @pytest.mark.nightly  # the C++ compiler works for minutes; aot_eager traces and splits the same graphs
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*:DeprecationWarning")  # torch's own imports
 @pytest.mark.parametrize("check", THROUGH_INDUCTOR, ids=lambda check: check.name)
 def test_it_conforms_through_inductor_but_for_rounding(check: Check) -> None:
     check.run()
@@ -347,7 +346,6 @@ def compiled_here(
 
 
 @night  # inductor is imported, and compiles C++, for ten seconds
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*:DeprecationWarning")  # imports of torch's compiler
 def test_kernels_are_compiled_for_the_sizes_that_are_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sizes that are arguments cost a division for each index that is taken apart."""
     x = torch.randn(6, 8)
@@ -357,7 +355,6 @@ def test_kernels_are_compiled_for_the_sizes_that_are_known(tmp_path: Path, monke
 
 
 @night
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*:DeprecationWarning")  # imports of torch's compiler
 def test_dropout_draws_over_values_as_they_lie_in_eager_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where PyTorch lets inductor lay out what it is given: tokens are [b, s], and what is embedded [s, b, h]."""
     from torch._inductor import lowering

@@ -160,7 +160,6 @@ class Pool:
         self.ended = True
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*:DeprecationWarning")  # torch's own imports
 def test_workers_end_with_a_capture_and_those_of_the_program_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
     workers = import_module("torch._inductor.async_compile")
     other, own = Pool(), Pool()
@@ -234,7 +233,6 @@ def test_inductor_is_given_what_its_cache_on_disk_asks_for(monkeypatch: pytest.M
 
 
 @pytest.mark.nightly  # a cold cache: the C++ compiler works for a minute
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method.*:DeprecationWarning")  # torch's own imports
 def test_inductor_finds_what_an_earlier_run_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from torch._dynamo.utils import counters
 
