@@ -91,5 +91,26 @@ def test_a_step_is_predicted_by_the_others(size: str, h200: Device) -> None:
     assert abs(error(size, settled(h200, [measured(each) for each in SPEED if each != size]))) < 0.08
 
 
+#: Tokens a second of steps that are one graph, 2026-11-27: of eager kernels, else of compiled regions.
+AT_ONCE = {
+    ("124m", "partial"): 545_843,
+    ("124m", "compile"): 558_225,
+    ("350m", "compile"): 219_218,
+    ("1.3b", "compile"): 67_763,
+}
+
+
+@pytest.mark.parametrize(("size", "capture"), AT_ONCE)
+def test_a_step_of_one_graph_takes_as_long_as_it_took(size: str, capture: str) -> None:
+    """The host launches nothing within; what compiled regions fuse is not counted."""
+    shape = SHAPES[size]
+    task = read_task(Request((configuration(shape, "bf16"),), plugins=(f"graph-capture={capture},scope=step",)), 1)
+    plan = measured(size).plan
+    seconds = step_time(task.model, task.split, read_device("h200"), plan).seconds
+    assert shape.micro_batch * shape.microbatches * shape.sequence / seconds == pytest.approx(
+        AT_ONCE[size, capture], rel=0.08
+    )
+
+
 def test_kernels_make_a_step_shorter_where_the_loss_was_a_third_of_it(h200: Device) -> None:
     assert error("124m", read_device("h200")) < error("124m", h200) - 0.25

@@ -41,6 +41,13 @@ def search(schedules: Schedules, memory: float = 80 * 2**30, ranks: int = 4) -> 
     return Search(MODEL, ranks, 32, A100.model_copy(update={"memory": memory}), schedules)
 
 
+def test_a_step_that_is_one_graph_has_no_pipeline(schedules: Schedules) -> None:
+    found = Search(MODEL, 4, 32, A100, schedules, one_graph=True).run(keep=1000)
+    assert {each.split.pipeline for each in found.best} == {1}
+    assert all(each.split.one_graph for each in found.best)
+    assert found.pruned["no graph of a step holds a pipeline"]
+
+
 def test_a_batch_that_grows_divides_at_each_of_its_sizes(schedules: Schedules) -> None:
     """What is proposed is what a run takes: first batch and increment are dealt to the ranks as the whole is."""
     ramp = {"start": 4, "increment": 4, "samples": 100}

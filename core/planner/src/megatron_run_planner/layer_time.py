@@ -217,10 +217,7 @@ def layer_time(layer: LayerCosts, split: ModelSplit, device: Device) -> Passes:
     scores = max(attention, 2 * device.host.kernel) if work.attention else 0.0
     swept, swept_back = _swept(work, layer, split, device)
     shared = _shared(layer, split, device)
-    host = device.host.layer + (device.host.softmax if work.unfused else 0)
-    for part in layer.feeds:
-        if part.experts:
-            host += device.host.experts + device.host.expert * part.experts / split.expert
+    host = 0.0 if _at_once(split, device) else _launching(work, layer, split, device)
     share = device.host.forward
     # Attention that keeps no scores computes them again in its backward.
     again = 2 if work.scores else 2.5
@@ -244,6 +241,20 @@ def layer_time(layer: LayerCosts, split: ModelSplit, device: Device) -> Passes:
     }[split.recompute]
     passes = Passes(forward + shared + _counted(layer, split, device), backward + shared + repeated, products)
     return passes if device.cores else passes.times(ahead)
+
+
+def _at_once(split: ModelSplit, device: Device) -> bool:
+    """Whether one graph of the step launches all kernels, so that the device never waits for its host."""
+    return split.one_graph and device.host.overlaps
+
+
+def _launching(work: Operators, layer: LayerCosts, split: ModelSplit, device: Device) -> float:
+    """Seconds of the host for one layer, forward and backward."""
+    host = device.host.layer + (device.host.softmax if work.unfused else 0)
+    for part in layer.feeds:
+        if part.experts:
+            host += device.host.experts + device.host.expert * part.experts / split.expert
+    return host
 
 
 def _swept(work: Operators, layer: LayerCosts, split: ModelSplit, device: Device) -> tuple[float, float]:
@@ -301,9 +312,9 @@ def embedding_time(model: ModelCosts, split: ModelSplit, device: Device) -> Pass
     size = device.width * split.micro_batch * model.tokens * model.hidden
     moved = 2 * size / (device.bandwidth * device.sweeps.efficiency)
     shared = _as_work(sum_over(device, split, size, split.tensor), split, device)
-    host = device.host
-    forward = _joined(moved, host.embedding * host.forward, device) + shared
-    return Passes(forward, _joined(2 * moved, host.embedding * (1 - host.forward), device))
+    share, host = device.host.forward, 0.0 if _at_once(split, device) else device.host.embedding
+    forward = _joined(moved, host * share, device) + shared
+    return Passes(forward, _joined(2 * moved, host * (1 - share), device))
 
 
 def loading_time(model: ModelCosts, split: ModelSplit, device: Device) -> Passes:
@@ -326,9 +337,9 @@ def head_time(model: ModelCosts, split: ModelSplit, device: Device) -> Passes:
     swept, swept_back = _swept_head(model, split, device)
     small = _as_work(sum(sum_over(device, split, 4 * n * tokens, split.tensor) for n in (1, 2)), split, device)
     large = _as_work(sum_over(device, split, device.width * tokens * model.hidden, split.tensor), split, device)
-    host = device.host
-    forward = _joined(product + swept, host.head * host.forward, device) + small
-    backward = _joined(2 * product + swept_back, host.head * (1 - host.forward), device) + large
+    share, host = device.host.forward, 0.0 if _at_once(split, device) else device.host.head
+    forward = _joined(product + swept, host * share, device) + small
+    backward = _joined(2 * product + swept_back, host * (1 - share), device) + large
     return Passes(forward, backward, product)
 
 

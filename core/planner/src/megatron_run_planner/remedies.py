@@ -125,7 +125,7 @@ def changes(split: ModelSplit, task: Task, device: Device) -> Iterator[tuple[tup
         plugin = ("parallel-layer=tensor",) if split.tensor == 1 else ()
         yield (*plugin, f"parallel.tensor={wider.tensor}", f"parallel.data={wider.data}"), wider
     deeper = replace(split, pipeline=2 * split.pipeline, **_copies(split))
-    if deeper.pipeline * deeper.chunks <= len(model.layers):
+    if deeper.pipeline * deeper.chunks <= len(model.layers) and not split.one_graph:
         plugin = ("schedule=1f1b",) if split.pipeline == 1 else ()
         yield (*plugin, f"parallel.pipeline={deeper.pipeline}", f"parallel.data={deeper.data}"), deeper
 

@@ -92,7 +92,7 @@ STEADY = Growth()
 class Search:
     """Searches the splits of ``model`` over ``ranks`` of ``device``, of which each has ``memory`` bytes.
 
-    By the end of its ``growth`` the batch is ``global_batch``.
+    By the end of its ``growth`` the batch is ``global_batch``. A step that is ``one_graph`` has no pipeline.
     """
 
     def __init__(
@@ -103,8 +103,10 @@ class Search:
         device: Device,
         schedules: Schedules,
         growth: Growth = STEADY,
+        *,
+        one_graph: bool = False,
     ) -> None:
-        self._growth = growth
+        self._growth, self._one_graph = growth, one_graph
         self._model, self._ranks, self._batch = model, ranks, global_batch
         self._device, self._schedules = device, schedules
         self._pruned: Counter[str] = Counter()
@@ -206,6 +208,9 @@ class Search:
                 if pipeline > len(model.layers):
                     self._pruned["more stages than layers"] += 1
                     continue
+                if pipeline > 1 and self._one_graph:
+                    self._pruned["no graph of a step holds a pipeline"] += 1
+                    continue
                 yield from self._batched(tensor, pipeline, self._ranks // tensor // pipeline)
 
     def _batched(self, tensor: int, pipeline: int, data: int) -> Iterator[ModelSplit]:
@@ -225,6 +230,7 @@ class Search:
                 sequence_parallel=tensor > 1,
                 overlap=True,
                 gradient_bytes=4,
+                one_graph=self._one_graph,
             )
             if self._growth.undealt(base):
                 self._pruned["train.ramp_up does not divide"] += 1

@@ -59,7 +59,8 @@ class ModelSplit:
     """How a model is split and batched; the names are those of the sections ``parallel`` and ``train``.
 
     ``scatter_messages``: each tensor rank sends its part of what goes to the next stage. ``overlap``: gradients are
-    reduced while other backwards still run. ``gradient_bytes``: of a gradient when it is reduced.
+    reduced while other backwards still run. ``gradient_bytes``: of a gradient when it is reduced. ``one_graph``: the
+    host launches forwards and backwards of a step at once.
     """
 
     tensor: int = 1
@@ -75,6 +76,7 @@ class ModelSplit:
     zero1: bool = False
     overlap: bool = False
     gradient_bytes: int = 2
+    one_graph: bool = False
 
     @property
     def ranks(self) -> int:

@@ -173,7 +173,8 @@ def search(
         text, record = report.own_text(tasks, shown, machine), report.own_record(task, shown, machine)
     else:
         ranks, batch = gpus or task.split.ranks, task.split.global_batch
-        found = Search(task.model, ranks, batch, machine, schedules, task.growth).run()
+        one_graph = task.split.one_graph
+        found = Search(task.model, ranks, batch, machine, schedules, task.growth, one_graph=one_graph).run()
         shown = [found.best[0]]
         install = to_install(task, found.best[0], schedules.catalog)
         text = report.choice_text(task, found, machine, write, install)

@@ -129,6 +129,7 @@ def read_task(request: Request, ranks: int | None) -> Task:
         zero1=any(choice.reference == "zero1" for choice in merged.choices.get("optimizer", ())),
         overlap=True,
         gradient_bytes=4,
+        one_graph=_captured_whole(merged),
     )
     counts = parallel.layers
     if is_uneven(parallel):
@@ -156,6 +157,12 @@ def _schedule(merged: ConfigSource, split: ModelSplit) -> str:
         return "1f1b" if split.chunks == 1 else "interleaved"
     options = {key[1]: value.data for key, value in merged.values.items() if key[0] == "schedule" and len(key) == 2}
     return " ".join([name, *(f"{key}={value}" for key, value in options.items() if value is not None)])
+
+
+def _captured_whole(merged: ConfigSource) -> bool:
+    """Whether the graph capture's scope is the whole step."""
+    scope = merged.values.get((section_of("graph-capture"), "scope"))
+    return scope is not None and scope.data in ("step", ["step"], ("step",))
 
 
 def _recomputed(train: TrainSection) -> Recompute:
