@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Sequence
 
 import pytest
 from torch import Tensor
@@ -15,6 +16,7 @@ from megatron_run_cli.reports.dry_run import dry_run_json, dry_run_text
 from megatron_run_engine.runtime.execute import Executor, StepRecord
 from megatron_run_engine.training.loss_weights import LossWeights
 from megatron_run_engine.training.trainer import Trainer
+from megatron_run_graph_capture_compile.compiled import CompiledRegion
 from tests.support.training import Seen, train_here, train_many
 
 LITTLE = (
@@ -119,6 +121,20 @@ def test_the_executor_runs_no_more_once_a_step_is_captured(plugin: str, monkeypa
     train_here(0, 1, request((), ("eval.interval=0",), plugin).to_json())
     evaluation = 1
     assert len(calls) == 1 + 1 + evaluation  # the eager step, the recording
+
+
+def test_the_graph_holds_what_was_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each region runs compiled for each microbatch, once, when the step is recorded."""
+    calls, forward = list[CompiledRegion](), CompiledRegion.forward
+
+    def counted(self: CompiledRegion, tensors: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], list[Tensor]]:
+        calls.append(self)
+        return forward(self, tensors)
+
+    monkeypatch.setattr(CompiledRegion, "forward", counted)
+    (said,) = train_here(0, 1, request((), (), COMPILED).to_json()).captured
+    assert len(set(calls)) == said.captured.regions
+    assert len(calls) == said.captured.regions * 4  # microbatches
 
 
 @pytest.mark.parametrize("plugin", [STEP, COMPILED], ids=["partial", "compile"])
