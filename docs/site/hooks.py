@@ -20,6 +20,7 @@ _MOVED: Mapping[str, str] = {
     "README.md": "index.md",
     "docs/index.md": "contents.md",
     "CONTRIBUTING.md": "contributing.md",
+    "AGENTS.md": "agents.md",
     "CHANGELOG.md": "changelog.md",
     "cli/README.md": "command.md",
     "core/engine/README.md": "built-in-plugins.md",
@@ -31,7 +32,7 @@ _MOVED: Mapping[str, str] = {
     **{f"benchmarks/results/{page.name}": f"results/{page.name}" for page in ROOT.glob("benchmarks/results/*.md")},
 }
 #: What the navigation has under other headings than the table of contents.
-_PROJECT = ("index.md", "contents.md", "contributing.md", "changelog.md")
+_PROJECT = ("index.md", "contents.md", "contributing.md", "agents.md", "changelog.md")
 #: Files of the repository -> the page that is made from them, and the heading on it.
 _MADE: Mapping[str, tuple[str, str]] = {
     **{
