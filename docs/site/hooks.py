@@ -132,7 +132,7 @@ def on_env(_env: Any, config: MkDocsConfig, files: Files) -> None:
     summary, address = config.site_description or "", config.site_url or ""
     made = {
         "llms.txt": listed(contents, config.site_name, summary, address),
-        "llms-full.txt": joined((page.file.src_uri, plain(page.markdown or "")) for page in ordered),
+        "llms-full.txt": joined((page.file.src_uri, plain(page.markdown or "")) for page in ordered if _written(page)),
     }
     for path, text in made.items():
         files.append(File.generated(config, path, content=text))
@@ -140,7 +140,13 @@ def on_env(_env: Any, config: MkDocsConfig, files: Files) -> None:
 
 def on_post_page(_output: str, page: Page, config: MkDocsConfig) -> None:
     """Put the page's Markdown beside its HTML: first-run.md beside first-run/."""
-    write_file(plain(page.markdown or "").encode(), str(PurePosixPath(config.site_dir, page.file.src_uri)))
+    if _written(page):
+        write_file(plain(page.markdown or "").encode(), str(PurePosixPath(config.site_dir, page.file.src_uri)))
+
+
+def _written(page: Page) -> bool:
+    """Whether the page is Markdown, and no file of another kind that a plugin shows."""
+    return page.file.src_uri.endswith(".md")
 
 
 def _outside_code(change: Any, markdown: str) -> str:
