@@ -11,8 +11,10 @@ from typing import Any
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
+from mkdocs.utils import write_file
 
 from docs.site.pages import ROOT, catalogue, entries, libraries, made_pages
+from docs.site.plain import joined, listed, plain
 from megatron_run.contracts import KINDS
 
 #: Pages that lie outside docs/, or go by another name there: path in the repository -> path in the site.
@@ -20,6 +22,7 @@ _MOVED: Mapping[str, str] = {
     "README.md": "index.md",
     "docs/index.md": "contents.md",
     "CONTRIBUTING.md": "contributing.md",
+    "AGENTS.md": "agents.md",
     "CHANGELOG.md": "changelog.md",
     "cli/README.md": "command.md",
     "core/engine/README.md": "built-in-plugins.md",
@@ -31,7 +34,7 @@ _MOVED: Mapping[str, str] = {
     **{f"benchmarks/results/{page.name}": f"results/{page.name}" for page in ROOT.glob("benchmarks/results/*.md")},
 }
 #: What the navigation has under other headings than the table of contents.
-_PROJECT = ("index.md", "contents.md", "contributing.md", "changelog.md")
+_PROJECT = ("index.md", "contents.md", "contributing.md", "agents.md", "changelog.md")
 #: Files of the repository -> the page that is made from them, and the heading on it.
 _MADE: Mapping[str, tuple[str, str]] = {
     **{
@@ -117,6 +120,33 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         return f"`{text}`" if text.endswith(".py") else text
 
     return _outside_code(link, markdown)
+
+
+def on_env(_env: Any, config: MkDocsConfig, files: Files) -> None:
+    """Add what programs read first: a list of all pages, and all in one file, in the order of the navigation."""
+    pages = [page for file in files.documentation_pages() if (page := file.page) is not None]
+    ordered = [page for page in pages if page.previous_page is None]
+    while (following := ordered[-1].next_page) is not None:
+        ordered.append(following)
+    contents = next(page.markdown or "" for page in pages if page.file.src_uri == "contents.md")
+    summary, address = config.site_description or "", config.site_url or ""
+    made = {
+        "llms.txt": listed(contents, config.site_name, summary, address),
+        "llms-full.txt": joined((page.file.src_uri, plain(page.markdown or "")) for page in ordered if _written(page)),
+    }
+    for path, text in made.items():
+        files.append(File.generated(config, path, content=text))
+
+
+def on_post_page(_output: str, page: Page, config: MkDocsConfig) -> None:
+    """Put the page's Markdown beside its HTML: first-run.md beside first-run/."""
+    if _written(page):
+        write_file(plain(page.markdown or "").encode(), str(PurePosixPath(config.site_dir, page.file.src_uri)))
+
+
+def _written(page: Page) -> bool:
+    """Whether the page is Markdown, and no file of another kind that a plugin shows."""
+    return page.file.src_uri.endswith(".md")
 
 
 def _outside_code(change: Any, markdown: str) -> str:

@@ -61,15 +61,22 @@ def submodules(module: str) -> Iterator[str]:
             yield name
 
 
-def summary(module: str) -> str:
-    """The first line of a module's docstring, read without importing it."""
+def source_of(module: str) -> Path | None:
+    """The file of the module or package ``module`` of ours; None when there is none."""
     for library in libraries():
         path = library.parent.joinpath(*module.split("."))
         for file in (path / "__init__.py", path.with_suffix(".py")):
             if file.is_file():
-                found = ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or ""
-                return as_markdown(found.partition("\n")[0])
-    raise LookupError(module)
+                return file
+    return None
+
+
+def summary(module: str) -> str:
+    """The first line of a module's docstring, read without importing it."""
+    if (file := source_of(module)) is None:
+        raise LookupError(module)
+    found = ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or ""
+    return as_markdown(found.partition("\n")[0])
 
 
 def _kinds() -> str:

@@ -33,7 +33,7 @@ def refreshed(page: str) -> str:
 
 def pages() -> list[Path]:
     """Every page that may quote."""
-    front = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
+    front = [ROOT / name for name in ("README.md", "AGENTS.md", "CONTRIBUTING.md", "CHANGELOG.md")]
     return [*front, *sorted((ROOT / "docs").rglob("*.md")), *(member.folder / "README.md" for member in MEMBERS)]
 
 

@@ -8,11 +8,18 @@ from pathlib import Path
 
 import pytest
 
+from tests.docs.consoles import Shown
 from tests.docs.quoted import pages, quotes, refreshed
+from tests.docs.walk import steps
 from tests.support.checkout import ROOT
 
 #: A link to a file, to a heading of a page, or to one of its own.
 LINK = re.compile(r"\]\((?!https?://|mailto:)([^)#\s]*)(?:#([^)\s]*))?\)")
+INDEX = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
+#: The pages that the index lists, without itself.
+PAGES = [page for page in sorted((ROOT / "docs").rglob("*.md")) if page != ROOT / "docs" / "index.md"]
+#: Of one task each, the first of them the last page of the path.
+GUIDES = ("your-own-schedule.md", "plan-a-run.md", "failed-run.md")
 CODE = re.compile(r"^(```|~~~).*?^\1", re.DOTALL | re.MULTILINE)
 HEADING = re.compile(r"^#+ +(.+?) *$", re.MULTILINE)
 #: Every page that may have links, those that quote nothing among them.
@@ -35,6 +42,13 @@ def anchors(page: Path) -> set[str]:
     headings = HEADING.findall(CODE.sub("", page.read_text(encoding="utf-8")))
     plain = (re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).lower() for heading in headings)
     return {re.sub(r"[^\w -]", "", heading).strip().replace(" ", "-") for heading in plain}
+
+
+def going_on(page: Path) -> Path | None:
+    """The page that the last line of ``page`` leads to first, if it does."""
+    last = page.read_text(encoding="utf-8").splitlines()[-1]
+    found = LINK.search(last) if last.startswith("Next: ") else None
+    return (page.parent / found[1]).resolve() if found else None
 
 
 @pytest.mark.parametrize("page", pages(), ids=lambda page: str(page.relative_to(ROOT)))
@@ -70,7 +84,27 @@ def test_a_stale_quote_is_found() -> None:
 
 
 def test_every_page_is_in_the_index() -> None:
-    index = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
-    linked = {(ROOT / "docs" / target).resolve() for target, _ in LINK.findall(index)}
-    missing = [page.name for page in (ROOT / "docs").glob("*.md") if page.name != "index.md" and page not in linked]
-    assert not missing
+    linked = {(ROOT / "docs" / target).resolve() for target, _ in LINK.findall(INDEX)}
+    assert not [page.name for page in PAGES if page not in linked]
+
+
+def test_every_page_says_where_to_go_on() -> None:
+    assert not [page.name for page in PAGES if not going_on(page)]
+
+
+def test_the_first_pages_are_a_path_that_the_front_page_shows() -> None:
+    path = LINK.findall(INDEX.partition("## Start here\n")[2].partition("\n## ")[0])
+    pages_on_it = [ROOT / "docs" / target for target, _ in path]
+    assert [page.name for page in pages_on_it] == ["first-run.md", "life-of-a-model.md", "more-ranks.md", GUIDES[0]]
+    assert [going_on(page) for page in pages_on_it[:-1]] == pages_on_it[1:]
+    front = [ROOT / target for target, _ in LINK.findall((ROOT / "README.md").read_text(encoding="utf-8"))]
+    first, last = front.index(pages_on_it[0]), front.index(pages_on_it[-1])
+    assert front[first : last + 1] == pages_on_it
+
+
+@pytest.mark.parametrize("name", GUIDES)
+def test_a_guide_names_its_task_shows_commands_and_is_short(name: str) -> None:
+    text = (ROOT / "docs" / name).read_text(encoding="utf-8")
+    assert re.match(r"# .+\n\nThe task: ", text)
+    assert len([step for step in steps(text) if isinstance(step, Shown)]) >= 4
+    assert len(re.sub(r"^<!-- file: .*?^```$", "", text, flags=re.DOTALL | re.MULTILINE).splitlines()) <= 70

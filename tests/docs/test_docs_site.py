@@ -10,12 +10,14 @@ import warnings
 from functools import cache
 from html.parser import HTMLParser
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
 from docs.site import hooks
 from docs.site.docstrings import as_markdown
 from docs.site.pages import libraries, plugins
+from docs.site.plain import listed, plain
 from megatron_run.contracts import KINDS
 from tests.support.checkout import PLUGINS, ROOT
 
@@ -142,6 +144,58 @@ def test_nothing_is_fetched_from_elsewhere(site: Path) -> None:
     for page in site.rglob("*.html"):
         assert not [address for address in Read(page).fetched if re.match(r"(https?:)?//", address)], page
     assert not [file for file in site.rglob("*.css") if re.search(r"@import|url\(\s*['\"]?https?:", file.read_text())]
+
+
+@built
+def test_every_page_is_markdown_too_whose_links_lead_somewhere(site: Path) -> None:
+    written = set(site.rglob("*.md"))
+    made = [page.parent for folder in ("api", "kinds") for page in (site / folder).glob("*/index.html")]
+    assert {page.with_name(f"{page.name}.md") for page in made} < written
+    assert {site / page.relative_to(ROOT / "docs") for page in (ROOT / "docs").rglob("*.md")} < written
+    for page in written:
+        text = page.read_text(encoding="utf-8")
+        assert not re.search(r"^:::|^<!-- \[\[\[", text, re.MULTILINE), page
+        lost = [path for path in relative_links(text) if not (page.parent / path).exists()]
+        assert not lost, page
+    assert "class Schedule(ABC):" in (site / "kinds" / "schedule.md").read_text(encoding="utf-8")
+
+
+@built
+def test_programs_find_a_list_of_the_pages_and_all_in_one_file(site: Path) -> None:
+    found, whole = ((site / name).read_text(encoding="utf-8") for name in ("llms.txt", "llms-full.txt"))
+    assert found.startswith("# megatron-run\n\n> Train transformer")
+    links = relative_links(found)
+    assert not [path for path in links if not (site / path).is_file()]
+    pages = re.findall(r"^<!-- page: (\S+) -->$", whole, re.MULTILINE)
+    assert pages[:2] == ["index.md", "first-run.md"]
+    assert {path for path in links if path.endswith(".md")} <= {*pages, "api/index.md"}
+    assert {page.name for page in (ROOT / "docs").glob("*.md")} <= {*pages}
+    assert all((site / page).read_text(encoding="utf-8").strip() in whole for page in pages)
+
+
+def relative_links(markdown: str) -> list[str]:
+    """The files that ``markdown`` links to, but for those that its code shows."""
+    told = re.sub(r"^```.*?^```$|`[^`\n]+`", "`", markdown, flags=re.DOTALL | re.MULTILINE)
+    return re.findall(r"\]\((?!\w+:|#)([^)#\s]+)", told)
+
+
+def test_the_list_for_programs_is_the_table_of_contents() -> None:
+    contents = "# Documentation\n\nAll.\n\n## Start\n\n1. [A](a.md): first\n\n## More\n\n- [B](b/c.md#d)\n\n`x` ends.\n"
+    made = listed(contents, "name", "It trains.", "https://x.org/y/")
+    assert made.startswith("# name\n\n> It trains.\n\n")
+    assert "](https://x.org/y/llms-full.txt)" in made
+    assert "\n## Start\n\n- [A](https://x.org/y/a.md): first\n\n## More\n\n" in made
+    assert "\n- [B](https://x.org/y/b/c.md#d)\n\n## Reference\n" in made
+    assert "[B](b/c.md#d)" in listed(contents, "name", "It trains.", "")
+
+
+def test_programs_read_declarations_without_bodies_and_private_names() -> None:
+    page = "<!-- [[[cog x ]]] -->\n\n# a\n\n::: docs_site_example\n    options:\n      x: y\n\nb\n"
+    source = "import re\n_X = 1\nY: int = 2\n\ndef f(a: int) -> int:\n    'Doc.'\n    return a\n\ndef _g(): ...\n"
+    with mock.patch("docs.site.plain.source_of", return_value=mock.Mock(read_text=lambda encoding: source)):
+        made = plain(page)
+    assert made.startswith("# a\n\n`docs_site_example`:\n\n```python\nimport re\nY: int = 2\n\ndef f(a: int) -> int:\n")
+    assert made.endswith("    'Doc.'\n```\n\nb\n".replace("'Doc.'", '"""Doc."""'))
 
 
 def test_roles_and_literal_blocks_become_markdown() -> None:
