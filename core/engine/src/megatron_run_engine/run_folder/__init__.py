@@ -1,9 +1,10 @@
 """The run folder: the files of a run, and the rules that protect them.
 
 ``open_run_folder`` creates, joins or refuses a folder and takes its lock. ``RunFolder`` knows the paths and maintains
-``status.json``. ``History`` reads the numbers that a run has left.
+``status.json``. ``History`` reads the numbers that a run has left, ``curves`` those of any number of steps, and
+``plotting`` draws them.
 
-Imports: checkpoint, config, contracts, data, errors, files, planning, registry.
+Imports: checkpoint, config, contracts, data, drawing, errors, files, planning, registry.
 """
 
 from __future__ import annotations

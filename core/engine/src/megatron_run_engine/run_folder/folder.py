@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol
 
 from megatron_run.errors import CheckpointError, ExitCode, InputError, RunError
 from megatron_run.errors.machine_limits import system_limit
@@ -20,6 +20,7 @@ from megatron_run_engine.checkpoint.step_folder import CHECKPOINTS, Checkpoints
 from megatron_run_engine.data.user_files import byte_lines
 
 if TYPE_CHECKING:
+    from megatron_run.drawing.sheet import Picture
     from megatron_run_engine.run_folder.changes import Change
 
 State = Literal["starting", "running", "finished", "stopped", "failed"]
@@ -295,11 +296,19 @@ class RunFolder:
             self.files.write_json("status.json", asdict(status))
 
 
+class HasFolder(Protocol):
+    """What knows a run by its folder: a result, or a history."""
+
+    @property
+    def folder(self) -> Path | None:
+        """The run folder, None where nothing is left."""
+
+
 class History:
     """Steps and evaluations of the run in ``folder``, read when they are first asked for."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = follow_latest(folder)
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = follow_latest(Path(folder).expanduser())
 
     @cached_property
     def metrics(self) -> Columns:
@@ -334,6 +343,17 @@ class History:
         ]
         step = -min(scored)[1] if scored else saved[-1] if saved else None
         return None if step is None else checkpoints.folder(step)
+
+    def plot(self, *others: str | Path | HasFolder, names: Sequence[str] = ()) -> Picture:
+        """Loss, learning rate, gradient norm and throughput as a picture, or the curves ``names``; which it can save.
+
+        ``others`` are runs to compare with, by their folders or results. A name is a field of ``metrics.jsonl``, or
+        SPLIT.NAME of ``eval.jsonl``, as ``validation.loss``. Raises :class:`InputError`.
+        """
+        from megatron_run_engine.run_folder.plotting import plot
+
+        found = (other if isinstance(other, str | Path) else other.folder for other in others)
+        return plot([self.folder, *(Path(folder) for folder in found if folder is not None)], names)
 
     def frame(self) -> Any:
         """:attr:`metrics` as a data frame of pandas, by step. Raises :class:`InputError` without pandas."""
