@@ -9,7 +9,7 @@ import pytest
 
 from megatron_run_report.drawing.ranks import ranks_drawn, ranks_text
 from megatron_run_report.drawing.step import ACTIONS, step_drawn
-from tests.report.run_folders import TOPOLOGY
+from tests.support.run_folders import TOPOLOGY
 
 KEYS = {"schedule.use": "1f1b", "parallel.pipeline": 2, "parallel.chunks": 1, "model.num_layers": 4}
 

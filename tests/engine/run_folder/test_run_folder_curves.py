@@ -16,7 +16,7 @@ from megatron_run.drawing.curve import POINTS, Curve, Point, running_mean
 from megatron_run.errors import InputError
 from megatron_run_engine.run_folder import History, curves
 from megatron_run_engine.run_folder.curves import CURVES, LONGEST, read_evaluations, read_metrics
-from tests.report.run_folders import step_row, write_lines
+from tests.support.run_folders import step_row, write_lines
 
 
 def values(curve: Curve) -> list[tuple[float, float]]:
