@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from megatron_run.contracts import DataSource
     from megatron_run.planning import ResolvedRun
     from megatron_run_engine.evaluation.tasks import ReportProgress
-    from megatron_run_engine.run_folder.folder import History
+    from megatron_run_engine.run_folder.history import History
     from megatron_run_engine.runtime.generation import Network
     from megatron_run_engine.runtime.world import World
     from megatron_run_inference.source import Source
@@ -54,7 +54,7 @@ class LoadedModel:
     @property
     def history(self) -> History:
         """The numbers of the run that trained it, as far as they are beside it; its ``plot`` draws them."""
-        from megatron_run_engine.run_folder.folder import History
+        from megatron_run_engine.run_folder.history import History
 
         return History(self.source.home)
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from megatron_run.drawing.sheet import Picture
     from megatron_run.planning import ResolvedRun
     from megatron_run_engine.run_folder import History
-    from megatron_run_engine.run_folder.folder import HasFolder
+    from megatron_run_engine.run_folder.history import HasFolder
     from megatron_run_engine.runtime.world import World
 
 

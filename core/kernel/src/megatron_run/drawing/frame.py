@@ -1,4 +1,4 @@
-"""What every chart has: its size, its two axes, what they say, and texts that cannot become anything else."""
+"""The frame of every chart: its size, its two axes, what they say, and texts that cannot become anything else."""
 
 from __future__ import annotations
 
