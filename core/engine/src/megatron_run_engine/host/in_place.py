@@ -89,7 +89,7 @@ class Output(InPlace):
 
     def draw(self, done: int, note: str) -> None:
         """Replace the output."""
-        from IPython.display import display  # type: ignore[import-not-found,unused-ignore]  # notebooks have it
+        from IPython.display import display  # a notebook has it
 
         text = f"{self._what} {done}/{self.total}  {note}".rstrip()
         bar = f'<progress value="{done}" max="{self.total}" style="width: 12em"></progress>'
