@@ -146,6 +146,7 @@ docs: $(DEV)
 	$(PY) -m tests.docs.field_table
 	$(PY) -m tests.docs.consoles
 	$(PY) -m tests.docs.walk
+	$(PY) -m tests.docs.notebooks
 	$(PY) -m tests.architecture.picture
 # The documentation as a site, in site/; a broken link is an error.
 site: $(DEV)

@@ -13,6 +13,8 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 from mkdocs.utils import write_file
 
+from docs.site.notebooks import as_page
+from docs.site.notebooks import pages as notebooks
 from docs.site.pages import ROOT, catalogue, entries, libraries, made_pages
 from docs.site.plain import joined, listed, plain
 from megatron_run.contracts import KINDS
@@ -33,6 +35,8 @@ _MOVED: Mapping[str, str] = {
     "benchmarks/README.md": "results/index.md",
     **{f"benchmarks/results/{page.name}": f"results/{page.name}" for page in ROOT.glob("benchmarks/results/*.md")},
 }
+#: These and the notebooks, each of which becomes a page.
+_PAGES: Mapping[str, str] = {**_MOVED, **{str(file.relative_to(ROOT)): page for page, file in notebooks().items()}}
 #: What the navigation has under other headings than the table of contents.
 _PROJECT = ("index.md", "contents.md", "contributing.md", "agents.md", "changelog.md")
 #: Files of the repository -> the page that is made from them, and the heading on it.
@@ -48,7 +52,7 @@ _MADE: Mapping[str, tuple[str, str]] = {
     },
 }
 _LINK = re.compile(r"(?P<text>\[(?:[^\[\]]|\[[^\]]*\])*\])\((?!\w+:|#)(?P<path>[^)#\s]+)(?P<anchor>#[^)\s]*)?\)")
-_HEADING = re.compile(r"^## (?P<title>.+)$|\[(?P<name>[^\]]+)\]\((?P<page>[^)#:]+\.md)\)", re.MULTILINE)
+_HEADING = re.compile(r"^## (?P<title>.+)$|\[(?P<name>[^\]]+)\]\((?P<page>[^)#:]+\.(?:md|ipynb))\)", re.MULTILINE)
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
@@ -82,7 +86,7 @@ def _guides() -> Iterator[dict[str, Any]]:
     for match in _HEADING.finditer((ROOT / "docs" / "index.md").read_text(encoding="utf-8")):
         if match["title"]:
             group = groups.setdefault(match["title"], [])
-        elif (page := _MOVED.get(normpath(f"docs/{match['page']}"), match["page"])) not in _PROJECT:
+        elif (page := _PAGES.get(normpath(f"docs/{match['page']}"), match["page"])) not in _PROJECT:
             group.append({match["name"]: page})
     return ({title: pages} for title, pages in groups.items() if pages)
 
@@ -94,6 +98,11 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     files.remove(contents)
     for source, path in _MOVED.items():
         files.append(File.generated(config, path, abs_src_path=str(ROOT / source)))
+    for path, notebook in notebooks().items():
+        text, pictures = as_page(notebook)
+        files.append(File.generated(config, path, content=text))
+        for name, picture in pictures.items():
+            files.append(File.generated(config, f"{PurePosixPath(path).parent}/{name}", content=picture))
     for path, text in (*made_pages(), ("plugins.json", catalogue())):
         files.append(File.generated(config, path, content=text))
     return files
@@ -101,15 +110,15 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Turn links as they are in the repository into links of the site, or to the repository where it has an address."""
-    source = next((old for old, new in _MOVED.items() if new == page.file.src_uri), f"docs/{page.file.src_uri}")
+    source = next((old for old, new in _PAGES.items() if new == page.file.src_uri), f"docs/{page.file.src_uri}")
     if not (ROOT / source).is_file():  # made for the site
         return markdown
     here = PurePosixPath(page.file.src_uri).parent
 
     def link(match: re.Match[str]) -> str:
         target = relpath((ROOT / source).parent / match["path"], ROOT)
-        path = _MOVED.get(target, target.removeprefix("docs/"))
-        path, heading = (path, "") if target in _MOVED else _MADE.get(target, (path, ""))
+        path = _PAGES.get(target, target.removeprefix("docs/"))
+        path, heading = (path, "") if target in _PAGES else _MADE.get(target, (path, ""))
         if files.get_file_from_path(path) is not None:
             return f"{match['text']}({relpath(path, here)}{heading or match['anchor'] or ''})"
         if not (ROOT / target).exists():

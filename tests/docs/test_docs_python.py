@@ -72,7 +72,7 @@ def test_a_model_is_trained_plotted_and_writes(tmp_path: Path) -> None:
     first, last = (float(loss) for loss in re.findall(r"[\d.]+", lines[0].partition(",")[2]))
     assert lines[0].startswith("100 steps")
     assert last < first
-    assert abs(lines[1].count("#") - 10 * first) < 1
+    assert "Loss in training" in (tmp_path / "curves.svg").read_text()
     assert "torch.Size([1, 3, 257])" in lines
     assert sum(line.startswith("'hello world. hel") for line in lines) == 2
     assert sum(line.startswith("'a world. hello wor") for line in lines) == 2

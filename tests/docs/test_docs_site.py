@@ -125,6 +125,18 @@ def test_the_words_of_a_contract_are_shown_with_their_fields(site: Path) -> None
 
 
 @built
+def test_a_notebook_is_a_page_with_its_outputs_and_the_file(site: Path) -> None:
+    page = Read(site / "notebooks" / "first_model" / "index.html")
+    assert "result.plot()" in page.text
+    assert ", below the token bigram's" in page.text
+    pictures = [site / "notebooks" / "first_model" / address for address in page.fetched if address.endswith(".svg")]
+    assert len(pictures) == 2
+    assert all("<svg" in picture.read_text(encoding="utf-8") for picture in pictures)
+    assert (site / "notebooks" / "first_model.ipynb").is_file()
+    assert 'href="../first_model.ipynb"' in (site / "notebooks" / "first_model" / "index.html").read_text("utf-8")
+
+
+@built
 def test_no_page_shows_the_marks_of_docstrings(site: Path) -> None:
     for page in site.rglob("*.html"):
         assert not re.search(r":(class|func|meth|mod|attr|exc|data):`", Read(page).text), page
@@ -212,6 +224,7 @@ def test_roles_and_literal_blocks_become_markdown() -> None:
         ("[s](../core/kernel/src/megatron_run/contracts/scaler.py)", "[s](kinds/scaler.md)"),
         ("[z](../plugins/optimizer/zero1/README.md)", "[z](plugins.md#optimizerzero1)"),
         ("[z](../plugins/optimizer/zero1/README.md#no-heading-there)", "[z](plugins.md#optimizerzero1)"),
+        ("[n](notebooks/first_model.ipynb)", "[n](notebooks/first_model.md)"),
         ("```\n[a](../README.md)\n```", "```\n[a](../README.md)\n```"),
     ],
 )
@@ -223,7 +236,7 @@ def test_links_that_leave_the_docs_lead_somewhere(line: str, expected: str) -> N
     config = MkDocsConfig()
     config.load_dict({"site_name": "x", "repo_url": "https://x.org/y"})
     config.validate()
-    names = ("design.md", "index.md", "plugins.md", "kinds/scaler.md")
+    names = ("design.md", "index.md", "plugins.md", "kinds/scaler.md", "notebooks/first_model.md")
     here, *others = (File(name, None, "site", use_directory_urls=True) for name in names)
     page, files = Page(None, here, config), Files([here, *others])
     assert hooks.on_page_markdown(line, page, config, files) == expected

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import re
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from torch import Tensor
 
 from megatron_run import RunError, load, load_config
@@ -16,8 +18,9 @@ from megatron_run.contracts import Decoding, EvalMetrics, Observer
 from megatron_run_engine import train
 from megatron_run_engine.formats.convert import import_model
 from megatron_run_engine.runtime.generation import Generation, Sampling, TextTokens
-from megatron_run_inference import LoadedModel
+from megatron_run_inference import LoadedModel, loading
 from megatron_run_inference.evaluation import record
+from tests.support.notebook_cell import Cell
 from tests.support.small_models import GPT2, LENGTH, LLAMA, saved_network
 
 EXPERTS = {**LLAMA, "experts.count": 4, "experts.capacity_factor": 0.25}
@@ -206,6 +209,29 @@ def test_a_trained_model_continues_its_text(bytes_model: LoadedModel) -> None:
     assert str(text) == (TEXT * 9)[: len("abc") + 45]
     assert (text.prompt, text.finish, len(text.tokens)) == ("abc", "length", 45)
     assert "".join(bytes_model.stream("abc", temperature=0, max_new_tokens=45)) == text.text
+
+
+def test_a_loaded_model_knows_the_curves_of_its_run(trained: tuple[LoadedModel, str]) -> None:
+    model, _ = trained
+    assert len(model.history.losses) == model.source.step
+    assert "Training loss" in model.history.plot(names=["loss"]).svg
+
+
+def test_a_notebook_sees_how_far_a_load_is_that_takes_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    saved_network(tmp_path, GPT2)
+    load(tmp_path)
+    assert capfd.readouterr() == ("", "")  # neither a notebook nor a terminal
+    cell = Cell(monkeypatch)
+    monkeypatch.setattr(loading, "Console", lambda stderr: Console(force_jupyter=True))
+    load(tmp_path)
+    assert not cell.outputs  # it was soon done
+    monkeypatch.setattr(loading, "PATIENCE", 0.0)
+    load(tmp_path)
+    checked, read = (output["text/plain"] for output in cell.outputs)
+    assert re.fullmatch(r"checking (\d+)/\1  MB", checked)
+    assert re.fullmatch(r"loading (\d+)/\1  tensors", read)
 
 
 def test_the_sample_of_a_training_is_what_generate_writes(trained: tuple[LoadedModel, str]) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from megatron_run.errors import ExitCode
 from megatron_run_cli.main import main
-from tests.report.run_folders import make_run
+from tests.support.run_folders import make_run
 
 Output = pytest.CaptureFixture[str]
 

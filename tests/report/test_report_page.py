@@ -16,7 +16,7 @@ import pytest
 
 from megatron_run_report.page import page
 from megatron_run_report.record import Record
-from tests.report.run_folders import make_run, step_row, write_lines, write_record
+from tests.support.run_folders import make_run, step_row, write_lines, write_record
 
 #: Text of a stranger's: as an element, out of an attribute, out of the script, and what UTF-8 cannot say.
 FORGED = "</script><script>alert(1)</script><img src=x onerror=alert(2)>\" onload='alert(3)' \udc80\x1b[2J{{ 7*7 }}"

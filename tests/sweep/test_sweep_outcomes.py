@@ -153,10 +153,10 @@ def test_a_metric_has_a_name() -> None:
 
 
 def points(picture: str) -> list[tuple[str, str]]:
-    """The colour and the words of each point."""
+    """The style and the words of each point."""
     name = "{http://www.w3.org/2000/svg}"
     circles = ET.fromstring(picture).iter(f"{name}circle")
-    return [(each.attrib["fill"], each.findtext(f"{name}title", "")) for each in circles]
+    return [(each.attrib["class"], each.findtext(f"{name}title", "")) for each in circles]
 
 
 def test_each_axis_has_a_panel_with_a_point_a_run_and_the_best_in_another_colour() -> None:
@@ -166,8 +166,8 @@ def test_each_axis_has_a_panel_with_a_point_a_run_and_the_best_in_another_colour
     ]
     shown = points(drawing(found, "eval.loss", maximize=False))
     assert len(shown) == 4
-    assert len({colour for colour, _ in shown}) == 2
-    best = [words for colour, words in shown if "run-001" in words]
+    assert len({style for style, _ in shown}) == 2
+    best = [words for style, words in shown if "run-001" in words]
     assert best == ["run-001: eval.loss 1; lr=1e-2, use=a"] * 2
 
 

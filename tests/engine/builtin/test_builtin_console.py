@@ -19,6 +19,7 @@ from megatron_run_engine.builtin.observer.console import (
     megatron_run_create_observer,
 )
 from megatron_run_testing.observer import example_run, example_step
+from tests.support.notebook_cell import Cell
 
 
 def shown(
@@ -161,3 +162,22 @@ def test_the_mfu_is_shown_beside_the_peak_that_it_is_relative_to(tmp_path: Path)
     assert "mfu is relative to 0.123 TFLOP/s a device (run.peak_tflops)\n" in stream.getvalue()
     assert "512 tokens/s  mfu 42%" in stream.getvalue()
     assert stream.getvalue().count("  mfu") == 1
+
+
+@pytest.mark.parametrize("plain", [False, True])
+def test_a_notebook_gets_text_beside_one_output_that_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, plain: bool
+) -> None:
+    """Rich would make each line an output of its own, of HTML."""
+    cell, file = Cell(monkeypatch), io.StringIO()
+    observer = ConsoleObserver(ConsoleOptions(plain=plain), Console(file=file, force_jupyter=True, _environ={}))
+    observer.on_train_start(example_run(tmp_path, steps=100))
+    for step in range(1, 101):
+        observer.on_step_end(example_step(step))
+    observer.on_train_end("finished")
+    assert [output["text/plain"] for output in cell.outputs] == (
+        [] if plain else ["step 100/100  loss 2.2500  512 tokens/s"]
+    )
+    assert ("step 100/100" in file.getvalue()) == plain
+    assert file.getvalue().endswith("finished: 100 steps in 1 min 40 s\n")
+    assert not re.search(r"[\x00-\x09\x0b-\x1f]", file.getvalue())

@@ -18,7 +18,7 @@ from megatron_run.planning import ResolvedRun, load_config
 from megatron_run_engine.builtin.observer.jsonl import JsonLines
 from megatron_run_engine.checkpoint.step_folder import Checkpoints
 from megatron_run_engine.run_folder import check_run_folder, open_run_folder
-from megatron_run_engine.run_folder.folder import History
+from megatron_run_engine.run_folder.history import History
 from megatron_run_engine.training.state.init_from import check_source
 from megatron_run_testing.observer import example_run, example_step
 from tests.support.resuming import SMALL, Attempt, attempt, only_step

@@ -1,4 +1,4 @@
-"""Train a small model on text, plot its loss, and let it write."""
+"""Train a small model on text, draw its curves, and let it write."""
 
 from pathlib import Path
 
@@ -9,8 +9,7 @@ Path("hello.txt").write_text("hello world. " * 900)
 sets = {"data.use": "text", "data.paths": "hello.txt", "train.steps": 100, "train.lr": 1e-2, "observer.use": "jsonl"}
 result = train(load_config("preset:tiny", sets=sets))
 print(f"{result.steps} steps, loss {result.losses[0]:.2f} to {result.losses[-1]:.2f}")
-for step, loss in list(enumerate(result.losses, 1))[::10]:  # or: result.frame()["loss"].plot()
-    print(f"{step:4} {'#' * round(10 * loss)}")
+result.plot().save("curves.svg")  # in a notebook: result.plot()
 
 model = load(result.best)
 print(model([[1, 2, 3]]).shape)  # logits after each token: [texts, tokens, vocabulary]

@@ -2,30 +2,21 @@
 
 from __future__ import annotations
 
-import os
-import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from megatron_run.config.request import Request
 from megatron_run.errors import DataError, InputError
-from megatron_run.registry.fetching import local_folder
 from megatron_run_engine.data.chat_template.of_source import is_silent
 from megatron_run_engine.data.chat_template.prompt import ChatPrompts
 from megatron_run_engine.data.contents import contents_hash
 from megatron_run_engine.evaluation.tasks import TaskResult, TextReader, make_work, run_task
-from megatron_run_engine.host.environments import find_world
-from megatron_run_engine.host.process import join_world
 from megatron_run_engine.runtime.generation import Generation, TextTokens
-from megatron_run_engine.runtime.world import World
 from megatron_run_engine.training.checked_plugins import open_split
-from megatron_run_inference.network import build_network, plan
-from megatron_run_inference.source import find_source
+from megatron_run_inference.network import build_network
 from megatron_run_inference.stepping import Stepper
 from megatron_run_inference.text_stream import Completion, TextStream
 from megatron_run_inference.writing import Prompt, Writing
@@ -36,41 +27,10 @@ if TYPE_CHECKING:
     from megatron_run.contracts import DataSource
     from megatron_run.planning import ResolvedRun
     from megatron_run_engine.evaluation.tasks import ReportProgress
+    from megatron_run_engine.run_folder.history import History
     from megatron_run_engine.runtime.generation import Network
+    from megatron_run_engine.runtime.world import World
     from megatron_run_inference.source import Source
-
-
-def load(
-    path: str | Path | None = None,
-    *,
-    step: int | None = None,
-    device: str = "auto",
-    sets: Mapping[str, Any] | Iterable[str] = (),
-) -> LoadedModel:
-    """Load a model in this process: of a run folder, a saved step, an imported folder, or one of another program.
-
-    That may be elsewhere, as ``hf:ORG/NAME`` of the Hugging Face Hub.
-
-    None is the latest run; ``step`` is one of its steps, by default the newest. ``device`` is ``auto``, ``cpu`` or
-    ``cuda``. ``sets`` change configuration keys, as ``{"train.precision": "bf16"}``. What an import of the folder would
-    note is given as warnings. In a program that torchrun or srun
-    has started, this process is one rank of the model: every rank calls this and the model's methods alike. Raises
-    :class:`~megatron_run.errors.RunError`.
-    """
-    world = find_world(os.environ)
-    source = find_source(None if path is None else local_folder(Path(path)).expanduser(), step)
-    for note in source.notes:
-        warnings.warn(note, stacklevel=2)
-    words = () if isinstance(sets, Mapping) else tuple(sets)
-    values = {"run.device": device, **(sets if isinstance(sets, Mapping) else {})}
-    run = plan(source, Request(sets=words, values=values, nproc=None if world is None else world.size))
-    if world is None and run.sizes.world > 1:
-        raise InputError(
-            f"one process cannot be {run.sizes.world} ranks",
-            fix=f"start the program with torchrun --nproc-per-node {run.sizes.world}; or use megatron-run generate or "
-            "eval, which start them",
-        )
-    return LoadedModel(run, source, join_world(run, World() if world is None else world))
 
 
 class LoadedModel:
@@ -90,6 +50,13 @@ class LoadedModel:
 
     def __repr__(self) -> str:
         return f"LoadedModel({str(self.source.path)!r}, vocabulary={self.vocab_size}, positions={self.positions})"
+
+    @property
+    def history(self) -> History:
+        """The numbers of the run that trained it, as far as they are beside it; its ``plot`` draws them."""
+        from megatron_run_engine.run_folder.history import History
+
+        return History(self.source.home)
 
     @property
     def vocab_size(self) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from datetime import timedelta
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -33,11 +34,13 @@ from megatron_run_engine.training.build import (
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from torch import Tensor
     from torch.nn import Parameter
 
     from megatron_run.contracts import Dataset, ParamInfo, Split
     from megatron_run.planning import ResolvedRun
     from megatron_run_engine.runtime.execute import StepInputs, StepRecord
+    from megatron_run_engine.runtime.parameter_init import ReadBox
     from megatron_run_engine.runtime.world import World
     from megatron_run_inference.source import Source
 
@@ -125,11 +128,16 @@ def _global_batch(request: Request) -> int:
 
 
 def build_network(
-    run: ResolvedRun, source: Source, world: World, activity: Activity | None = None
+    run: ResolvedRun,
+    source: Source,
+    world: World,
+    activity: Activity | None = None,
+    watch: Callable[[int, int], None] | None = None,
 ) -> tuple[Network, DataSource | None]:
     """This rank's part of the model of ``source``, in evaluation mode, and the data whose tokenizer is the model's.
 
-    Collective over the world. Raises :class:`CheckpointError` where the weights are those of another model.
+    ``watch`` is told how many of its parts of tensors are read, and of how many. Collective over the world. Raises
+    :class:`CheckpointError` where the weights are those of another model.
     """
     activity = activity or Activity()
     topology = Topology(run.sizes, world.rank, (run.layout[0].stage, run.layout[-1].stage))
@@ -152,10 +160,11 @@ def build_network(
             fix="megatron-run finetune has its evaluations",
         )
     with activity.within("load"):
-        for chunk in chunks:
-            infos = describe_parameters(chunk, topology.tensor_rank)
+        described = [describe_parameters(chunk, topology.tensor_rank) for chunk in chunks]
+        read = source.read if watch is None else _watched(source.read, described, watch)
+        for chunk, infos in zip(chunks, described, strict=True):
             _check(infos, source)
-            fill(infos, source.read)
+            fill(infos, read)
             chunk.train(False)
     messenger = Messenger(
         groups.channels,
@@ -169,6 +178,21 @@ def build_network(
     forwards = Programs(run, topology.stage, world.backend).forward_only
     reads = read_fields(run, model, positions)
     return Network(context, model, chunks, executor, forwards, reads, run.layout[-1].stage), data
+
+
+def _watched(
+    read: ReadBox, described: Sequence[dict[Parameter, ParamInfo]], watch: Callable[[int, int], None]
+) -> ReadBox:
+    """``read``, which tells ``watch`` of each part that is read."""
+    total = sum(len(info.parts) for infos in described for info in infos.values())
+    done = count(1)
+
+    def read_and_tell(name: str, starts: tuple[int, ...], sizes: tuple[int, ...]) -> Tensor:
+        found = read(name, starts, sizes)
+        watch(next(done), total)
+        return found
+
+    return read_and_tell
 
 
 def _check(infos: dict[Parameter, ParamInfo], source: Source) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from shlex import quote
@@ -36,16 +36,17 @@ _LAYERS = "parallel-layer"
 class Source:
     """A model at rest: ``config`` has the sections that describe it, ``read`` reads any box of its tensors.
 
-    ``step`` counts the updates that it has seen. The section ``data`` is there where a tokenizer is known. ``shapes``
-    are those of the logical tensors, by name; empty where only reading tells. ``ends`` are the tokens at which a text
-    ends, as its program says them; None where nothing does, and the tokenizer decides. ``sampling`` is how that program
-    chooses tokens where nothing else is asked, by keys of ``Sampling``. ``sample_length`` is that of the samples of a
-    run, which may be shorter than what the model reads, and ``data_files`` the hash of the files of its data. ``notes``
-    are lines for the user: what reading it lost. ``lost`` says that its tokenizer is not there, unless the user names
-    one.
+    ``path`` is where it lies, ``home`` the folder of its run or import. ``step`` counts the updates that it has seen.
+    The section ``data`` is there where a tokenizer is known. ``shapes`` are those of the logical tensors, by name;
+    empty where only reading tells. ``ends`` are the tokens at which a text ends, as its program says them; None where
+    nothing does, and the tokenizer decides. ``sampling`` is how that program chooses tokens where nothing else is
+    asked, by keys of ``Sampling``. ``sample_length`` is that of the samples of a run, which may be shorter than what
+    the model reads, and ``data_files`` the hash of the files of its data. ``notes`` are lines for the user: what
+    reading it lost. ``lost`` says that its tokenizer is not there, unless the user names one.
     """
 
     path: Path
+    home: Path
     config: Mapping[str, Any]
     step: int
     shapes: Mapping[str, tuple[int, ...]]
@@ -69,12 +70,18 @@ class Source:
         return length
 
 
-def find_source(path: Path | None, step: int | None = None, *, verified: bool = False) -> Source:
+def find_source(
+    path: Path | None,
+    step: int | None = None,
+    *,
+    verified: bool = False,
+    watch: Callable[[int, int], None] | None = None,
+) -> Source:
     """The model at ``path``: a run folder, its checkpoints, one step, an imported folder, or another program's folder.
 
     None is the latest run; ``step`` is one of its steps, by default that of ``path`` or the newest. Every byte of a
-    saved step is compared with its SHA-256 here, unless another process has ``verified`` it. Raises
-    :class:`CheckpointError` where there is no model.
+    saved step is compared with its SHA-256 here, unless another process has ``verified`` it; ``watch`` is told how many
+    MB are, and of how many. Raises :class:`CheckpointError` where there is no model.
     """
     path = None if path is None else follow_latest(path)
     try:
@@ -83,7 +90,7 @@ def find_source(path: Path | None, step: int | None = None, *, verified: bool = 
         if path is None or step is not None or not path.exists() or (path / "run.json").is_file():
             raise
         return _foreign(path)
-    manifest = checkpoints.manifest(chosen) if verified else checkpoints.verify(chosen)
+    manifest = checkpoints.manifest(chosen) if verified else checkpoints.verify(chosen, watch)
     reader = open_step(checkpoints, chosen, manifest, verify=not verified)
     config = nested(manifest.about.identity)
     found: dict[str, Any] = {name: config[name] for name in _KEPT if name in config}
@@ -111,6 +118,7 @@ def find_source(path: Path | None, step: int | None = None, *, verified: bool = 
             lost = error
     return Source(
         path=checkpoints.folder(chosen),
+        home=home,
         config=found,
         step=chosen,
         shapes=reader.with_adapters() if isinstance(reader, MergedReader) else reader.shapes(),
@@ -147,6 +155,7 @@ def _foreign(path: Path) -> Source:
     if weights.tokenizer is not None:
         config["data"] = _tokenizer(str(weights.tokenizer))
     return Source(
+        path,
         path,
         config,
         weights.step,

@@ -7,9 +7,10 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from megatron_run.config.values import typed
+from megatron_run.drawing.curve import At, Curve
 from megatron_run.errors.wording import duration
+from megatron_run_engine.run_folder.curves import Thinned
 from megatron_run_report.record import Record
-from megatron_run_report.thinned import At, Curve, Thinned
 
 #: Keys that differ between any two runs, and change nothing that is learned.
 _PLACES = frozenset({"run.folder"})

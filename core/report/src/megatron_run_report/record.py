@@ -20,8 +20,8 @@ from megatron_run.files.latest_run import follow_latest
 from megatron_run.files.safe_folder import SafeFolder
 from megatron_run_engine.checkpoint.step_folder import CHECKPOINTS, Checkpoints
 from megatron_run_engine.data.user_files import byte_lines
+from megatron_run_engine.run_folder.curves import Thinned, read_evaluations, read_metrics, read_rows
 from megatron_run_engine.run_folder.folder import RunFolder, Status, last_config
-from megatron_run_report.thinned import Thinned, read_evaluations, read_metrics, read_rows
 
 #: What makes a folder that of a run: each run has one of them at least, those of early versions too.
 _SIGNS = ("run.json", "status.json", "metrics.jsonl")

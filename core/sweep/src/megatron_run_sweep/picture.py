@@ -3,94 +3,71 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from xml.sax.saxutils import escape
+from collections.abc import Iterator, Sequence
 
-from megatron_run.errors.wording import printable
+from megatron_run.drawing.frame import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH, axes, begin, quoted
+from megatron_run.drawing.scale import Scale, scale_for
+from megatron_run.drawing.sheet import Titled, sheet
 from megatron_run_sweep.outcomes import Outcome
 
-#: Sizes in pixels: of a panel with its margins, and of the plot within it; panels beside each other.
-_WIDTH, _HEIGHT, _LEFT, _TOP, _RIGHT, _BOTTOM = 420, 300, 74, 40, 20, 52
+#: Panels beside each other.
 _ROW = 3
-#: The most values of an axis that are written below it.
-_TICKS = 8
-_POINT, _BEST, _LINE = "#2563eb", "#dc2626", "#cbd5e1"
+#: The most values of an axis that are written below it, and pixels between the outer ones and its ends.
+_TICKS, _INSET = 8, 20
 
 
 def drawing(found: Sequence[Outcome], metric: str, *, maximize: bool) -> str:
     """The runs of ``found`` that are compared; a line joins those that differ on the panel's axis alone."""
     shown = [each for each in found if each.compared is not None]
-    keys = list(shown[0].values) if shown else []
-    columns = min(max(len(keys), 1), _ROW)
-    width, height = columns * _WIDTH, max(1, math.ceil(len(keys) / _ROW)) * _HEIGHT
-    size = f'width="{width}" height="{height}" viewBox="0 0 {width} {height}"'
-    lines = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="sans-serif" font-size="12">',
-        f'<rect width="{width}" height="{height}" fill="white"/>',
-    ]
     if not shown:
-        lines.append(_text(_LEFT, _TOP, f"no run has {metric} yet", "start"))
-    for index, key in enumerate(keys):
-        lines.append(f'<g transform="translate({index % _ROW * _WIDTH} {index // _ROW * _HEIGHT})">')
-        lines += _panel(shown, key, metric, maximize)
-        lines.append("</g>")
-    return "\n".join([*lines, "</svg>"]) + "\n"
+        return sheet([Titled(f"no run has {metric} yet", "")], _ROW)
+    panels = (_panel(shown, key, metric, maximize) for key in shown[0].values)
+    return sheet(
+        [Titled(f"{metric} over {key}", panel) for key, panel in zip(shown[0].values, panels, strict=True)], _ROW
+    )
 
 
-def _panel(shown: Sequence[Outcome], key: str, metric: str, maximize: bool) -> Iterator[str]:
+def _panel(shown: Sequence[Outcome], key: str, metric: str, maximize: bool) -> str:
     places = _places([each.values[key] for each in shown])
     values = [_metric(each) for each in shown]
     best = (max if maximize else min)(values)
-    lowest, highest = _padded(min(values), max(values))
-    right, bottom = _WIDTH - _RIGHT, _HEIGHT - _BOTTOM
-
-    def height(value: float) -> float:
-        return round(bottom - (value - lowest) / (highest - lowest) * (bottom - _TOP), 1)
-
-    yield f'<path d="M{_LEFT} {_TOP}V{bottom}H{right}" fill="none" stroke="#64748b"/>'
-    for value in (min(values), max(values)) if min(values) < max(values) else values[:1]:
-        yield _text(_LEFT - 6, height(value) + 4, f"{value:.4g}", "end")
-    for text, place in _ticks(places):
-        yield _text(place, bottom + 18, text if len(text) <= 12 else f"{text[:11]}…", "middle")
-    yield _text((_LEFT + right) / 2, bottom + 40, key, "middle")
-    yield _text(_LEFT - 6, _TOP - 14, metric, "start")
-    yield from _joined(shown, key, places, height)
+    up = scale_for(min(values), max(values), HEIGHT - BOTTOM, TOP, may_log=True)
+    below = [(place, text if len(text) <= 12 else f"{text[:11]}…") for text, place in _ticks(places)]
+    parts = [begin(f"{metric} over {key}"), *axes(up, below, key, metric), '<g class="run0">']
+    parts += _joined(shown, key, places, up)
     for each in sorted(shown, key=lambda each: _metric(each) == best):  # the best lies on top
         chosen = _metric(each) == best
         about = f"{each.run}: {metric} {_metric(each):.6g}; " + ", ".join(f"{k}={v}" for k, v in each.values.items())
-        yield (
-            f'<circle cx="{places[each.values[key]]}" cy="{height(_metric(each))}" r="{6 if chosen else 4}" '
-            f'fill="{_BEST if chosen else _POINT}"><title>{escape(printable(about))}</title></circle>'
+        parts.append(
+            f'<circle class="mark{" run1" if chosen else ""}" cx="{places[each.values[key]]}" '
+            f'cy="{up.at(_metric(each)):.1f}" r="{6 if chosen else 4}"><title>{quoted(about)}</title></circle>'
         )
+    return "".join([*parts, "</g></svg>"])
 
 
-def _joined(
-    shown: Sequence[Outcome], key: str, places: dict[str, float], height: Callable[[float], float]
-) -> Iterator[str]:
+def _joined(shown: Sequence[Outcome], key: str, places: dict[str, float], up: Scale) -> Iterator[str]:
     """A line through the runs that have the same values on all other axes."""
     groups: dict[tuple[str, ...], list[Outcome]] = {}
     for each in shown:
         groups.setdefault(tuple(v for k, v in each.values.items() if k != key), []).append(each)
     for group in groups.values():
-        points = sorted((places[each.values[key]], height(_metric(each))) for each in group)
+        points = sorted((places[each.values[key]], up.at(_metric(each))) for each in group)
         if len(points) > 1:
-            yield f'<path d="M{" L".join(f"{x} {y}" for x, y in points)}" fill="none" stroke="{_LINE}"/>'
+            yield f'<path class="joined" d="M{"L".join(f"{x} {y:.1f}" for x, y in points)}"/>'
 
 
 def _places(texts: Sequence[str]) -> dict[str, float]:
     """Where each value lies on its axis: numbers by size, in the logarithm over more than a decade; words in order."""
     unique = list(dict.fromkeys(texts))
-    left, right = _LEFT + 20, _WIDTH - _RIGHT - 20
+    left, right = LEFT + _INSET, WIDTH - RIGHT - _INSET
     numbers = [_as_number(text) for text in unique]
     known = [number for number in numbers if number is not None]
     if len(known) < len(unique) or len(set(known)) < 2:
         step = (right - left) / max(len(unique) - 1, 1)
         return {text: round(left + index * step, 1) for index, text in enumerate(unique)}
     low, high = min(known), max(known)
-    scale = math.log if low > 0 and high / low > 10 else float
-    begin, end = scale(low), scale(high)
-    shares = ((scale(number) - begin) / (end - begin) for number in known)
-    return {text: round(left + share * (right - left), 1) for text, share in zip(unique, shares, strict=True)}
+    across = Scale(low, high, left, right, is_log=low > 0 and high / low > 10)
+    return {text: round(across.at(number), 1) for text, number in zip(unique, known, strict=True)}
 
 
 def _ticks(places: dict[str, float]) -> list[tuple[str, float]]:
@@ -99,12 +76,6 @@ def _ticks(places: dict[str, float]) -> list[tuple[str, float]]:
     if len(ordered) <= _TICKS:
         return ordered
     return [ordered[round(index * (len(ordered) - 1) / 4)] for index in range(5)]
-
-
-def _padded(low: float, high: float) -> tuple[float, float]:
-    """The ends of the upright axis: a little beyond the values, and apart."""
-    margin = (high - low) * 0.08 or abs(high) * 0.1 or 1.0
-    return low - margin, high + margin
 
 
 def _as_number(text: str) -> float | None:
@@ -118,7 +89,3 @@ def _as_number(text: str) -> float | None:
 def _metric(each: Outcome) -> float:
     assert each.compared is not None, "only runs that have one are drawn"
     return each.compared
-
-
-def _text(x: float, y: float, text: str, anchor: str) -> str:
-    return f'<text x="{x}" y="{y}" text-anchor="{anchor}" fill="#334155">{escape(printable(text))}</text>'

@@ -1,4 +1,4 @@
 """The built-in plugins that need torch, one folder per kind, registered through the same hooks as third parties'.
 
-Imports: checkpoint, config, contracts, data, errors, files, hookspecs, lazy, nn, optim, runtime.
+Imports: checkpoint, config, contracts, data, errors, files, hookspecs, host, lazy, nn, optim, runtime.
 """

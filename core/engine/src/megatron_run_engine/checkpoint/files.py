@@ -222,6 +222,11 @@ class Hash(Protocol):
         """The hash of all bytes so far, in hexadecimal."""
 
 
+def blocks(size: int) -> int:
+    """How often :func:`hash_of` calls its heartbeat for a file of ``size`` bytes."""
+    return -(-size // _BLOCK)
+
+
 def hash_of(file: BufferedReader, total: Hash, heartbeat: Callable[[], None] = no_heartbeat) -> str:
     """Return the hash of an open file, computed by the new ``total``. ``heartbeat`` is called after every block.
 

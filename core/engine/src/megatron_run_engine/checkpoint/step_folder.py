@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
+from itertools import count
 from pathlib import Path
 
 import xxhash
@@ -19,7 +20,7 @@ import xxhash
 from megatron_run.errors import CheckpointError
 from megatron_run.errors.wording import advice, from_hub, near_path
 from megatron_run.files.latest_run import DEFAULT_RUN, follow_latest
-from megatron_run_engine.checkpoint.files import hash_of, no_heartbeat, reading, size_of
+from megatron_run_engine.checkpoint.files import blocks, hash_of, no_heartbeat, reading, size_of
 from megatron_run_engine.checkpoint.manifest import MANIFEST, Manifest, read_manifest
 
 #: The name of the checkpoints' folder in a run folder.
@@ -107,10 +108,20 @@ class Checkpoints:
             return False
         return True
 
-    def verify(self, step: int) -> Manifest:
-        """Verify the SHA-256 of all files of ``step``. Raises :class:`CheckpointError` naming the first damaged one."""
+    def verify(self, step: int, watch: Callable[[int, int], None] | None = None) -> Manifest:
+        """Verify the SHA-256 of all files of ``step``; ``watch`` is told how many MB are done, and of how many.
+
+        Raises :class:`CheckpointError` naming the first damaged one.
+        """
         manifest = self.manifest(step)
-        verify_files(self.folder(step), manifest, manifest.files)
+        total, done = sum(blocks(record.bytes) for record in manifest.files.values()), count(1)
+        size = -(-manifest.size // 10**6)
+
+        def heartbeat() -> None:
+            if watch is not None:
+                watch(min(size, next(done) * size // max(1, total)), size)
+
+        verify_files(self.folder(step), manifest, manifest.files, heartbeat=heartbeat)
         return manifest
 
     @contextmanager
@@ -193,13 +204,18 @@ def verify_files(
     *,
     fast: bool = False,
 ) -> None:
-    """Verify the SHA-256 of files, ``threads`` at once. Their threads call ``heartbeat`` after every block.
+    """Verify the SHA-256 of files, ``threads`` at once. Each calls ``heartbeat`` after every block.
 
     ``fast`` compares their 128-bit XXH3 instead, where it was saved: it finds any damage that is not made on purpose,
     and is as fast as the file is read. Raises :class:`CheckpointError` naming the first file that differs.
     """
+    verify = partial(_verify_file, folder, manifest, heartbeat=heartbeat, fast=fast)
+    if threads == 1:  # in the caller's own thread, from which a notebook takes what is shown
+        for name in names:
+            verify(name)
+        return
     with ThreadPoolExecutor(threads) as pool:
-        for _ in pool.map(partial(_verify_file, folder, manifest, heartbeat=heartbeat, fast=fast), names):
+        for _ in pool.map(verify, names):
             pass
 
 

@@ -34,8 +34,8 @@ on with ``RankWorker.run``, which opens the run folder. It resolves once more on
 Importing this package is instant, because the sidecar of each rank imports it: public names are loaded when first
 used, torch by the ranks, or by ``launch`` when it resolves the run.
 
-Imports: checkpoint, config, contracts, errors, estimate, files, host, lazy, planning, registry, run_folder, runtime,
-signal_bell, training.
+Imports: checkpoint, config, contracts, drawing, errors, estimate, files, host, lazy, planning, registry, run_folder,
+runtime, signal_bell, training.
 """
 
 from __future__ import annotations

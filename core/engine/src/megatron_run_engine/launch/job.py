@@ -16,8 +16,10 @@ from megatron_run_engine.run_folder.folder import RunFolder
 
 if TYPE_CHECKING:
     from megatron_run.contracts.activity import Activity
+    from megatron_run.drawing.sheet import Picture
     from megatron_run.planning import ResolvedRun
     from megatron_run_engine.run_folder import History
+    from megatron_run_engine.run_folder.history import HasFolder
     from megatron_run_engine.runtime.world import World
 
 
@@ -217,6 +219,10 @@ class RunResult:
     def best(self) -> Path | None:
         """The saved step with the lowest validation loss: what :func:`megatron_run.load` takes."""
         return self.history.best
+
+    def plot(self, *others: str | Path | HasFolder, names: Sequence[str] = ()) -> Picture:
+        """The curves of the run as a picture, as :meth:`History.plot` draws them."""
+        return self.history.plot(*others, names=names)
 
     def frame(self) -> Any:
         """All metrics as a data frame of pandas, by step. Raises :class:`InputError` without pandas."""

@@ -1,14 +1,16 @@
 """The run folder: the files of a run, and the rules that protect them.
 
 ``open_run_folder`` creates, joins or refuses a folder and takes its lock. ``RunFolder`` knows the paths and maintains
-``status.json``. ``History`` reads the numbers that a run has left.
+``status.json``. ``History`` reads the numbers that a run has left; ``curves`` reads those of any number of steps, and
+``plotting`` draws them.
 
-Imports: checkpoint, config, contracts, data, errors, files, planning, registry.
+Imports: checkpoint, config, contracts, data, drawing, errors, files, planning, registry.
 """
 
 from __future__ import annotations
 
-from megatron_run_engine.run_folder.folder import History, RunFolder, open_log
+from megatron_run_engine.run_folder.folder import RunFolder, open_log
+from megatron_run_engine.run_folder.history import History
 from megatron_run_engine.run_folder.lock import FolderLock
 from megatron_run_engine.run_folder.opening import (
     OpenedFolder,

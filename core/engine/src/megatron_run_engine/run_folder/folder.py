@@ -1,4 +1,4 @@
-"""The paths in a run folder, ``status.json``, which reports the run's state, and the numbers that it has left."""
+"""The paths in a run folder, and ``status.json``, which reports the run's state."""
 
 from __future__ import annotations
 
@@ -8,16 +8,14 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from megatron_run.errors import CheckpointError, ExitCode, InputError, RunError
 from megatron_run.errors.machine_limits import system_limit
-from megatron_run.files.latest_run import follow_latest, is_unnamed, point_latest_at
+from megatron_run.files.latest_run import is_unnamed, point_latest_at
 from megatron_run.files.safe_folder import SafeFolder, parse_json
 from megatron_run_engine.checkpoint.step_folder import CHECKPOINTS, Checkpoints
-from megatron_run_engine.data.user_files import byte_lines
 
 if TYPE_CHECKING:
     from megatron_run_engine.run_folder.changes import Change
@@ -32,8 +30,6 @@ LARGEST = 1 << 32
 DESCRIPTION = ("config.yaml", "plan.json", "environment.json")
 #: What says that an attempt is open, and what it changes of the run once nothing refuses it.
 ATTEMPT = "attempt.json"
-#: A column: one value for each row, None where a row has none.
-Columns = dict[str, list[Any]]
 
 
 def is_run_id(value: object) -> bool:
@@ -293,80 +289,6 @@ class RunFolder:
     def _write(self, status: Status) -> None:
         if self.rank == 0:
             self.files.write_json("status.json", asdict(status))
-
-
-class History:
-    """Steps and evaluations of the run in ``folder``, read when they are first asked for."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = follow_latest(folder)
-
-    @cached_property
-    def metrics(self) -> Columns:
-        """One row for each step, ``step``, ``loss``, ``lr`` and the others; empty where nothing was written.
-
-        A step that was repeated counts once, as it was last.
-        """
-        return _columns(self.folder / "metrics.jsonl")
-
-    @cached_property
-    def evaluations(self) -> Columns:
-        """One row for each evaluation of a split or task: ``step``, ``split``, ``loss`` and the others."""
-        return _columns(self.folder / "eval.jsonl")
-
-    @property
-    def losses(self) -> list[float | None]:
-        """The loss of each step; None where it was not finite."""
-        return self.metrics.get("loss", [])
-
-    @property
-    def best(self) -> Path | None:
-        """The saved step with the lowest validation loss, the newest where none was evaluated; None without any."""
-        checkpoints = Checkpoints(self.folder / CHECKPOINTS)
-        saved = checkpoints.steps()
-        found = self.evaluations
-        losses, steps = found.get("loss", []), found.get("step", [])
-        splits = found.get("split", ["validation"] * len(steps))  # the losses of a task are of other text
-        scored = [
-            (loss, -step)
-            for loss, step, split in zip(losses, steps, splits, strict=False)
-            if isinstance(loss, float) and step in saved and split in ("validation", None)
-        ]
-        step = -min(scored)[1] if scored else saved[-1] if saved else None
-        return None if step is None else checkpoints.folder(step)
-
-    def frame(self) -> Any:
-        """:attr:`metrics` as a data frame of pandas, by step. Raises :class:`InputError` without pandas."""
-        try:
-            import pandas as pd  # type: ignore[import-untyped,unused-ignore]  # an extra of the user's
-        except ModuleNotFoundError as missing:
-            raise InputError("a data frame needs pandas", fix="pip install pandas, or take the columns") from missing
-        frame = pd.DataFrame(self.metrics)
-        return frame.set_index("step") if "step" in frame else frame
-
-
-def _columns(path: Path) -> Columns:
-    try:
-        content = SafeFolder(path.parent).read(path.name, limit=LARGEST)
-    except FileNotFoundError:
-        content = b""
-    except OSError as error:
-        raise InputError(f"{path} cannot be read", why=error.strerror or str(error)) from error
-    lines = byte_lines(content[: content.rfind(b"\n") + 1])  # a killed run leaves half a line at the end
-    read = (_row(path, number, line) for number, line in enumerate(lines, 1))
-    # A line without a loss says what was changed before a step, in folders of early versions.
-    # Evaluations of one step differ in their split or task.
-    rows = {(row["step"], str(row.get("split"))): row for row in read if "changes" not in row or "loss" in row}
-    ordered = sorted(rows.values(), key=lambda row: row["step"])
-    names = dict.fromkeys(name for row in ordered for name in row if name not in ("resumed", "changes"))
-    return {name: [row.get(name) for row in ordered] for name in names}
-
-
-def _row(path: Path, number: int, line: bytes) -> Mapping[str, Any]:
-    found = row_of(line)
-    if found is None:
-        raise InputError(f"line {number} of {path} is damaged", why="it is no JSON object with the number of a step")
-    return found
 
 
 def row_of(line: bytes) -> Mapping[str, Any] | None:

@@ -32,7 +32,7 @@ def ranks_drawn(topology: Mapping[str, Any]) -> Markup | None:
     width = NAME + replicas * group + max(map(len, layers.values())) * LETTER + GAP
     top = 20 if replicas > 1 else 4
     parts = [
-        Markup('<svg class="ranks" width="{0:.0f}" height="{1}" viewBox="0 0 {0:.0f} {1}" role="img" ').format(
+        Markup('<svg class="drawn ranks" width="{0:.0f}" height="{1}" viewBox="0 0 {0:.0f} {1}" role="img" ').format(
             width, top + stages * ROW
         ),
         Markup('aria-label="ranks by stage, data and tensor">'),
@@ -95,8 +95,8 @@ def legend(letters: Sequence[str], names: Sequence[str]) -> list[tuple[Markup, s
     return [
         (
             Markup(
-                '<svg class="piece" viewBox="0 0 34 12" width="34" height="12" aria-hidden="true"><g class="run{}">'
-                '<path class="line" d="M0 6H34"/></g></svg>'
+                '<svg class="drawn piece" viewBox="0 0 34 12" width="34" height="12" aria-hidden="true">'
+                '<g class="run{}"><path class="line" d="M0 6H34"/></g></svg>'
             ).format(index),
             f"{letter}: {name}",
         )

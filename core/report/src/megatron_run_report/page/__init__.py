@@ -13,47 +13,24 @@ from hashlib import sha256
 from importlib.resources import files
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
 from megatron_run.contracts.observer import STEP_CURVES
+from megatron_run.drawing.chart import Line, chart
+from megatron_run.drawing.curve import Curve
+from megatron_run.drawing.sheet import LETTERS, STYLE
 from megatron_run.files.foreign_file import open_file
-from megatron_run_report.drawing.chart import Line, chart
+from megatron_run_engine.run_folder.plotting import QUANTITIES, Kind, evaluation_kind
 from megatron_run_report.drawing.ranks import legend
 from megatron_run_report.numbers import amount, differences, lines_of, summary
 from megatron_run_report.page.described import described
 from megatron_run_report.record import Record
-from megatron_run_report.thinned import Curve
 
 #: How every report begins.
 _BEGIN = '<!doctype html>\n<!-- a report of megatron-run -->\n<html lang="en">'
-LETTERS = "AB"
-
-
-class Kind(NamedTuple):
-    """A curve's title, the unit of its values, how it is drawn, and whether their logarithm may be."""
-
-    title: str
-    unit: str
-    how: Literal["noise", "mark", "plain"] = "noise"
-    may_log: bool = True
-
-
-#: The curves of every run, by field, as they are shown.
-_CURVES = {
-    "loss": Kind("Training loss", "nats per token"),
-    "grad_norm": Kind("Gradient norm, before clipping", "norm"),
-    "lr": Kind("Learning rate", "rate", "plain", may_log=False),
-    "tokens_per_s": Kind("Throughput", "tokens per second"),
-    "step_time_s": Kind("Time of a step", "seconds"),
-    "memory_peak_gib": Kind("Peak memory of rank 0", "GiB", "plain", may_log=False),
-    "tflops_per_device": Kind("Arithmetic per device", "TFLOP/s"),
-    "mfu": Kind("Model FLOPs utilisation", "share of the peak", may_log=False),
-    "loss_scale": Kind("Loss scale", "factor", "plain"),
-    "skipped_total": Kind("Skipped steps", "steps so far", "plain", may_log=False),
-}
 #: Curves that are drawn only where they vary: most runs have one value.
 _VARYING = frozenset({"loss_scale", "skipped_total"})
 #: The most pictures of curves that plugins add.
@@ -92,7 +69,7 @@ def page(records: Sequence[Record]) -> str:
         "names": names,
         "letters": LETTERS[: len(records)],
         "legend": legend(LETTERS[: len(records)], names),
-        "style": Markup(_own("page.css")),
+        "style": Markup(STYLE + _own("page.css")),
         "script": Markup(script),
         "digest": b64encode(sha256(script.encode()).digest()).decode(),
         "made": time.strftime("%Y-%m-%d %H:%M:%S %z"),
@@ -133,7 +110,7 @@ def _table(columns: Sequence[Any]) -> dict[str, list[str]]:
 
 
 def _figures(records: Sequence[Record]) -> Iterator[Figure]:
-    for name, kind in _CURVES.items():
+    for name, kind in QUANTITIES.items():
         curves = [record.metrics.curves.get(name) for record in records]
         if name in _VARYING and not any(curve and curve.lowest.value != curve.highest.value for curve in curves):
             continue
@@ -150,16 +127,14 @@ def _evaluation_figures(records: Sequence[Record]) -> Iterator[Figure]:
         found = [record.evaluations[split].curves if split in record.evaluations else {} for record in records]
         names = dict.fromkeys(name for curves in found for name in curves)
         for name in [name for name in names if name not in ("perplexity", "tokens")][:_OWN]:
-            title = f"{split} {name.replace('_', ' ')}".capitalize()
-            kind = Kind(title, "nats per token" if name == "loss" else name, "mark")
-            figure = _figure(kind, [curves.get(name) for curves in found])
+            figure = _figure(evaluation_kind(split, name), [curves.get(name) for curves in found])
             if figure is not None:
                 yield figure
 
 
 def _own_figures(records: Sequence[Record]) -> Iterator[Figure]:
     """The curves that plugins and the model report."""
-    known = {*STEP_CURVES.values(), *_CURVES, "microbatches", "samples"}
+    known = {*STEP_CURVES.values(), *QUANTITIES, "microbatches", "samples"}
     names = dict.fromkeys(name for record in records for name in record.metrics.curves if name not in known)
     for name in [*names][:_OWN]:
         figure = _figure(Kind(name, ""), [record.metrics.curves.get(name) for record in records])
@@ -178,7 +153,7 @@ def _figure(kind: Kind, curves: Sequence[Curve | None]) -> Figure | None:
     rows = tuple(
         (LETTERS[run] if len(curves) > 1 else "", *_numbers(curve)) for run, curve in enumerate(curves) if curve
     )
-    return Figure(kind.title, chart(kind.title, kind.unit, lines, may_log=kind.may_log), rows)
+    return Figure(kind.title, Markup(chart(kind.title, kind.unit, lines, may_log=kind.may_log)), rows)
 
 
 def _numbers(curve: Curve) -> Iterator[str]:

@@ -1,16 +1,13 @@
-"""observer=console: shows progress as a bar on a terminal, and as a bounded number of lines elsewhere."""
+"""observer=console: shows progress as a bar on a terminal or in a notebook, elsewhere as a bounded number of lines."""
 
 from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from time import monotonic
 
 from pydantic import BaseModel, ConfigDict, Field
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn
-from rich.table import Column
 
 from megatron_run.contracts import (
     CaptureMetrics,
@@ -26,11 +23,10 @@ from megatron_run.contracts import (
 from megatron_run.errors.wording import duration, plural
 from megatron_run.hookspecs import hookimpl
 from megatron_run_engine.checkpoint.files import size_text
+from megatron_run_engine.host.in_place import InPlace, in_place
 
 #: Evenly spaced step lines of a run in plain form. With the lines of its first steps it prints some fifty.
 LINES = 36
-#: Seconds between two redraws of the bar.
-REDRAW = 0.1
 #: Control characters, which a terminal would execute. Text that a model wrote may contain any of them.
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
@@ -55,41 +51,20 @@ class ProgressView(ABC):
 
 
 class LiveBar(ProgressView):
-    """A progress bar, redrawn in place."""
+    """A bar that is redrawn in place, on a terminal or in a notebook."""
 
-    def __init__(self, run: RunSummary, console: Console) -> None:
-        text = (
-            TextColumn(f"{{task.fields[{name}]}}", markup=False, table_column=Column(no_wrap=True))
-            for name in ("numbers", "left")
-        )
-        self._progress = Progress(
-            TextColumn("step {task.completed:.0f}/{task.total:.0f}", table_column=Column(no_wrap=True)),
-            BarColumn(bar_width=20),  # the whole line then fits 80 columns
-            *text,
-            console=console,
-            auto_refresh=False,  # no thread that competes with the training, and no redirected streams
-            redirect_stdout=False,
-            redirect_stderr=False,
-        )
-        self._task = self._progress.add_task(
-            "steps", total=run.steps, completed=run.first_step - 1, numbers="starting", left=""
-        )
-        self._drawn = -REDRAW
-        self._progress.start()
+    def __init__(self, run: RunSummary, bar: InPlace) -> None:
+        self._bar = bar
+        self._bar.show(run.first_step - 1, "starting")
 
     def step(self, metrics: StepMetrics, left_s: float) -> None:
-        """Draw the bar, at most every ``REDRAW`` seconds."""
-        left = f"{duration(left_s)} left" if left_s else ""
-        shown = f"{step_loss(metrics)}  {rate(metrics)}"
-        self._progress.update(self._task, completed=metrics.step, numbers=shown, left=left)
-        if monotonic() - self._drawn >= REDRAW or not left:
-            self._progress.refresh()
-            self._drawn = monotonic()
+        """Draw the bar if it is time to."""
+        left = f"  {duration(left_s)} left" if left_s else ""
+        self._bar.show(metrics.step, f"{step_loss(metrics)}  {rate(metrics)}{left}")
 
     def stop(self) -> None:
         """Draw the bar a last time and restore the cursor."""
-        self._progress.refresh()
-        self._progress.stop()
+        self._bar.stop()
 
 
 class Lines(ProgressView):
@@ -114,7 +89,7 @@ class ConsoleObserver(Observer):
 
     def __init__(self, options: ConsoleOptions, console: Console | None = None) -> None:
         self._console = console or Console()
-        self._bar = self._console.is_interactive and not options.plain
+        self._plain = options.plain
         self._progress: ProgressView | None = None
         self._run: RunSummary | None = None
         self._start: StepMetrics | None = None
@@ -135,7 +110,8 @@ class ConsoleObserver(Observer):
         if run.baselines:
             say(self._console, "to compare with: " + ", ".join(f"{k} {v:.3f}" for k, v in run.baselines.items()))
         self._run = run
-        self._progress = LiveBar(run, self._console) if self._bar else Lines(run, self._console)
+        bar = None if self._plain else in_place(self._console, "step", run.steps)
+        self._progress = Lines(run, self._console) if bar is None else LiveBar(run, bar)
 
     def on_step_end(self, metrics: StepMetrics) -> None:
         """Show the step."""
@@ -212,7 +188,10 @@ def say(console: Console, text: str) -> None:
     """Print ``text`` without markup or wrapping. Characters outside the terminal's encoding become ``?``."""
     # A terminal or pipe in ASCII would otherwise raise UnicodeEncodeError in the middle of a training.
     shown = text.encode(console.encoding, "replace").decode(console.encoding)
-    console.print(shown, markup=False, highlight=False, emoji=False, soft_wrap=True)
+    if console.is_jupyter:
+        print(shown, file=console.file)  # rich would make each line an output of its own, as HTML
+    else:
+        console.print(shown, markup=False, highlight=False, emoji=False, soft_wrap=True)
 
 
 def numbers(metrics: StepMetrics) -> str:

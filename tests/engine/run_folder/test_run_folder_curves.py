@@ -12,20 +12,11 @@ from typing import Any
 
 import pytest
 
+from megatron_run.drawing.curve import POINTS, Curve, Point, running_mean
 from megatron_run.errors import InputError
-from megatron_run_engine.run_folder import History
-from megatron_run_report import thinned
-from megatron_run_report.thinned import (
-    CURVES,
-    LONGEST,
-    POINTS,
-    Curve,
-    Point,
-    read_evaluations,
-    read_metrics,
-    running_mean,
-)
-from tests.report.run_folders import step_row, write_lines
+from megatron_run_engine.run_folder import History, curves
+from megatron_run_engine.run_folder.curves import CURVES, LONGEST, read_evaluations, read_metrics
+from tests.support.run_folders import step_row, write_lines
 
 
 def values(curve: Curve) -> list[tuple[float, float]]:
@@ -123,7 +114,7 @@ def test_splits_and_tasks_of_one_step_are_curves_of_their_own(tmp_path: Path) ->
 def test_a_run_that_goes_on_or_back_while_it_is_read_is_read_as_it_was(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    file, read = tmp_path / "metrics.jsonl", thinned._lines
+    file, read = tmp_path / "metrics.jsonl", curves._lines
     write_lines(file, [{"step": step, "loss": 1.0} for step in (1, 2)])
 
     def growing(folder: Path, name: str) -> Iterator[bytes]:
@@ -131,7 +122,7 @@ def test_a_run_that_goes_on_or_back_while_it_is_read_is_read_as_it_was(
         with file.open("a") as later:
             later.writelines(f'{{"step": {step}, "loss": 2.0}}\n' for step in (3, 2))
 
-    monkeypatch.setattr(thinned, "_lines", growing)
+    monkeypatch.setattr(curves, "_lines", growing)
     assert values(read_metrics(tmp_path).curves["loss"]) == [(1, 1.0), (2, 1.0), (3, 2.0)]
 
 

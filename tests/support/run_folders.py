@@ -1,4 +1,4 @@
-"""Run folders made by hand, as small as a report needs them."""
+"""Run folders made by hand, as small as those who read them need."""
 
 from __future__ import annotations
 

@@ -5,21 +5,19 @@ from __future__ import annotations
 import os
 import re
 from array import array
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from itertools import islice
 from math import isfinite
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from megatron_run.contracts.observer import STEP_CURVES
+from megatron_run.drawing.curve import Curve, Thinning
 from megatron_run.errors import InputError
 from megatron_run.errors.wording import printable
 from megatron_run.files.safe_folder import SafeFolder
 from megatron_run_engine.run_folder.folder import LARGEST, row_of
 
-#: The most points of a curve; above, two neighbours become one.
-POINTS = 600
 #: The most curves of a file: each plugin may add some, and a stranger any number.
 CURVES = 64
 #: The most characters of a name.
@@ -38,35 +36,6 @@ _HEAD = re.compile(rb'\{(?:"v": ?\d{1,9}, ?)?"step": ?(\d{1,15}), ?"')
 _NO_CURVES = frozenset({"v", "step", "attempt", "time", "split", "skipped"})
 
 
-class Point(NamedTuple):
-    """Neighbouring steps: the middle of them, and mean, lowest and highest of their values."""
-
-    step: float
-    mean: float
-    low: float
-    high: float
-
-
-class At(NamedTuple):
-    """A value and its step."""
-
-    step: int
-    value: float
-
-
-@dataclass(frozen=True)
-class Curve:
-    """One quantity over the steps of a run; the numbers are those of all steps, the points are thinned."""
-
-    points: tuple[Point, ...]
-    count: int
-    mean: float
-    first: At
-    last: At
-    lowest: At
-    highest: At
-
-
 @dataclass(frozen=True)
 class Thinned:
     """The curves of a file by the names of their fields, and what else it tells.
@@ -83,82 +52,6 @@ class Thinned:
     microbatches: int | None = None
     changes: tuple[tuple[int, Mapping[str, Any]], ...] = ()
     skipped: tuple[int, ...] = ()
-
-
-@dataclass(slots=True)
-class _Sum:
-    """Values of neighbouring steps: how many, their first and last step, their sum, the lowest and the highest."""
-
-    count: int
-    begin: int
-    end: int
-    total: float
-    low: float
-    low_step: int
-    high: float
-    high_step: int
-
-    def add(self, step: int, value: float) -> None:
-        """A value of a later step."""
-        self.count += 1
-        self.end = step
-        self.total += value
-        if value < self.low:
-            self.low, self.low_step = value, step
-        elif value > self.high:
-            self.high, self.high_step = value, step
-
-    def join(self, later: _Sum) -> None:
-        """The values of the neighbours behind."""
-        self.count, self.end, self.total = self.count + later.count, later.end, self.total + later.total
-        if later.low < self.low:
-            self.low, self.low_step = later.low, later.low_step
-        if later.high > self.high:
-            self.high, self.high_step = later.high, later.high_step
-
-
-class _Points:
-    """The points of one curve; ``width`` neighbouring steps share one, a power of two."""
-
-    def __init__(self, step: int, value: float) -> None:
-        self._width = 1
-        self._first = At(step, value)
-        self._last: tuple[int, float] = self._first
-        self._sums = {step: _Sum(1, step, step, value, value, step, value, step)}
-
-    def add(self, step: int, value: float) -> None:
-        """A value of a later step."""
-        number = step // self._width
-        there = self._sums.get(number)
-        self._last = (step, value)
-        if there is not None:
-            there.add(step, value)
-            return
-        self._sums[number] = _Sum(1, step, step, value, value, step, value, step)
-        while len(self._sums) > POINTS:
-            self._halve()
-
-    def _halve(self) -> None:
-        finer, self._sums, self._width = self._sums, {}, self._width * 2
-        for number, each in finer.items():  # in their order
-            there = self._sums.setdefault(number // 2, each)
-            if there is not each:
-                there.join(each)
-
-    def curve(self) -> Curve:
-        """All that was added."""
-        sums = [*self._sums.values()]
-        lowest, highest = min(sums, key=lambda each: each.low), max(sums, key=lambda each: each.high)
-        count = sum(each.count for each in sums)
-        return Curve(
-            tuple(Point((each.begin + each.end) / 2, each.total / each.count, each.low, each.high) for each in sums),
-            count,
-            sum(each.total for each in sums) / count,
-            self._first,
-            At(*self._last),
-            At(lowest.low_step, lowest.low),
-            At(highest.high_step, highest.high),
-        )
 
 
 def read_metrics(folder: Path) -> Thinned:
@@ -209,7 +102,7 @@ class _Gathered:
     """Curves and notes while a file is read."""
 
     def __init__(self) -> None:
-        self._points: dict[str, _Points] = {}
+        self._points: dict[str, Thinning] = {}
         self._times: list[float] = []
         self._microbatches: int | None = None
         self._changes: list[tuple[int, Mapping[str, Any]]] = []
@@ -224,7 +117,7 @@ class _Gathered:
             if there is not None:
                 there.add(step, float(value))
             elif (len(self._points) < CURVES and _is_name(name)) or name in STEP_CURVES.values():
-                self._points[name] = _Points(step, float(value))
+                self._points[name] = Thinning(step, float(value))
 
     def note(self, step: int, row: Mapping[str, Any]) -> None:
         """Whatever else the line tells."""
@@ -315,17 +208,3 @@ def _is_number(value: object) -> bool:
         return isfinite(value)
     except OverflowError:  # a whole number beyond every float
         return False
-
-
-def running_mean(points: Iterable[Point], window: int) -> list[Point]:
-    """``points`` whose means are those of the ``window`` around each, fewer at the ends."""
-    given = list(points)
-    sums = [0.0]
-    for point in given:
-        sums.append(sums[-1] + point.mean)
-    half = window // 2
-    spans = ((max(0, i - half), min(len(given), i + half + 1)) for i in range(len(given)))
-    return [
-        point._replace(mean=(sums[end] - sums[begin]) / (end - begin))
-        for point, (begin, end) in zip(given, islice(spans, len(given)), strict=True)
-    ]
