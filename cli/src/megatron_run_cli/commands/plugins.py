@@ -261,7 +261,7 @@ _NAME = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")
 class Package:
     """A package that was written: its folder, its files relative to it, and how its plugin is chosen.
 
-    ``command`` is what to type to use the plugin once the package is installed.
+    ``command`` is what to type to use the plugin once the package is installed, with the arguments of its template.
     """
 
     folder: Path
@@ -283,7 +283,7 @@ def write_package(kind: str, name: str, folder: Path | None = None, catalog: Cat
     choice = f"{kind}={'dense+' if kind == 'parallel-layer' else ''}{name}"  # that template stands on another's layers
     use = f"--plugin {choice}" if kind in RUN_KINDS else f"import SOURCE FOLDER --from {name}"
     typed = name.replace(".", " ")
-    use = typed if kind == COMMAND else use
+    use = f"{typed} runs" if kind == COMMAND else use  # the template lists a folder of runs
     words = {
         "kind": kind,
         "name": name,
