@@ -206,6 +206,29 @@ def test_output_that_nobody_reads_is_no_error() -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
+GROUPS = [(), *(words for words, command in every_command() if isinstance(command, click.Group))]
+
+
+@pytest.mark.parametrize("group", GROUPS, ids=" ".join)
+def test_the_help_of_a_group_cuts_no_summary_at_80_columns(
+    group: tuple[str, ...], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main([*group, "--help"]) == 0
+    listed = capsys.readouterr().out.partition("\nCommands:\n")[2].splitlines()
+    names = {words[len(group)] for words, _ in every_command() if words[:-1] == group}
+    assert {line.split()[0] for line in listed} == names, "each takes one line"
+    assert [line for line in listed if not line.endswith(".") or line.endswith("..")] == []
+
+
+def test_a_shell_is_told_whole_summaries() -> None:
+    with program.make_context("megatron-run", [], resilient_parsing=True) as context:
+        found = {each.value: str(each.help) for each in program.shell_complete(context, "")}
+        summaries = [found[name] for name in program.list_commands(context)]
+    assert "Train with several values of some keys, and compare the runs." in summaries
+    assert [text for text in summaries if text.endswith("..")] == []
+
+
 NEEDY = {
     words: command
     for words, command in every_command()

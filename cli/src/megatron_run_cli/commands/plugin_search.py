@@ -29,7 +29,10 @@ _SHOWN = 50
 )
 @json_option
 def search(parts: tuple[str, ...], place: str | None, *, as_json: bool) -> None:
-    """Find plugins and commands that have every WORD in their kind, name, distribution or summary."""
+    """Find plugins and commands that have every WORD.
+
+    Kind, name, distribution and summary are looked through.
+    """
     from megatron_run_cli.reports.catalogue import search as search_all
     from megatron_run_cli.reports.listing import list_plugins
 

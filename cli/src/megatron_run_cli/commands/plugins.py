@@ -53,7 +53,10 @@ plugins.add_command(search)
 @json_option
 @click.pass_context
 def list_(context: click.Context, kind: str | None, *, check: bool, as_json: bool) -> None:
-    """List installed plugins of KIND, or all, and commands (KIND: command), without importing them."""
+    """List installed plugins and commands, all or those of KIND.
+
+    None is imported. KIND command has the commands.
+    """
     from megatron_run_cli.reports.listing import list_plugins
 
     wanted = check_kind(kind, "plugins list", _OFFERED) if kind else None
@@ -79,7 +82,10 @@ def list_(context: click.Context, kind: str | None, *, check: bool, as_json: boo
 @json_option
 @click.pass_context
 def info(context: click.Context, plugin: str, *, as_json: bool) -> None:
-    """Show what a plugin provides and needs, and its options; of command=NAME, what it does and who brings it."""
+    """Show what a plugin provides and needs, and its options.
+
+    Of command=NAME it shows what that does and who brings it.
+    """
     from megatron_run_cli.reports.listing import plugin_info
 
     kind, equals, name = plugin.partition("=")
@@ -113,7 +119,10 @@ def why(
     *,
     as_json: bool,
 ) -> None:
-    """Show which plugin of KIND a run would choose, and why; of KIND command, which commands are found."""
+    """Show which plugin of KIND a run would choose, and why.
+
+    Of KIND command, which commands are found.
+    """
     from megatron_run.contracts.plugin import check_run_kind
     from megatron_run.planning import resolve
     from megatron_run.registry.importing import no_files_run
@@ -145,9 +154,9 @@ def why(
 @json_option
 @click.pass_context
 def new(context: click.Context, kind: str, name: str, folder: Path | None, *, as_json: bool) -> None:
-    """Write a package with a working plugin, or with a command (KIND: command), and its test.
+    """Write a package with a working plugin or command, and its test.
 
-    A command in a group is named with a dot: data.mine is typed as data mine.
+    KIND command makes a command. A command in a group is named with a dot: data.mine is typed as data mine.
     """
     if kind == COMMAND:
         name = ".".join(name.split())

@@ -36,7 +36,7 @@ class Eval(DefaultGroup):
 
 @click.group(cls=Eval, name="eval", subcommand_metavar="MODEL --task NAME=FILE ... | overlap TEST TRAIN...")
 def evaluate() -> None:
-    """Evaluate a model on texts, or compare a test set with a training set.
+    """Evaluate a model on texts, or find them in training data.
 
     \b
     megatron-run eval MODEL --task perplexity=FILE    loss and perplexity of a text
@@ -77,9 +77,10 @@ def model(
     batch: int,
     as_json: bool,
 ) -> None:
-    """Evaluate MODEL: a run folder, a saved step, an imported folder, one that a format reads, or hf:ORG/NAME.
+    """Evaluate MODEL on the texts of tasks.
 
-    The numbers of a run also go to its eval.jsonl and to TensorBoard.
+    MODEL is a run folder, a saved step, an imported folder, one that a format reads, or hf:ORG/NAME. The numbers of
+    a run also go to its eval.jsonl and to TensorBoard.
     """
     from megatron_run_engine.evaluation.tasks import TaskResult, check_files
     from megatron_run_inference.evaluation import record
@@ -113,9 +114,9 @@ def model(
 @click.argument("train", nargs=-1, required=True, shell_complete=places.any_path)
 @json_option
 def overlap(test: Path, train: tuple[str, ...], *, as_json: bool) -> None:
-    """Count the 8-grams of the text TEST that the texts TRAIN, files, folders or patterns, hold too.
+    """Count the 8-grams of the text TEST that texts TRAIN hold too.
 
-    Of JSON lines the texts under the key `text` count.
+    TRAIN are files, folders or patterns. Of JSON lines the texts under the key `text` count.
     """
     from megatron_run_engine.data.documents import find_documents
     from megatron_run_engine.data.overlap import overlap as count

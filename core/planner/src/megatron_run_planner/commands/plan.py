@@ -43,7 +43,7 @@ class Plan(DefaultGroup):
     subcommand_metavar="[CONFIG]... --gpus N --device NAME | schedule | goodput | check TABLE | calibrate",
 )
 def plan() -> None:
-    """Find the fastest way to run a model on given devices, or compare predictions with measured steps.
+    """Find the fastest way to run a model on given devices.
 
     \b
     megatron-run plan CONFIG --gpus 1024 --device h100   the best splits and schedules
@@ -151,7 +151,10 @@ def search(
     as_json: bool,
     **traces: Path | None,
 ) -> None:
-    """Rank every split and schedule of a model that fits, by the predicted time of a step."""
+    """Rank every split and schedule of a model that fits.
+
+    The fastest by the predicted time of a step comes first.
+    """
     from megatron_run_planner.commands import plan_report as report
     from megatron_run_planner.schedules import Schedules
     from megatron_run_planner.search import Search
@@ -211,7 +214,10 @@ def schedule(
     as_json: bool,
     **traces: Path | None,
 ) -> None:
-    """Find a schedule for the stages of CONFIG: the layers of each place, and the order of every stage's actions."""
+    """Find a schedule for the stages of CONFIG.
+
+    It is the layers of each place, and the order of every stage's actions.
+    """
     from megatron_run_planner.commands import plan_report as report
     from megatron_run_planner.schedules import Schedules
     from megatron_run_planner.schedules.for_task import find_for_task
@@ -251,7 +257,10 @@ def schedule(
 @click.option("--seed", type=int, default=0, show_default=True)
 @json_option
 def goodput(request: Request, *, gpus: int | None, machine: Device, days: float, as_json: bool, **asked: Any) -> None:
-    """Yield of the best split of a model in a month of failures, saves and stragglers."""
+    """Tell what the best split yields in a month with failures.
+
+    Saves and stragglers count too.
+    """
     from megatron_run_planner.commands import plan_report as report
     from megatron_run_planner.goodput import Conditions, best_interval, simulate_run
     from megatron_run_planner.schedules import Schedules
@@ -296,7 +305,10 @@ def goodput(request: Request, *, gpus: int | None, machine: Device, days: float,
 def check(
     table: Path, device: str, *, recompute: Recompute | Literal["auto"], vocabulary: int, rows: bool, as_json: bool
 ) -> None:
-    """Compare predictions with the measured steps of TABLE, one run of Megatron-LM or Megatron-DeepSpeed a row."""
+    """Compare predictions with the measured steps of TABLE.
+
+    A row is a run of Megatron-LM or Megatron-DeepSpeed.
+    """
     from megatron_run_planner.accuracy import compare, read_table
     from megatron_run_planner.commands.measured_report import accuracy_record, accuracy_text
     from megatron_run_planner.devices import read_device
@@ -323,10 +335,10 @@ def check(
 @click.option("--output", type=_FILE, default="device.yaml", show_default=True, metavar="FILE", help="What to write.")
 @overwrite_option
 def calibrate(*, device: str, device_name: str | None, output: Path, overwrite: bool) -> None:
-    """Measure this machine and describe it as a device for --device: its cores in two minutes, a GPU in one.
+    """Measure this machine and describe it as a device for --device.
 
-    Ranks on cores are taken to have one thread each (run.threads=1) and to share them; of a GPU the links to others are
-    taken from an H100's machine. Nothing else should run meanwhile.
+    Its cores take two minutes, a GPU one. Ranks on cores are taken to have one thread each (run.threads=1) and to
+    share them; of a GPU the links to others are taken from an H100's machine. Nothing else should run meanwhile.
     """
     from megatron_run_planner.accuracy.calibrate import device_text
     from megatron_run_planner.commands.measured_report import device_lines, gpu_lines

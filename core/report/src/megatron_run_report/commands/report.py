@@ -36,9 +36,10 @@ _SIDE_BY_SIDE = 2
 @overwrite_option
 @json_option
 def report(runs: tuple[Path, ...], *, output: Path, as_text: bool, overwrite: bool, as_json: bool) -> None:
-    """Write one HTML file about a run or two: curves, memory, schedule, samples, events, environment.
+    """Write one HTML file about a run or two, or print a table.
 
-    RUN is a run folder [default: runs/latest], which may still be going on, or a sweep's, for its runs.
+    The page has curves, memory, schedule, samples, events and environment. RUN is a run folder [default:
+    runs/latest], which may still be going on, or a sweep's, for its runs.
     """
     from megatron_run_report.named import named_runs
 

@@ -73,7 +73,7 @@ def sweep(  # noqa: PLR0913  # one argument an option: so click calls it
     print_commands: bool,
     as_json: bool,
 ) -> int:
-    """Train a configuration with several values of some keys, and compare the runs.
+    """Train with several values of some keys, and compare the runs.
 
     The same command goes on where it was stopped: finished runs are left alone, others resume.
     """
