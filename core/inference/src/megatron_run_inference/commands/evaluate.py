@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from megatron_run.errors import InputError
+from megatron_run.errors.install_hint import how_to_add
 from megatron_run_cli.command_groups import DefaultGroup, example
 from megatron_run_cli.completion import words as places
 from megatron_run_cli.grammar import json_option, naming, rank_options, step_option
@@ -162,7 +163,7 @@ def harness(  # noqa: PLR0913  # one argument an option
     if find_spec("lm_eval") is None:
         raise InputError(
             "lm-evaluation-harness is not installed",
-            fix="type: pip install 'megatron-run-inference[lm-eval]', or lm-eval",
+            fix=f"type: {how_to_add('megatron-run-inference', 'lm-eval')}",
         )
     from megatron_run_inference.harness import find_tasks, run_harness
 
