@@ -122,12 +122,14 @@ def test_info_shows_options_with_types_bounds_and_meaning(capsys: Output) -> Non
     assert "observer=console" in out
     assert "plain" in out
     described = as_json(capsys, "plugins", "info", "observer=console")
+    assert as_json(capsys, "plugins", "info", "console") == described, "the name is enough"
     assert described["options"][0]["name"] == "plain"
 
 
 def test_why_names_the_winner_its_reason_and_the_others(capsys: Output) -> None:
     words = ("plugins", "why", "schedule", "preset:tiny", "--plugin", "schedule=1f1b")
     first, *others = as_json(capsys, *words)
+    assert as_json(capsys, "plugins", "why", "gpipe", *words[3:]) == [first, *others], "a plugin stands for its kind"
     assert (first["chosen"], first["plugin"]["name"], first["reason"]) == (True, "1f1b", "--plugin schedule=1f1b")
     assert "sequential" in {each["plugin"]["name"] for each in others}
     assert main(list(words)) == 0
