@@ -69,6 +69,18 @@ def test_the_best_ten_are_ranked_with_what_limits_them(capsys: Output) -> None:
     assert any(line.startswith("next: add --write best.yaml, then megatron-run best.yaml --dry-run") for line in lines)
 
 
+@pytest.mark.parametrize("words", ["--size 1.3B --gpus 8 --as-is", "schedule preset:tiny --set parallel.pipeline=2"])
+def test_a_device_that_nobody_named_is_told_and_memory_has_its_unit(words: str, capsys: Output) -> None:
+    assert main(["plan", *words.split()]) == 0
+    out, err = capsys.readouterr()
+    assert err.startswith("megatron-run: planned for A100 80 GB, as no --device is named; ")
+    head, *rows = (line for line in out.splitlines() if line[:9].strip() == "step" or line[7:9] == "s ")
+    end = head.index("memory") + len("memory")
+    assert {row[end - 4 : end] for row in rows} == {" GiB"}
+    assert main(["plan", *words.split(), "--device", "h100"]) == 0
+    assert capsys.readouterr().err == ""
+
+
 def test_a_model_may_not_fit(capsys: Output) -> None:
     assert main(["plan", "--size", "175B", "--gpus", "8", "--device", "a100-40"]) == 2
     said = capsys.readouterr().err

@@ -9,13 +9,14 @@ from shlex import quote
 from typing import TYPE_CHECKING, Any, Literal
 
 import click
+from click.core import ParameterSource
 
 from megatron_run.errors import InputError, refuse_input, refuse_taken
 from megatron_run_cli.command_groups import DefaultGroup, example
 from megatron_run_cli.completion import words as places
 from megatron_run_cli.editor_schema import schema_line
 from megatron_run_cli.grammar import Command, json_option, overwrite_option, run_options, with_options
-from megatron_run_cli.output import print_json_line, write_file
+from megatron_run_cli.output import print_json_line, tell, write_file
 from megatron_run_planner.commands.amounts import Bytes, Length, Parameters
 
 if TYPE_CHECKING:
@@ -75,7 +76,10 @@ def task_options(command: Command) -> Command:
             machine = machine.model_copy(update={"memory": memory})
         if size:
             request = replace(request, configs=(sized(size), *request.configs))
-        return command(request=request, gpus=gpus or request.nproc, machine=machine, **others)
+        done = command(request=request, gpus=gpus or request.nproc, machine=machine, **others)
+        if click.get_current_context().get_parameter_source("device") is ParameterSource.DEFAULT:
+            tell(f"planned for {machine.name}, as no --device is named; plan calibrate describes this machine as one")
+        return done
 
     return with_options(
         with_machine,
