@@ -56,7 +56,7 @@ class Finding:
 
     @property
     def name(self) -> str:
-        """What was looked at: the topic, or the plugin."""
+        """The plugin that was looked at, else the topic."""
         return self.text.partition(" ")[0] if self.topic == "plugin" else self.topic
 
     @property
