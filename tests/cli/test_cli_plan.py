@@ -13,6 +13,7 @@ import pytest
 
 from megatron_run.errors import ExitCode
 from megatron_run.errors.install_hint import how_to_install
+from megatron_run.files.latest_run import point_latest_at
 from megatron_run.planning import load_config
 from megatron_run.registry.discover import Catalog, scan
 from megatron_run_cli.main import main
@@ -394,3 +395,16 @@ def test_a_gpu_that_is_not_there_is_not_measured(
     assert main(["plan", "calibrate", "--device", "cuda", "--output", str(file)]) == ExitCode.INPUT
     assert "torch sees none" in capsys.readouterr().err
     assert not file.exists()
+
+
+def test_a_step_of_the_latest_run_joins_the_timeline(
+    capsys: Output, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    run = tmp_path / "runs" / "20260102-030405-abcd"
+    run.mkdir(parents=True)
+    (run / "step-2.json").write_text('{"traceEvents": []}')
+    point_latest_at(run)
+    words = "preset:tiny --gpus 1 --device a100 --as-is --timeline x.json --beside runs/latest/step-2.json"
+    assert main(["plan", *words.split()]) == 0, capsys.readouterr().err
+    assert json.loads((tmp_path / "x.json").read_text())["traceEvents"]
