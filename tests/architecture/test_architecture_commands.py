@@ -18,7 +18,7 @@ PATHS |= {"prompts", "reference", "references", "source", "target", "tokenizer",
 #: Functions whose value is a path as it is.
 PLAIN = {"str", "Path", "folder"}
 #: ``choice`` of a new package's kind and name, which are checked to be words.
-CHECKED = {"cli/src/megatron_run_cli/commands/plugins.py": {"choice"}}
+CHECKED = {"cli/src/megatron_run_cli/commands/new_package.py": {"choice"}}
 
 
 def unquoted(tree: ast.AST) -> Iterator[str]:

@@ -57,7 +57,7 @@ ALLOWED = {
     ),
     "sources, and what comes with the program": (
         f"{_ENGINE}/training/state/programs.py",
-        "cli/src/megatron_run_cli/commands/plugins.py",
+        "cli/src/megatron_run_cli/commands/new_package.py",
         f"{_KERNEL}/errors/install_hint.py",
         f"{_KERNEL}/registry/discover.py",
         f"{_KERNEL}/registry/importing.py",

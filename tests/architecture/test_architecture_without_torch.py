@@ -27,6 +27,7 @@ ENGINE_FILES = (
     "datasets",
     "pandas",
     "peft",
+    "optuna",
 )
 PAGE = ROOT / "docs" / "without-torch.md"
 
@@ -61,4 +62,5 @@ def test_the_page_shows_what_its_commands_print_there(
     for console in consoles:
         program, *words = shlex.split(console.command)
         done = bare.command(program, *words)
-        assert console.agrees(done.stdout + done.stderr), f"{console.command}\n{done.stdout}{done.stderr}"
+        printed = (done.stdout + done.stderr).replace(f"{ROOT}/", "./")  # as in the checkout, where nothing is written
+        assert console.agrees(printed), f"{console.command}\n{printed}"

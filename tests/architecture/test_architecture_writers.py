@@ -59,7 +59,7 @@ ALLOWED: dict[str, dict[str, str]] = {
     },
     "a file that SafeFolder has opened": {f"{_ENGINE}/builtin/observer/jsonl.py": "truncate"},
     "a folder that publishing has made": {
-        f"{_CLI}/commands/plugins.py": "mkdir write_text",
+        f"{_CLI}/commands/new_package.py": "mkdir write_text",
         "plugins/format/huggingface/src/megatron_run_format_huggingface/model_folder.py": "rename",
         f"{_INDEXED}/cache.py": "mkdir np.save shutil.rmtree",
     },

@@ -116,7 +116,8 @@ reads("latest", RUN, "run/checkpoints/latest", lambda path: find_source(path.par
 
 
 def _swept(path: Path) -> object:
-    from megatron_run_sweep.outcomes import outcomes, ranked, read_metric
+    from megatron_run_sweep.metric import read_metric
+    from megatron_run_sweep.outcomes import outcomes, ranked
     from megatron_run_sweep.picture import drawing
     from megatron_run_sweep.record import read_sweep
 

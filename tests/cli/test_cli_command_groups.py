@@ -204,11 +204,11 @@ def test_a_new_package_takes_no_name_that_is_taken(
 def test_a_new_command_may_be_in_a_group(
     written: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, site: FakeSite, capsys: Output
 ) -> None:
-    """The package that is written, installed: it is typed as it is said, and its own test passes."""
+    """The package that is written, installed: what is said to type works, arguments too, and its own test passes."""
     monkeypatch.chdir(tmp_path)
     name, typed = ".".join(written.split()), written.replace(".", " ")
     assert main(["plugins", "new", "command", written]) == 0
-    assert f"type it:     megatron-run {typed}\n" in capsys.readouterr().out
+    _, _, said = capsys.readouterr().out.partition("type it:     megatron-run ")
     folder = tmp_path / f"megatron-run-command-{name.replace('.', '-')}"
     (reported,) = check(str(folder))
     assert (reported.plugin, reported.passed) == (f"command={name}", True)
@@ -218,7 +218,11 @@ def test_a_new_command_may_be_in_a_group(
     site.module(package, (folder / "src" / package / "__init__.py").read_text())
     site.distribution("acme-mine", {"command": {point: package}})
     assert main(typed.split()) == ExitCode.INPUT
-    assert capsys.readouterr().err.endswith(f" Type, as an example: megatron-run {typed} runs\n")
+    assert capsys.readouterr().err.endswith(f" Type, as an example: megatron-run {said}")
+    (tmp_path / "runs" / "first").mkdir(parents=True)
+    (tmp_path / "runs" / "first" / "eval.jsonl").write_text('{"loss": 2.5}\n')
+    assert main(said.split()) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "first  2.5000"
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import sys
 import tempfile
 from importlib.util import find_spec
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import pytest
@@ -100,10 +101,65 @@ def test_doctor_goes_on_after_a_failure_and_says_so_with_its_exit_code(
 
     monkeypatch.setattr(doctor, "_torch", fail)
     assert main(["doctor"]) == 2
-    lines = capsys.readouterr().out.splitlines()
+    *lines, blank, last = capsys.readouterr().out.splitlines()
     (line,) = (line for line in lines if line.split()[1] == "torch")
     assert line.split(maxsplit=2) == ["FAILED", "torch", "OSError: a missing library"]
     assert lines[-1].split()[:3] == ["ok", "plugin", "schedule=sequential"]
+    assert (blank, last) == ("", "no run starts until this is mended: torch")
+
+
+@pytest.mark.parametrize(
+    ("states", "line"),
+    [
+        (["ok"], "all is well"),
+        (
+            ["ok", "cannot run"],
+            "all is well; lacking a library or a device here, which only runs that choose it need: data=b",
+        ),
+        (
+            ["AMBIGUOUS", "BROKEN", "ok", "AMBIGUOUS"],
+            "broken: data=b; there twice: data=a, data=d",
+        ),
+    ],
+)
+def test_doctor_ends_with_the_whole_in_one_line(states: list[Any], line: str) -> None:
+    findings = [
+        doctor.Finding("plugin", state, f"data={name} (x)") for name, state in zip("abcd", states, strict=False)
+    ]
+    assert doctor.conclusion(findings) == line
+
+
+def test_doctor_says_at_once_what_it_does(monkeypatch: pytest.MonkeyPatch, capsys: Output) -> None:
+    said = []
+
+    def examine(program: object) -> tuple[doctor.Finding, ...]:
+        said.append(capsys.readouterr().err)
+        return ()
+
+    monkeypatch.setattr(doctor, "examine", examine)
+    assert main(["doctor"]) == 0
+    assert "importing every plugin" in said[0]
+    assert capsys.readouterr().out == "\nall is well\n"
+
+
+@pytest.mark.usefixtures("few_plugins")
+def test_doctor_imports_plugins_while_it_looks_at_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each waits for the other here: one after the other they would not end."""
+    begun, looked = Event(), Event()
+
+    def plugins(_program: object) -> list[doctor.Finding]:
+        begun.set()
+        assert looked.wait(60)
+        return []
+
+    def torch() -> str:
+        assert begun.wait(60)
+        looked.set()
+        return "here"
+
+    monkeypatch.setattr(doctor, "_plugins", plugins)
+    monkeypatch.setattr(doctor, "_torch", torch)
+    assert all(each.state == "ok" for each in doctor.examine() if each.topic == "torch")
 
 
 @pytest.mark.usefixtures("few_plugins")
@@ -122,12 +178,14 @@ def test_info_shows_options_with_types_bounds_and_meaning(capsys: Output) -> Non
     assert "observer=console" in out
     assert "plain" in out
     described = as_json(capsys, "plugins", "info", "observer=console")
+    assert as_json(capsys, "plugins", "info", "console") == described, "the name is enough"
     assert described["options"][0]["name"] == "plain"
 
 
 def test_why_names_the_winner_its_reason_and_the_others(capsys: Output) -> None:
     words = ("plugins", "why", "schedule", "preset:tiny", "--plugin", "schedule=1f1b")
     first, *others = as_json(capsys, *words)
+    assert as_json(capsys, "plugins", "why", "gpipe", *words[3:]) == [first, *others], "a plugin stands for its kind"
     assert (first["chosen"], first["plugin"]["name"], first["reason"]) == (True, "1f1b", "--plugin schedule=1f1b")
     assert "sequential" in {each["plugin"]["name"] for each in others}
     assert main(list(words)) == 0

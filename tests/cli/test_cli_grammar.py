@@ -98,7 +98,13 @@ def test_version(capsys: Output) -> None:
         (["plugins", "lisst"], 2, "megatron-run plugins has no command 'lisst'; did you mean 'list'?"),
         (["checkpoint", "runs/mine"], 2, "no command 'runs/mine'; its commands are inspect, list, verify"),
         (["plugins", "list", "schedul"], 2, "did you mean 'schedule'?"),
-        (["plugins", "info", "schedule"], 2, "'schedule' names no plugin"),
+        (["plugins", "info", "schedule"], 2, "'schedule' is a kind of plugins (from plugins info); name one of sched"),
+        (["plugins", "info", "interleavd"], 2, "did you mean schedule=interleaved?"),
+        (["plugins", "info", "te"], 2, "name parallel-layer=te or graph-capture=te"),
+        (["plugins", "why", "te"], 2, "name parallel-layer=te or graph-capture=te"),
+        (["plugins", "why", "schedule=interleavd"], 3, "did you mean 'interleaved'?"),
+        (["plugins", "list", "interleaved"], 2, "plugins are called so; type: plugins info schedule=interleaved"),
+        (["plugins", "check", "interleaved"], 2, "did you mean schedule=interleaved?"),
         (["plugins", "info", "schedule=interleavd"], 3, "did you mean 'interleaved'?"),
         (["plugins", "check", "nothing"], 2, "'nothing' is nothing to check"),
         (["plugins", "new", "schedule", "Bad Name"], 2, "'Bad Name' cannot name a plugin"),
@@ -204,6 +210,29 @@ def test_output_that_nobody_reads_is_no_error() -> None:
     command = f"{sys.executable} -m megatron_run_cli plugins list | true; exit ${{PIPESTATUS[0]}}"
     done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+GROUPS = [(), *(words for words, command in every_command() if isinstance(command, click.Group))]
+
+
+@pytest.mark.parametrize("group", GROUPS, ids=" ".join)
+def test_the_help_of_a_group_cuts_no_summary_at_80_columns(
+    group: tuple[str, ...], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main([*group, "--help"]) == 0
+    listed = capsys.readouterr().out.partition("\nCommands:\n")[2].splitlines()
+    names = {words[len(group)] for words, _ in every_command() if words[:-1] == group}
+    assert {line.split()[0] for line in listed} == names, "each takes one line"
+    assert [line for line in listed if not line.endswith(".") or line.endswith("..")] == []
+
+
+def test_a_shell_is_told_whole_summaries() -> None:
+    with program.make_context("megatron-run", [], resilient_parsing=True) as context:
+        found = {each.value: str(each.help) for each in program.shell_complete(context, "")}
+        summaries = [found[name] for name in program.list_commands(context)]
+    assert "Train with several values of some keys, and compare the runs." in summaries
+    assert [text for text in summaries if text.endswith("..")] == []
 
 
 NEEDY = {

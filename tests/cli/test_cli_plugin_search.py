@@ -12,6 +12,10 @@ from typing import Any
 
 import pytest
 
+from megatron_run.contracts.plugin import COMMAND
+from megatron_run.errors.install_hint import how_to_install
+from megatron_run.registry.discover import Catalog, scan
+from megatron_run.registry.known import KNOWN_COMMANDS
 from megatron_run_cli.main import main
 from megatron_run_cli.reports import catalogue
 
@@ -58,6 +62,11 @@ def no_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
+@pytest.fixture
+def unpublished(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(catalogue, "published_at", lambda: "")
+
+
 def test_a_published_plugin_is_found_by_its_words(capsys: pytest.CaptureFixture[str]) -> None:
     with serving(text_of(ZIGZAG).encode()) as address:
         code, lines, err = search(capsys, "RING", "schedule", "--from", address)
@@ -99,17 +108,45 @@ def test_without_an_answer_it_says_so_in_a_line_and_lists_what_is_installed(
     assert [line.split()[:2] for line in lines] == [["schedule", "gpipe"]]
     (said,) = err.splitlines()
     assert said.startswith(f"megatron-run: the catalogue {address} cannot be had: ")
-    assert said.endswith("; what follows is installed")
+    assert said.endswith("; what follows is known to this version, or installed")
 
 
-def test_where_none_is_published_it_says_what_to_add(
+@pytest.mark.usefixtures("unpublished")
+def test_where_none_is_published_it_knows_what_this_version_does(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(catalogue, "published_at", lambda: "")
-    code, lines, err = search(capsys, "gpipe")
-    assert code == 0
-    assert len(lines) == 1
-    assert "add --from URL|FILE" in err
+    """Also of what is not installed, and how to have it."""
+    monkeypatch.setattr("megatron_run_cli.reports.listing.scan", lambda: Catalog(()))
+    assert search(capsys, "gpipe") == (
+        0,
+        ["schedule  gpipe  megatron-run-schedule-gpipe"],
+        f"megatron-run: to install the first: {how_to_install('megatron-run-schedule-gpipe')}\n",
+    )
+
+
+@pytest.mark.usefixtures("unpublished")
+def test_without_a_word_it_lists_everything(capsys: pytest.CaptureFixture[str]) -> None:
+    code, lines, err = search(capsys)
+    assert (code, err) == (0, "")
+    found = {tuple(line.split()[:2]) for line in lines}
+    assert {(each.kind, each.name) for each in scan().entries} <= found
+    assert {(COMMAND, name) for name in KNOWN_COMMANDS} <= found
+
+
+@pytest.mark.usefixtures("unpublished")
+def test_the_list_of_a_checkout_has_those_by_others(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Whatever its lines are; in this checkout there are none yet."""
+    monkeypatch.setattr(catalogue, "checkout", lambda: tmp_path)
+    assert search(capsys, "acme")[:2] == (0, [])
+    (tmp_path / "plugins").mkdir()
+    file = tmp_path / "plugins" / "by-others.csv"
+    right = "schedule,zigzag,acme-zigzag,https://acme.example/zigzag,Stages on a ring\n"
+    file.write_text(f"kind,name,distribution,url,summary\n{right}schedule,acme\nschedule,x,; rm -rf acme,,\n")
+    assert [line.split()[:3] for line in search(capsys, "acme")[1]] == [["schedule", "zigzag", "acme-zigzag"]]
+    file.write_bytes(b"\xff\x00")
+    assert search(capsys, "acme")[:2] == (0, [])
 
 
 def test_the_address_is_that_of_the_distribution(
@@ -170,5 +207,5 @@ def test_many_are_cut_and_counted(capsys: pytest.CaptureFixture[str], tmp_path: 
     file = tmp_path / "plugins.json"
     file.write_text(text_of(*({**ZIGZAG, "name": f"zigzag{index}"} for index in range(120))))
     _, lines, err = search(capsys, "zigzag", "--from", str(file))
-    assert len(lines) == 50
-    assert "and 70 more" in err
+    assert len(lines) == 100
+    assert "and 20 more" in err

@@ -14,7 +14,7 @@ from megatron_run.contracts import KINDS, RUN_KINDS, entry_point_group
 from megatron_run.errors import ExitCode, InputError
 from megatron_run.planning import load_config
 from megatron_run.registry.discover import Catalog
-from megatron_run_cli.commands.plugins import write_package
+from megatron_run_cli.commands.new_package import write_package
 from megatron_run_testing.conformance import check
 from tests.support.checkout import ROOT
 

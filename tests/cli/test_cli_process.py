@@ -72,6 +72,33 @@ assert "torch" not in sys.modules
     assert not list(tmp_path.iterdir())
 
 
+def test_ctrl_c_while_torch_is_loaded_ends_the_command_afterwards(tmp_path: Path) -> None:
+    """torch hides it where it looks for NumPy, which is then broken."""
+    (tmp_path / "torch.py").write_text("""
+import os, signal
+try:
+    os.kill(os.getpid(), signal.SIGINT)
+    print("loaded")
+except KeyboardInterrupt:
+    print("hidden")
+""")
+    code = """
+import sys
+from megatron_run_cli.__main__ import BeforeTorch
+
+sys.meta_path.insert(0, BeforeTorch())
+try:
+    import torch
+except KeyboardInterrupt:
+    print("ended")
+"""
+    path = os.pathsep.join([str(tmp_path), *sys.path])
+    environment = {**os.environ, "PYTHONPATH": path, "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    command = ["env", "--default-signal=INT", sys.executable, "-c", code]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.stdout.split() == ["loaded", "ended"], done.stderr
+
+
 def test_a_rank_of_torchrun_finds_them_too_and_more_ranks_than_cores_sleep_at_once(tmp_path: Path) -> None:
     ranks = available_cores() + 1
     place = world_of_two(0, 1, WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks))

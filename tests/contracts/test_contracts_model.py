@@ -259,3 +259,18 @@ def test_costs_of_other_layers_are_refused() -> None:
     (check,) = (each for each in model_checks(Gpt, options) if each.name == "costs are those of the layers")  # type: ignore[arg-type]  # it takes its own options
     with pytest.raises(CheckFailed, match=r"costs tell [\d,]+ weights, and the matrices built have [\d,]+"):
         check.run()
+
+
+class Miscounted(GptOptions):
+    """One value too many."""
+
+    def costs(self, sequence_length: int, vocab_size: int) -> ModelCosts:
+        found = super().costs(sequence_length, vocab_size)
+        return replace(found, vectors=found.vectors + 1)
+
+
+def test_a_count_of_biases_and_norms_that_is_told_must_be_right() -> None:
+    options = Miscounted.model_validate(SMALL["model"])
+    (check,) = (each for each in model_checks(Gpt, options) if each.name == "costs are those of the layers")  # type: ignore[arg-type]  # it takes its own options
+    with pytest.raises(CheckFailed, match=r"costs tell [\d,]+ parameters, and those built are [\d,]+"):
+        check.run()

@@ -59,6 +59,16 @@ def test_quotes_equal_their_files(page: Path) -> None:
 
 
 @pytest.mark.parametrize("page", LINKING, ids=lambda page: str(page.relative_to(ROOT)))
+def test_what_pip_is_asked_for_is_there(page: Path) -> None:
+    """No index has our packages: pages name their folders, or the libraries of an extra as the index has them."""
+    for line in re.findall(r"^.*pip install .*$", page.read_text(encoding="utf-8"), re.MULTILINE):
+        asked = line.partition("pip install ")[2]
+        assert not re.search(r"(?<![./\w-])megatron-run-", asked), line
+        folders = re.findall(r"(?<!\.)\./((?:core|plugins|cli)[\w/-]*)", asked)
+        assert [each for each in folders if not (ROOT / each / "pyproject.toml").is_file()] == [], line
+
+
+@pytest.mark.parametrize("page", LINKING, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_somewhere(page: Path) -> None:
     assert not lost(page, page.read_text(encoding="utf-8"))
 

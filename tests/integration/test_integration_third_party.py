@@ -10,7 +10,7 @@ import pytest
 
 from megatron_run.errors import ExitCode
 from megatron_run.registry.discover import Catalog
-from megatron_run_cli.commands.plugins import write_package
+from megatron_run_cli.commands.new_package import write_package
 from tests.support.fake_plugins import FakeSite, schedule_source
 from tests.support.forked import forked_command
 from tests.support.scratch import Scratch

@@ -95,3 +95,13 @@ def test_whoever_resolves_a_resolved_request_again_reads_of_the_same_run(
     assert again.config == first.config
     assert again.config.train.steps == 3
     assert resolve(typed).config.train.steps == 4
+
+
+def test_a_tokenizer_of_the_latest_run_is_that_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs" / OLD).mkdir(parents=True)
+    point_latest_at(tmp_path / "runs" / OLD)
+    sets = ("data.use=text", "data.paths=x.txt", "data.tokenizer=runs/latest/tokenizer.json")
+    (data,) = resolve(Request(configs=("preset:tiny",), sets=sets), plan_only=True).plugins["data"]
+    assert data.options is not None
+    assert data.options.model_dump()["tokenizer"] == f"runs/{OLD}/tokenizer.json"

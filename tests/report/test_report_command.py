@@ -118,3 +118,36 @@ def test_a_mistake_is_one_line(words: str, line: str, capsys: Output) -> None:
 def test_more_than_two_runs_are_a_table(capsys: Output) -> None:
     make_run(Path("runs/three"))
     assert refused(capsys, "runs/one", "runs/two", "runs/three") == "a page holds 2 runs: 3 are named; add --text"
+
+
+@pytest.mark.usefixtures("runs")
+def test_a_sweep_among_runs_stands_for_its_runs_and_what_is_no_run_is_told(capsys: Output) -> None:
+    """As the shell makes them of ``runs/*``: a table of all that has begun, whatever else lies there."""
+    make_run(Path("runs/sweep/run-000"))
+    make_run(Path("runs/sweep/run-001"), lr=3e-3)
+    for folder in ("runs/imported/gpt2", "runs/sweep/run-002", "runs/empty"):
+        Path(folder).mkdir(parents=True)
+    for sweep in ("runs/sweep", "runs/empty"):
+        Path(sweep, "sweep.json").write_text("{}")
+    Path("runs/notes.txt").write_text("mine")
+    Path("runs/latest").write_text("20260102-030405-abcd\n")  # a run that was removed
+    assert main(["report", "--text", *map(str, sorted(Path("runs").iterdir()))]) == 0
+    said = capsys.readouterr()
+    rows = said.out.partition("\n\n")[0].splitlines()
+    assert [row.split()[0] for row in rows] == ["run", "one", "sweep/run-000", "sweep/run-001", "two"]
+    assert [line.removeprefix("megatron-run: left out: ") for line in said.err.splitlines()] == [
+        "runs/empty is a sweep: none of its runs has begun",
+        "there is no run in runs/imported: it has no run.json",
+        "there is no run in runs/latest: there is no such folder",
+        "there is no run in runs/notes.txt: it is a file",
+        "there is no run in runs/sweep/run-002: it has no run.json",
+    ]
+
+
+@pytest.mark.usefixtures("runs")
+def test_a_sweep_that_has_not_begun_has_no_report(capsys: Output) -> None:
+    Path("runs/sweep").mkdir()
+    Path("runs/sweep/sweep.json").write_text("{}")
+    assert refused(capsys, "runs/sweep") == (
+        "runs/sweep is a sweep: none of its runs has begun; type: megatron-run sweep --table --folder runs/sweep"
+    )

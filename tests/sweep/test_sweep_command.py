@@ -63,6 +63,7 @@ def test_a_fault_of_a_key_that_only_begins_like_a_swept_one_is_told_once(capsys:
         ((*LR, "--set", "train.lr=1"), "train.lr is set and swept"),
         ((*LR, "--set", "run.folder=x"), "a folder of its own"),
         ((*LR, "--metric", "eval."), "is no metric"),
+        ((*LR, "--metric", "eval.los"), "did you mean eval.loss?"),
         (("--table",), "holds no sweep"),
         (("--over", "train.seed=1..1000,1000", *LR), "2,000 runs: a sweep has at most 1,000"),
     ],
@@ -113,6 +114,14 @@ def test_another_sweep_in_the_folder_is_refused(capsys: pytest.CaptureFixture[st
     assert main(["sweep", *TINY, "--over", "train.lr=1e-3,1e-1"]) == 2
     assert "runs/sweep holds another sweep: megatron-run sweep preset:tiny" in capsys.readouterr().err
     assert (tmp_path / "runs" / "sweep" / RECORD).read_bytes() == before
+
+
+def test_a_key_is_checked_before_the_folder(capsys: pytest.CaptureFixture[str]) -> None:
+    """Who mistypes one in a second sweep reads what is wrong, and not that the folder holds the first."""
+    assert main(["sweep", *TINY, *LR, "--print-commands"]) == 0
+    assert main(["sweep", *TINY, "--over", "train.lrr=1e-3,1e-2"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("megatron-run: unknown key train.lrr (from --over train.lrr)")
 
 
 @pytest.mark.multiproc

@@ -14,7 +14,8 @@ import pytest
 
 from megatron_run.errors import InputError
 from megatron_run_engine.run_folder import FolderLock
-from megatron_run_sweep.outcomes import Metric, Outcome, outcomes, ranked, read_metric
+from megatron_run_sweep.metric import Metric, read_metric
+from megatron_run_sweep.outcomes import Outcome, outcomes, ranked
 from megatron_run_sweep.picture import drawing
 from megatron_run_sweep.record import Run, Sweep, run_name
 
@@ -150,6 +151,26 @@ def test_a_metric_has_a_name() -> None:
     for text in ("", "eval.", "train."):
         with pytest.raises(InputError, match="is no metric"):
             read_metric(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("eval.los", "there is no eval.los: every run has eval.loss, eval.perplexity, eval.tokens (from --metric); "),
+        ("perplexty", "there is no eval.perplexty: every run has "),
+        ("train.grad_nrm", "there is no train.grad_nrm: every run has train.samples, train.tokens, train.loss, "),
+    ],
+)
+def test_a_mistyped_metric_is_refused_and_told_what_there_is(text: str, line: str) -> None:
+    with pytest.raises(InputError) as caught:
+        read_metric(text)
+    assert str(caught.value).startswith(line)
+    assert "did you mean" in caught.value.fix
+
+
+def test_a_number_that_a_plugin_may_add_is_no_mistake() -> None:
+    for text in ("accuracy", "eval.lm_loss", "train.losses", "train.model/aux"):
+        assert not read_metric(text).is_certain
 
 
 def points(picture: str) -> list[tuple[str, str]]:

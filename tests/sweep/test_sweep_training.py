@@ -8,7 +8,8 @@ import io
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
@@ -89,6 +90,37 @@ def test_a_grid_is_trained_and_compared(runs: Runs, capsys: pytest.CaptureFixtur
     assert runs.began == ["run-001"], "what is finished is left alone, and what failed is tried again"
 
 
+def test_a_metric_that_no_plugin_adds_ends_the_sweep_after_one_run(
+    runs: Runs, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whether there is one, nobody knows before; the same command goes on with another, and repeats nothing."""
+    for _ in range(2):
+        assert main((*GRID, "--metric", "accuracy")) == 2
+        assert capsys.readouterr().err.splitlines()[-1] == (
+            "megatron-run: run-000 has no eval.accuracy: there is eval.loss (from --metric); "
+            "name one that is there; the same command goes on with it"
+        )
+    assert runs.began == ["run-000"]
+    assert main(("sweep", "--table", "--metric", "accuracy")) == 2
+    assert "no run has eval.accuracy: there is eval.loss" in capsys.readouterr().err
+    assert main((*GRID, "--metric", "eval.loss")) == 0
+    assert runs.began == [run_name(index) for index in range(4)]
+
+
+def test_a_metric_of_which_runs_have_no_finite_number_is_there(runs: Runs) -> None:
+    """As the loss of runs that diverged."""
+    assert main(GRID) == 0
+    for index in range(4):
+        (HOME / run_name(index) / "eval.jsonl").write_text('{"split": "validation", "extra": {"accuracy": NaN}}\n')
+    assert main((*GRID, "--metric", "accuracy")) == 0
+
+
+def test_a_sweep_of_runs_without_any_number_ends_with_a_code(runs: Runs, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main((*GRID, "--metric", "train.loss")) == 2
+    assert "no run has train.loss: its metrics.jsonl has no number" in capsys.readouterr().err
+    assert len(runs.began) == 4
+
+
 def test_a_sweep_that_is_stopped_goes_on(runs: Runs, capsys: pytest.CaptureFixture[str]) -> None:
     runs.ends = {"run-001": KeyboardInterrupt}
     assert main(GRID) == 130
@@ -163,14 +195,16 @@ def test_a_lock_that_a_killed_process_leaves_is_told_with_what_to_delete(
 def test_a_sweep_that_began_meanwhile_is_seen(
     runs: Runs, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """While the values are checked, before the folder is locked."""
+    """After this one has looked, before it locks the folder."""
     other = Sweep(over=("x.y=1",))
 
-    def meanwhile(*_: object) -> None:
-        HOME.mkdir(parents=True)
-        write_sweep(other, HOME)
+    @contextmanager
+    def meanwhile(home: Path) -> Iterator[None]:
+        home.mkdir(parents=True)
+        write_sweep(other, home)
+        yield
 
-    monkeypatch.setattr(starting, "check_points", meanwhile)
+    monkeypatch.setattr(starting, "alone", meanwhile)
     assert main(GRID) == 2
     assert "holds another sweep" in capsys.readouterr().err
     assert record() == other

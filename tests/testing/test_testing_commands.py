@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_run_cli.commands.plugins import write_package
+from megatron_run_cli.commands.new_package import write_package
 from megatron_run_testing.conformance import check
 from tests.support.checkout import MEMBERS, Member
 
@@ -54,4 +54,4 @@ def test_a_new_package_passes_its_check(tmp_path: Path) -> None:
     (report,) = check(str(package.folder))
     assert report.passed, report
     assert report.plugin == "command=zig-zag"
-    assert package.command == "megatron-run zig-zag"
+    assert package.command == "megatron-run zig-zag runs"

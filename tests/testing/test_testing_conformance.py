@@ -8,7 +8,7 @@ import pytest
 
 from megatron_run.errors import ExitCode, InputError, Problems, RunError
 from megatron_run.registry.discover import Catalog
-from megatron_run_cli.commands.plugins import write_package
+from megatron_run_cli.commands.new_package import write_package
 from megatron_run_testing.conformance import Result, check
 from tests.support.broken import BROKEN_IN_A_RUN
 from tests.support.fake_plugins import schedule_source

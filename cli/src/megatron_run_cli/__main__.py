@@ -25,6 +25,7 @@ from megatron_run.errors import ExitCode
 from megatron_run_cli.main import main
 from megatron_run_cli.output import tell_error
 from megatron_run_cli.streams import flush_output, full_disk, open_streams
+from megatron_run_cli.termination import interrupts_kept
 
 
 class BeforeTorch:
@@ -49,7 +50,8 @@ def _load_prepared(load: Callable[[ModuleType], None], module: ModuleType) -> No
         from megatron_run_engine.host.rank_environment import prepare_process
 
         prepare_process(os.environ)
-    load(module)
+    with interrupts_kept():
+        load(module)
 
 
 def program() -> None:

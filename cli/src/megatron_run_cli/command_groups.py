@@ -23,6 +23,8 @@ from megatron_run.registry.discover import Catalog, scan
 from megatron_run_cli.output import tell_error
 
 _CATALOG = "megatron_run_cli.catalog"
+#: The characters of a summary that a shell gets, which cuts it to the room that it has.
+_SUMMARY = 100
 #: ``main`` looks for it among the words, since it must hold for every error, those of parsing included.
 _DEBUG = click.Option(["--debug"], is_flag=True, expose_value=False, help="Show tracebacks of errors.")
 
@@ -122,7 +124,7 @@ class Commands(click.Group):
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem[str]]:
         """The commands that ``incomplete`` begins, and the options."""
         found = self.summaries(ctx, incomplete).commands
-        words = [CompletionItem[str](name, help=each.get_short_help_str()) for name, each in found.items()]
+        words = [CompletionItem[str](name, help=each.get_short_help_str(_SUMMARY)) for name, each in found.items()]
         return [*words, *click.Command.shell_complete(self, ctx, incomplete)]
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:

@@ -52,6 +52,26 @@ def ending_in_order() -> Iterator[None]:
                 signal.signal(number, signal.SIG_DFL)
 
 
+@contextmanager
+def interrupts_kept() -> Iterator[None]:
+    """Within: Ctrl-C waits for the end of the block, in the main thread.
+
+    A library that is interrupted while it is loaded may hide that, and be broken: torch goes on without NumPy.
+    """
+    own = threading.current_thread() is threading.main_thread()
+    if not own or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield
+        return
+    came: list[int] = []
+    signal.signal(signal.SIGINT, lambda number, _: came.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        if came:
+            raise KeyboardInterrupt
+
+
 class _Deadline(SignalBell):
     """Ends the process if a signal came and the main thread, which waits in C, runs no handler and sets no ``met``.
 

@@ -15,9 +15,9 @@ from megatron_run_cli.output import tell
 @click.argument("shell", type=click.Choice(list(SHELLS)))
 @click.pass_context
 def completion(context: click.Context, shell: str) -> None:
-    """Print the script by which SHELL completes commands, options, plugins, keys and values.
+    """Print the script by which SHELL completes what you type.
 
-    Keep it where the shell looks for it, and open a new shell:
+    It knows commands, options, plugins, keys and values. Keep it where the shell looks for it, and open a new shell:
 
     \b
     bash   megatron-run completion bash > ~/.local/share/bash-completion/completions/megatron-run

@@ -6,11 +6,13 @@ import os
 import platform
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
+from types import MappingProxyType
 from typing import Literal, cast
 
 import click
@@ -19,7 +21,7 @@ from megatron_run.errors import EngineMissingError, ExitCode
 from megatron_run.errors.install_hint import ENGINE, how_to_install
 from megatron_run_cli.command_groups import obstacle
 from megatron_run_cli.grammar import json_option
-from megatron_run_cli.output import print_json, print_table
+from megatron_run_cli.output import print_json, print_table, tell
 
 
 @click.command()
@@ -27,11 +29,13 @@ from megatron_run_cli.output import print_json, print_table
 @click.pass_context
 def doctor(context: click.Context, *, as_json: bool) -> int:
     """Check this machine, its environment and all plugins."""
+    tell("looking at this machine, and importing every plugin in another process: some seconds")
     findings = examine(program=context.find_root().command)
     if as_json:
         print_json(findings)
     else:
         print_table([(each.state, each.topic, each.text) for each in findings])
+        click.echo(f"\n{conclusion(findings)}")
     failed = [each.exit_code for each in findings if each.exit_code]
     return int(min(failed, default=ExitCode.DONE))  # what keeps every run from starting before what keeps some
 
@@ -51,15 +55,39 @@ class Finding:
     text: str
 
     @property
+    def name(self) -> str:
+        """The plugin that was looked at, else the topic."""
+        return self.text.partition(" ")[0] if self.topic == "plugin" else self.topic
+
+    @property
     def exit_code(self) -> ExitCode:
         """The exit code of the finding for a script."""
         return {"FAILED": ExitCode.INPUT, "BROKEN": ExitCode.PLUGIN}.get(self.state, ExitCode.DONE)
 
 
+#: What a state means for runs, those that are faults first.
+_MEANING: Mapping[State, str] = MappingProxyType(
+    {
+        "FAILED": "no run starts until this is mended",
+        "BROKEN": "broken",
+        "AMBIGUOUS": "there twice",
+        "cannot run": "lacking a library or a device here, which only runs that choose it need",
+    }
+)
+
+
+def conclusion(findings: Sequence[Finding]) -> str:
+    """The whole in one line: that all is well, or what is not."""
+    of_state = {state: list(dict.fromkeys(each.name for each in findings if each.state == state)) for state in _MEANING}
+    said = [f"{meaning}: {', '.join(of_state[state])}" for state, meaning in _MEANING.items() if of_state[state]]
+    well = [] if any(of_state[state] for state in _MEANING if state != "cannot run") else ["all is well"]
+    return "; ".join([*well, *said])
+
+
 def examine(runs: Path = Path("runs"), program: click.Command | None = None) -> tuple[Finding, ...]:
     """Examine Python, the engine and its torch, the folder of runs, and every installed plugin and command.
 
-    The other topics are examined also when one fails.
+    The other topics are examined also when one fails. A child imports the plugins while this process imports torch.
     """
     topics: dict[str, Callable[[], str]] = {
         "python": lambda: f"{platform.python_version()} at {sys.executable}, {platform.platform()}",
@@ -67,7 +95,10 @@ def examine(runs: Path = Path("runs"), program: click.Command | None = None) -> 
         **_engine(),
         "runs folder": lambda: _writable(runs),
     }
-    return (*(_look(topic, look) for topic, look in topics.items()), *_cuda_libraries(), *_plugins(program))
+    with ThreadPoolExecutor(1) as beside:
+        plugins = beside.submit(lambda: [*_plugins(program)])
+        machine = [*(_look(topic, look) for topic, look in topics.items()), *_cuda_libraries()]
+        return (*machine, *plugins.result())
 
 
 def _engine() -> dict[str, Callable[[], str]]:

@@ -1,4 +1,4 @@
-"""``megatron-run plugins search``: plugins that are published, and those that are installed."""
+"""``megatron-run plugins search``: plugins that are published, or known to this version, and those installed."""
 
 from __future__ import annotations
 
@@ -15,21 +15,24 @@ if TYPE_CHECKING:
     from megatron_run_cli.reports.catalogue import Published
 
 #: The most that a terminal is shown of what is found.
-_SHOWN = 50
+_SHOWN = 100
 
 
 @click.command(epilog=example("plugins search checkpoint"))
-@click.argument("parts", nargs=-1, required=True, metavar="WORD...")
+@click.argument("parts", nargs=-1, metavar="[WORD]...")
 @click.option(
     "--from",
     "place",
     metavar="URL|FILE",
     shell_complete=places.any_path,
-    help="The catalogue to search [default: the one that is published].",
+    help="The catalogue to search [default: the one that is published, or what this version knows].",
 )
 @json_option
 def search(parts: tuple[str, ...], place: str | None, *, as_json: bool) -> None:
-    """Find plugins and commands that have every WORD in their kind, name, distribution or summary."""
+    """Find plugins and commands that have every WORD; all without.
+
+    Kind, name, distribution and summary are looked through. What is installed comes last, with its version.
+    """
     from megatron_run_cli.reports.catalogue import search as search_all
     from megatron_run_cli.reports.listing import list_plugins
 
@@ -54,15 +57,17 @@ def search(parts: tuple[str, ...], place: str | None, *, as_json: bool) -> None:
 
 
 def _published(place: str | None) -> tuple[Published, ...]:
-    """The catalogue at ``place``, else the published one; where neither can be had, none, and a line that says so."""
-    from megatron_run_cli.reports.catalogue import UnreachableError, published_at, read_catalogue
+    """The catalogue at ``place``, else the published one, else what this version knows.
+
+    A line says so where one cannot be had.
+    """
+    from megatron_run_cli.reports.catalogue import UnreachableError, known_here, published_at, read_catalogue
 
     place = place or published_at()
     if not place:
-        tell("this version knows no published catalogue: add --from URL|FILE; what follows is installed")
-        return ()
+        return known_here()
     try:
         return read_catalogue(place)
     except UnreachableError as error:
-        tell(f"the catalogue {place} cannot be had: {error}; what follows is installed")
-        return ()
+        tell(f"the catalogue {place} cannot be had: {error}; what follows is known to this version, or installed")
+        return known_here()

@@ -1,29 +1,22 @@
-"""``megatron-run plugins``: what is installed, what it is, why it was chosen, and how to make one.
-
-A new package is small, complete, and works from its first minute: ``templates`` holds its files.
-"""
+"""``megatron-run plugins``: what is installed, what it is, why it was chosen, and how to make one."""
 
 from __future__ import annotations
 
 import os
-import re
-from dataclasses import dataclass
 from functools import partial
-from importlib.resources import files
 from pathlib import Path
 from shlex import quote
-from string import Template
 from typing import TYPE_CHECKING
 
 import click
 
-from megatron_run import __version__
-from megatron_run.contracts.plugin import COMMAND, KINDS, RUN_KINDS, check_kind, entry_point_group
-from megatron_run.errors import ExitCode, InputError, taken
-from megatron_run.files.publishing import publishing_folder
+from megatron_run.contracts.plugin import COMMAND, check_kind
+from megatron_run.errors import ExitCode, InputError
+from megatron_run.registry.choose import choose
 from megatron_run.registry.commands import next_words
-from megatron_run.registry.discover import KERNEL, Catalog, scan
+from megatron_run.registry.discover import scan
 from megatron_run_cli.command_groups import Commands, example, is_own, obstacle
+from megatron_run_cli.commands.new_package import OFFERED, write_package
 from megatron_run_cli.commands.plugin_search import search
 from megatron_run_cli.completion import words as places
 from megatron_run_cli.grammar import json_option, run_options
@@ -33,10 +26,6 @@ if TYPE_CHECKING:
     from megatron_run.config.request import Request
     from megatron_run_cli.reports.command_report import CommandDescription
     from megatron_run_cli.reports.keys import Description
-
-
-#: What packages offer.
-_OFFERED = (*KINDS, COMMAND)
 
 
 @click.group(cls=Commands)
@@ -53,10 +42,13 @@ plugins.add_command(search)
 @json_option
 @click.pass_context
 def list_(context: click.Context, kind: str | None, *, check: bool, as_json: bool) -> None:
-    """List installed plugins of KIND, or all, and commands (KIND: command), without importing them."""
+    """List installed plugins and commands, all or those of KIND.
+
+    None is imported. KIND command has the commands.
+    """
     from megatron_run_cli.reports.listing import list_plugins
 
-    wanted = check_kind(kind, "plugins list", _OFFERED) if kind else None
+    wanted = _listed_kind(kind) if kind else None
     listing = list_plugins(check=check, obstacle=partial(obstacle, context.find_root().command))
     found = [each for each in listing.plugins if wanted in (None, each.kind)]
     if as_json:
@@ -74,16 +66,43 @@ def list_(context: click.Context, kind: str | None, *, check: bool, as_json: boo
         tell(notice)
 
 
+def _listed_kind(typed: str) -> str:
+    """The kind that is to be listed. Raises :class:`InputError`, with what to type for a plugin's name."""
+    from megatron_run.registry.bare_names import called
+
+    if found := () if typed.replace("_", "-") in OFFERED else called(typed, scan()):
+        raise InputError(f"{typed!r} is no kind", why="plugins are called so", fix=f"type: plugins info {found[0]}")
+    return check_kind(typed, "plugins list", OFFERED)
+
+
+def _kind_of(typed: str) -> str:
+    """The kind that is meant by its name, or by an installed plugin of it. Raises :class:`InputError`."""
+    if typed.replace("_", "-") in OFFERED:
+        return typed
+    kind, _, name = _named(typed, "plugins why").partition("=")
+    return kind if kind == COMMAND else choose(scan(), kind, name, "plugins why").kind
+
+
+def _named(typed: str, origin: str) -> str:
+    """``KIND=NAME`` of what is typed so, or by its name alone. Raises :class:`InputError`."""
+    from megatron_run.registry.bare_names import with_kind
+
+    return typed if "=" in typed else with_kind(typed, scan(), origin)
+
+
 @plugins.command(epilog=example("plugins info schedule=1f1b"))
-@click.argument("plugin", metavar="KIND=NAME", shell_complete=places.plugin_name)
+@click.argument("plugin", metavar="[KIND=]NAME", shell_complete=places.plugin_name)
 @json_option
 @click.pass_context
 def info(context: click.Context, plugin: str, *, as_json: bool) -> None:
-    """Show what a plugin provides and needs, and its options; of command=NAME, what it does and who brings it."""
+    """Show what a plugin provides and needs, and its options.
+
+    Of command=NAME it shows what that does and who brings it. A NAME that one kind has is enough.
+    """
     from megatron_run_cli.reports.listing import plugin_info
 
-    kind, equals, name = plugin.partition("=")
-    if kind == COMMAND and equals:
+    kind, _, name = _named(plugin, "plugins info").partition("=")
+    if kind == COMMAND:
         from megatron_run_cli.reports.command_report import describe_command
 
         about = describe_command(name, context.find_root())
@@ -92,8 +111,6 @@ def info(context: click.Context, plugin: str, *, as_json: bool) -> None:
         else:
             _print_command(about)
         return
-    if not equals:
-        raise InputError(f"{plugin!r} names no plugin", fix="write KIND=NAME, as in: plugins info schedule=interleaved")
     description = plugin_info(kind, name)
     if as_json:
         print_json(description)
@@ -102,7 +119,7 @@ def info(context: click.Context, plugin: str, *, as_json: bool) -> None:
 
 
 @plugins.command(epilog=example("plugins why schedule"))
-@click.argument("kind", shell_complete=places.run_kinds)
+@click.argument("kind", metavar="KIND|NAME", shell_complete=places.run_kinds)
 @run_options
 @json_option
 @click.pass_context
@@ -113,13 +130,17 @@ def why(
     *,
     as_json: bool,
 ) -> None:
-    """Show which plugin of KIND a run would choose, and why; of KIND command, which commands are found."""
+    """Show which plugin of KIND a run would choose, and why.
+
+    Of KIND command, which commands are found. The NAME of a plugin stands for its kind.
+    """
     from megatron_run.contracts.plugin import check_run_kind
     from megatron_run.planning import resolve
     from megatron_run.registry.importing import no_files_run
     from megatron_run_cli.reports.listing import command_candidates
     from megatron_run_cli.reports.listing import why as explain
 
+    kind = _kind_of(kind)
     if kind == COMMAND:
         candidates = command_candidates(scan(), partial(obstacle, context.find_root().command))
     else:
@@ -145,9 +166,9 @@ def why(
 @json_option
 @click.pass_context
 def new(context: click.Context, kind: str, name: str, folder: Path | None, *, as_json: bool) -> None:
-    """Write a package with a working plugin, or with a command (KIND: command), and its test.
+    """Write a package with a working plugin or command, and its test.
 
-    A command in a group is named with a dot: data.mine is typed as data mine.
+    KIND command makes a command. A command in a group is named with a dot: data.mine is typed as data mine.
     """
     if kind == COMMAND:
         name = ".".join(name.split())
@@ -254,59 +275,6 @@ def _print_command(about: CommandDescription) -> None:
         print_table([(f"  {name}", text) for name, text in about.commands.items()])
 
 
-_NAME = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")
-
-
-@dataclass(frozen=True)
-class Package:
-    """A package that was written: its folder, its files relative to it, and how its plugin is chosen.
-
-    ``command`` is what to type to use the plugin once the package is installed.
-    """
-
-    folder: Path
-    files: tuple[str, ...]
-    distribution: str
-    choice: str
-    command: str
-
-
-def write_package(kind: str, name: str, folder: Path | None = None, catalog: Catalog | None = None) -> Package:
-    """Write a package with a working plugin ``kind=name`` into ``folder`` (default: named like the distribution).
-
-    Raises :class:`InputError` when the name cannot be a package's or is taken, or the folder exists.
-    """
-    kind = check_kind(kind, "", _OFFERED)
-    _check_name(kind, name, scan() if catalog is None else catalog)
-    distribution = f"megatron-run-{kind}-{name.replace('.', '-')}"
-    folder = Path(distribution) if folder is None else folder
-    choice = f"{kind}={'dense+' if kind == 'parallel-layer' else ''}{name}"  # that template stands on another's layers
-    use = f"--plugin {choice}" if kind in RUN_KINDS else f"import SOURCE FOLDER --from {name}"
-    typed = name.replace(".", " ")
-    use = typed if kind == COMMAND else use
-    words = {
-        "kind": kind,
-        "name": name,
-        "typed": typed,
-        "key": f'"{name}"' if "." in name else name,
-        "command": f"megatron-run {use}",
-        "distribution": distribution,
-        "package": distribution.replace("-", "_"),
-        "group": entry_point_group(kind),
-        "kernel": _compatible(__version__),
-        "requirements": ", ".join(f'"{name}{_compatible(__version__)}"' for name in _requirements(kind)),
-    }
-    written = _write(folder, {path: _fill(template, words) for path, template in _plan(kind, words)})
-    return Package(folder, written, distribution, choice, words["command"])
-
-
-def _requirements(kind: str) -> tuple[str, ...]:
-    """The distributions that the template of ``kind`` imports: those of pure data need no engine, and so no torch."""
-    if kind == COMMAND:
-        return (KERNEL, "megatron-run-cli")
-    return (KERNEL,) if kind in ("schedule", "observer") else (KERNEL, "megatron-run-engine")
-
-
 def _check_place(program: click.Command, name: str) -> None:
     """Raise :class:`InputError` where nobody could type the new command ``name``, a dotted one."""
     catalog, place = scan(), name.split(".")
@@ -317,56 +285,3 @@ def _check_place(program: click.Command, name: str) -> None:
     after = ", ".join(next_words(catalog, place))
     if why := obstacle(program, catalog, place) or (after and f"it is a group, with {after}"):
         raise InputError(f"command={name} could not be typed", why=why, fix="choose another name")
-
-
-def _check_name(kind: str, name: str, catalog: Catalog) -> None:
-    parts, what = (name.split("."), "command") if kind == COMMAND else ([name], "plugin")
-    if not all(map(_NAME.fullmatch, parts)):
-        better = ".".join(filter(None, (re.sub(r"[^a-z0-9]+", "-", part.lower()).strip("-") for part in parts)))
-        raise InputError(
-            f"{name!r} cannot name a {what}",
-            why="a name is lower-case letters and digits, joined by single hyphens",
-            fix=f"write {better}" if better else "write a name such as zigzag",
-        )
-    offered = catalog.offering(kind, name)
-    if offered:
-        raise InputError(f"{kind}={name} is taken by {offered[0].source}", fix="choose another name")
-
-
-def _plan(kind: str, words: dict[str, str]) -> tuple[tuple[str, str], ...]:
-    """The files of the package and the template of each."""
-    return (
-        ("pyproject.toml", "pyproject.toml.in"),
-        ("README.md", "README.md.in"),
-        ("LICENSE", "LICENSE.in"),
-        (".github/workflows/test.yml", "workflow-test.yml.in"),
-        (".github/workflows/publish.yml", "workflow-publish.yml.in"),
-        (f"src/{words['package']}/__init__.py", f"{kind}.py.in"),
-        (f"tests/test_{words['package']}.py", "test.py.in"),
-    )
-
-
-def _fill(template: str, words: dict[str, str]) -> str:
-    text = (files("megatron_run_cli") / "templates" / template).read_text(encoding="utf-8")
-    return Template(text).substitute(words)
-
-
-def _write(folder: Path, contents: dict[str, str]) -> tuple[str, ...]:
-    """Write every file, or nothing: ``folder`` must be new."""
-    try:
-        with publishing_folder(folder) as hidden:
-            for path, text in contents.items():
-                (hidden / path).parent.mkdir(parents=True, exist_ok=True)
-                (hidden / path).write_text(text, encoding="utf-8")
-    except FileExistsError as cause:
-        raise taken(folder) from cause
-    except OSError as cause:
-        why = cause.strerror or str(cause)
-        raise InputError(f"{folder} cannot be written", why=why, fix="name a folder that can be written") from cause
-    return tuple(contents)
-
-
-def _compatible(version: str) -> str:
-    """The kernels that a plugin written for ``version`` works with: ``0.1.3`` -> ``>=0.1,<0.2``."""
-    major, minor = (int(part) for part in version.split(".")[:2])
-    return f">={major}.{minor},<{major}.{minor + 1}" if major == 0 else f">={major}.{minor},<{major + 1}"

@@ -10,13 +10,14 @@ import os
 import re
 import sys
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from megatron_run.errors import CheckpointError, DataError, InputError, refuse_input
+from megatron_run.errors import NOT_BEGUN, CheckpointError, DataError, InputError, ended_with, refuse_input
 from megatron_run_cli.command_groups import example
 from megatron_run_cli.completion import words as places
 from megatron_run_cli.grammar import SavedStep, json_option, naming, run_options
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
     from megatron_run_engine.launch import LaunchMode, RunResult
 
 _FILE = click.Path(path_type=Path, dir_okay=False)
+#: What is told before torch is loaded.
+ANNOUNCED = "loading torch and the plugins, then checking the run and starting it"
 
 
 @click.command()
@@ -127,9 +130,11 @@ def train(  # noqa: PLR0913  # one argument an option: so click calls it
         return 0
     if device or svg:
         raise InputError(f"{'--device' if device else '--svg'} is of a dry run", fix="add --dry-run")
-    from megatron_run_engine.launch import LaunchOptions, launch
-
     silent = (lambda _: None) if quiet else tell
+    with ended_with(NOT_BEGUN):
+        if not (quiet or as_json):
+            _announce(request)
+        from megatron_run_engine.launch import LaunchOptions, launch
     options = LaunchOptions(sys.argv[1:], quiet=quiet or as_json, debug=debug, max_restarts=max_restarts, tell=silent)
     result = launch(request, options, mode)
     if result.message:
@@ -137,6 +142,28 @@ def train(  # noqa: PLR0913  # one argument an option: so click calls it
     if as_json:
         print_json(_as_json(result))
     return int(result.code)
+
+
+def _announce(request: Request) -> None:
+    """Say what is done, before the seconds in which nothing else can be said; a misspelt key is refused first.
+
+    Of the ranks of torchrun and Slurm the first says it; there each checks, and refuses, the whole.
+    """
+    ranks = {os.environ[name] for name in ("RANK", "SLURM_PROCID") if name in os.environ}
+    if not ranks:
+        from megatron_run.planning import check_keys
+
+        check_keys(request)
+    if ranks <= {"0"} and _has_torch():
+        tell(ANNOUNCED)
+
+
+def _has_torch() -> bool:
+    """Whether there is an engine that can train; what lacks is told by what needs it."""
+    try:
+        return find_spec("megatron_run_engine") is not None and find_spec("torch") is not None
+    except ModuleNotFoundError:
+        return False
 
 
 def _as_json(result: RunResult) -> dict[str, object]:

@@ -1,12 +1,14 @@
 """The catalogue of plugins that the site publishes, as JSON: read from its address or a file, and searched.
 
+Without one there is what this version knows: plugins and commands of this project, and in a checkout those by others.
+
 Whoever serves it may be anybody: what is read is bounded in bytes, in time and in entries, and nothing of it is run.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, metadata
@@ -16,7 +18,9 @@ from urllib.parse import urlsplit
 
 from pydantic import BaseModel, Field, ValidationError
 
+from megatron_run.contracts.plugin import COMMAND
 from megatron_run.errors import DataError
+from megatron_run.errors.install_hint import checkout
 from megatron_run.errors.wording import near_path
 from megatron_run.files.foreign_file import read_file
 from megatron_run.files.safe_folder import parse_json
@@ -93,6 +97,30 @@ def read_catalogue(place: str) -> tuple[Published, ...]:
     raise DataError(f"{place} is no catalogue of plugins", why=why[:200], fix="name another with --from")
 
 
+def known_here() -> tuple[Published, ...]:
+    """The catalogue without a network: what the kernel knows of this project, and a checkout of others."""
+    from megatron_run.registry.known import COMMAND_SUMMARIES, KNOWN, KNOWN_COMMANDS
+
+    found = [Published(kind=each.kind, name=each.name, distribution=each.distribution) for each in KNOWN]
+    found += [
+        Published(kind=COMMAND, name=name, distribution=distribution, summary=COMMAND_SUMMARIES.get(name, ""))
+        for name, distribution in KNOWN_COMMANDS.items()
+    ]
+    return (*found, *_by_others())
+
+
+def _by_others() -> Iterator[Published]:
+    """The lines of the checkout's list that are right; none without a checkout, or a list."""
+    import csv
+
+    root = checkout()
+    with suppress(OSError, ValueError, csv.Error):
+        text = read_file(root / "plugins" / "by-others.csv", LONGEST).decode() if root else ""
+        for row in csv.DictReader(text.split("\n")):
+            with suppress(ValidationError):
+                yield Published.model_validate(row)
+
+
 def _read(file: Path) -> bytes:
     try:
         return read_file(file, LONGEST)
@@ -142,18 +170,16 @@ def _opener() -> OpenerDirector:
 def search(words: Sequence[str], published: Iterable[Published], installed: Iterable[ListedPlugin]) -> list[Match]:
     """All that has each of ``words`` in kind, name, distribution or summary, whatever their case; the installed last.
 
-    What is installed and not published is found too.
+    What is installed and not published is found too; of what is installed without a published summary, its own counts.
     """
     present = {(each.kind, each.name, each.distribution): each for each in installed}
     found = []
     for entry in published:
         here = present.pop((entry.kind, entry.name, entry.distribution), None)
         version = here.version if here else ""
-        found.append(Match(entry.kind, entry.name, entry.distribution, version, entry.summary, entry.url))
-    found += [
-        Match(each.kind, each.name, each.distribution, each.version, _summary(each.distribution))
-        for each in present.values()
-    ]
+        summary = entry.summary or (_summary(here) if here else "")
+        found.append(Match(entry.kind, entry.name, entry.distribution, version, summary, entry.url))
+    found += [Match(each.kind, each.name, each.distribution, each.version, _summary(each)) for each in present.values()]
     asked = [each.lower() for each in words]
     fitting = [each for each in found if all(part in _text(each) for part in asked)]
     return sorted(fitting, key=lambda each: (bool(each.version), each.kind, each.name, each.distribution))
@@ -163,8 +189,8 @@ def _text(match: Match) -> str:
     return f"{match.kind}={match.name} {match.distribution} {match.summary}".lower()
 
 
-def _summary(distribution: str) -> str:
-    """The line that the distribution says of itself, without an import."""
+def _summary(plugin: ListedPlugin) -> str:
+    """The line that its distribution says of itself, without an import; the engine's and kernel's is of no plugin."""
     with suppress(PackageNotFoundError):
-        return next(iter(metadata(distribution).get_all("Summary") or ()), "")
+        return "" if plugin.builtin else next(iter(metadata(plugin.distribution).get_all("Summary") or ()), "")
     return ""

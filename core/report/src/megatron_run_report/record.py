@@ -25,6 +25,8 @@ from megatron_run_engine.run_folder.folder import RunFolder, Status, last_config
 
 #: What makes a folder that of a run: each run has one of them at least, those of early versions too.
 _SIGNS = ("run.json", "status.json", "metrics.jsonl")
+#: What makes a folder that of a sweep, in which runs lie.
+SWEEP = "sweep.json"
 #: The most attempts, newest first, whose logs are read, the bytes of each from its end, and the lines that are shown.
 ATTEMPTS, LOG_BYTES, LOG_LINES = 20, 1 << 18, 80
 #: The most samples, the newest, and saved steps.
@@ -65,22 +67,27 @@ class Record:
     def __init__(self, folder: Path) -> None:
         self.folder = follow_latest(folder.expanduser())
         if not any(os.path.lexists(self.folder / sign) for sign in _SIGNS):
-            there = self.folder.is_dir()
-            if (self.folder / "sweep.json").is_file():
-                fix = f"name its runs, or type: megatron-run sweep --table --folder {quote(str(folder))}"
-                raise InputError(f"{folder} is a sweep", why="its runs lie in it", fix=fix)
+            if (self.folder / SWEEP).is_file():
+                fix = f"type: megatron-run sweep --table --folder {quote(str(folder))}"
+                raise InputError(f"{folder} is a sweep", why="none of its runs has begun", fix=fix)
             raise InputError(
                 f"there is no run in {folder}",
-                why="it has no run.json" if there else "there is no such folder",
+                why=self._without_run(),
                 fix=near_path(self.folder) or "name a run folder, as runs/latest",
             )
         self._files = SafeFolder(self.folder)
         self.time = time.time()
 
+    def _without_run(self) -> str:
+        if self.folder.is_dir():
+            return "it has no run.json"
+        return "it is a file" if self.folder.is_file() else "there is no such folder"
+
     @property
     def name(self) -> str:
-        """The last part of the folder's name."""
-        return self.folder.absolute().name
+        """The last part of the folder's name; of a sweep's run, the sweep's before it."""
+        place = self.folder.absolute()
+        return f"{place.parent.name}/{place.name}" if (place.parent / SWEEP).is_file() else place.name
 
     @cached_property
     def status(self) -> Status | None:

@@ -16,14 +16,12 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from megatron_run.errors import InputError
 from megatron_run.files.safe_folder import SafeFolder
+from megatron_run_sweep.metric import FILES, Metric, is_number_of
 from megatron_run_sweep.record import Run, Sweep, run_name
 
 #: The bytes that are read of the end of a file of lines.
 _TAIL = 1 << 16
-#: What a metric is read from: the word before its name -> the file of a run.
-FILES: Mapping[str, str] = {"eval": "eval.jsonl", "train": "metrics.jsonl"}
 _STATES = frozenset({"starting", "running", "finished", "stopped", "failed"})
 #: The characters that are kept of a run's last line.
 _LINE = 1000
@@ -48,33 +46,13 @@ class Outcome:
     rate: float | None
     exit_code: int | None = None
     message: str = ""
-    #: The numbers that the last line has of which the metric is one.
+    #: The numbers that the last line has of those by which runs are compared, one that is not finite included.
     names: tuple[str, ...] = field(default=(), repr=False)
 
     @property
     def compared(self) -> float | None:
         """The metric by which it is compared; None of a run that failed: its last number was before that."""
         return None if self.state == "failed" else self.metric
-
-
-@dataclass(frozen=True)
-class Metric:
-    """A number of a run: ``name`` in the lines of its evaluations on the validation split, or of its steps."""
-
-    source: str
-    name: str
-
-    def __str__(self) -> str:
-        return f"{self.source}.{self.name}"
-
-
-def read_metric(text: str) -> Metric:
-    """``eval.loss`` or ``train.loss``; a name alone is one of ``eval``. Raises :class:`InputError` for no name."""
-    first, _, rest = text.partition(".")
-    found = Metric(first, rest) if first in FILES else Metric("eval", text)
-    if not found.name:
-        raise InputError(f"{text!r} is no metric", origin="--metric", fix="write eval.loss or train.loss")
-    return found
 
 
 def outcomes(sweep: Sweep, folder: Path, metric: Metric) -> list[Outcome]:
@@ -84,7 +62,8 @@ def outcomes(sweep: Sweep, folder: Path, metric: Metric) -> list[Outcome]:
         place = SafeFolder(folder / run_name(index))
         status = place.read_json(_STATUS) or {}
         lines, rates = _lines(place, FILES[metric.source]), _lines(place, FILES["train"])
-        values = [_number(line.get(metric.name, _extra(line, metric.name))) for line in lines if _counts(line)]
+        compared = [line for line in lines if _counts(line)]
+        values = [_number(line.get(metric.name, _extra(line, metric.name))) for line in compared]
         speeds = [speed for line in rates if (speed := _number(line.get("tokens_per_s"))) is not None]
         found.append(
             Outcome(
@@ -95,7 +74,7 @@ def outcomes(sweep: Sweep, folder: Path, metric: Metric) -> list[Outcome]:
                 values[-1] if values else None,
                 median(speeds) if speeds else None,
                 *_end(status, run),
-                tuple(_named(lines[-1])) if lines else (),
+                tuple(_named(compared[-1])) if compared else (),
             )
         )
     return found
@@ -151,12 +130,17 @@ def _extra(line: Mapping[str, Any], name: str) -> Any:
 def _named(line: Mapping[str, Any]) -> Iterator[str]:
     extra = line.get("extra")
     for names in (line, extra if isinstance(extra, dict) else {}):
-        yield from (name for name, value in names.items() if _number(value) is not None and name not in ("v", "time"))
+        yield from (name for name, value in names.items() if _may_be_number(value) and is_number_of(name))
+
+
+def _may_be_number(value: object) -> bool:
+    """Also None, as which a number is written that a step has not."""
+    return value is None or (isinstance(value, int | float) and not isinstance(value, bool))
 
 
 def _number(value: object) -> float | None:
     """``value`` where it is a finite number."""
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    is_number = value is not None and _may_be_number(value)
     with suppress(OverflowError):
         return float(value) if is_number and math.isfinite(value) else None  # type: ignore[arg-type]  # it is a number
     return None

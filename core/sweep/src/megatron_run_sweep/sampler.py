@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from megatron_run.errors import PluginError
+from megatron_run.errors.install_hint import how_to_add
 from megatron_run_sweep.axes import Axis
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ def check_optuna() -> None:
         raise PluginError(
             "--sampler optuna needs Optuna",
             why=f"there is no module {error.name!r}",
-            fix="type: pip install 'megatron-run-sweep[optuna]', or optuna",
+            fix=f"type: {how_to_add('megatron-run-sweep', 'optuna')}",
         ) from None
 
 

@@ -237,7 +237,7 @@ def test_without_its_library_a_name_says_what_to_install(
     for name in ("huggingface_hub", "huggingface_hub.utils"):
         monkeypatch.setitem(__import__("sys").modules, name, None)
     assert run("import hf:org/tiny imported") == ExitCode.PLUGIN
-    assert "type: pip install 'megatron-run-format-huggingface[hub]'" in last_line(capsys)
+    assert "type: pip install 'huggingface-hub" in last_line(capsys)
 
 
 def test_a_revision_that_is_named_is_taken(hub: Hub) -> None:

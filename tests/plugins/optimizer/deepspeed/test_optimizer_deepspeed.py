@@ -91,7 +91,7 @@ def test_without_the_library_it_says_how_to_install_it(
     monkeypatch.setattr("megatron_run_optimizer_deepspeed.library.find_spec", lambda name: None)
     assert refused(CHOSEN, 3, work, capsys) == (
         "megatron-run: optimizer=deepspeed needs DeepSpeed, which is not installed "
-        f"(from --plugin optimizer=deepspeed); {INSTALL}'megatron-run-optimizer-deepspeed[library]', or {INSTEAD}"
+        f"(from --plugin optimizer=deepspeed); {INSTALL}'deepspeed<0.20,>={MINIMUM}', or {INSTEAD}"
     )
 
 

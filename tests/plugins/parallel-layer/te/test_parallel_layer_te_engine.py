@@ -30,7 +30,7 @@ INSTALL = "type: pip install --no-build-isolation "
 MESSAGES = {
     "missing": (
         "parallel-layer=te needs Transformer Engine, which is not installed",
-        f"{INSTALL}'megatron-run-parallel-layer-te[engine]', or {INSTEAD}",
+        f"{INSTALL}'transformer-engine[pytorch]<2.21,>=2.9', or {INSTEAD}",
     ),
     "empty": (
         f"{EMPTY}: its extension for PyTorch, transformer-engine-torch, is not installed",

@@ -38,11 +38,12 @@ _PATH = click.Path(path_type=Path)
 def import_(
     source: Path, folder: Path, *, name: str | None, trust_pickle: bool, base: Path | None, as_json: bool
 ) -> None:
-    """Write the model at SOURCE as the new FOLDER: config.yaml and a saved step from which a run can start.
+    """Write the model at SOURCE as the new FOLDER, to train it.
 
-    SOURCE is a folder, or hf:ORG/NAME[@REVISION] of the Hugging Face Hub. It may hold adapters (LoRA) of a model that
-    has been imported, --base. FORMAT is an installed plugin of kind format, as huggingface, megatron or distributed:
-    `megatron-run plugins list format` shows them. It is NAME, DIST:NAME or a file ./mine.py.
+    FOLDER gets a config.yaml and a saved step. SOURCE is a folder, or hf:ORG/NAME[@REVISION] of the Hugging Face
+    Hub. It may hold adapters (LoRA) of a model that has been imported, --base. FORMAT is an installed plugin of
+    kind format, as huggingface, megatron or distributed: `megatron-run plugins list format` shows them. It is NAME,
+    DIST:NAME or a file ./mine.py.
     """
     from megatron_run.registry.fetching import local_folder
     from megatron_run_engine.formats.convert import import_model

@@ -14,7 +14,10 @@ from megatron_run_cli.output import print_json, print_table
 @click.option("--days", type=click.FloatRange(min=0), metavar="N", help="With --prune [default: 30]; 0 for all.")
 @json_option
 def cache(*, prune: bool, days: float | None, as_json: bool) -> None:
-    """List the tokens that data=text keeps for later starts; --prune removes old ones."""
+    """List the tokens that data=text keeps for later starts.
+
+    With --prune, old ones are removed.
+    """
     from megatron_run_engine.data.token_cache import KEPT_DAYS, entries, remove_old
 
     if days is not None and not prune:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from megatron_run.errors import DataError
+from megatron_run.errors.install_hint import ENGINE, how_to_add
 from megatron_run_engine.data.tokenizer_base import Tokenizer, library_identity, utf8_text
 from megatron_run_engine.data.tokenizer_files import no_sentencepiece
 from megatron_run_engine.data.tokenizer_folder.folder_files import read_tokenizer_file, template_beside
@@ -78,7 +79,7 @@ def _sentencepiece(path: Path, content: bytes) -> Any:
         raise DataError(
             f"tokenizer {path} needs the library sentencepiece",
             origin="data.tokenizer",
-            fix="pip install 'megatron-run-engine[sentencepiece]'",
+            fix=how_to_add(ENGINE, "sentencepiece"),
         ) from cause
     try:
         return SentencePieceProcessor(model_proto=content)

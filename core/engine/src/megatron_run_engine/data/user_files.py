@@ -193,8 +193,7 @@ def _zstandard(path: Path) -> Any:
     try:
         import zstandard
     except ModuleNotFoundError as cause:
-        fix = "pip install 'megatron-run-data-indexed[zst]'"
-        raise DataError(f"{path} needs the library zstandard", fix=fix) from cause
+        raise DataError(f"{path} needs the library zstandard", fix="pip install zstandard") from cause
     return zstandard
 
 

@@ -14,7 +14,7 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_run.errors import CheckpointError, ExitCode, InputError, RunError
+from megatron_run.errors import NOT_BEGUN, CheckpointError, ExitCode, InputError, RunError, ended_with
 from megatron_run_engine.host.environments import LaunchMode, find_world
 from megatron_run_engine.host.process import (
     assign_device,
@@ -72,7 +72,9 @@ def launch(request: Request, options: LaunchOptions, mode: LaunchMode = "auto") 
     if world is None:
         from megatron_run.planning import resolve
 
-        return _start_local(_checked(resolve(request)), options)
+        with ended_with(NOT_BEGUN):
+            run = _checked(resolve(request))
+        return _start_local(run, options)
     with environment_kept():
         return _launch_joined(request, world, options)
 

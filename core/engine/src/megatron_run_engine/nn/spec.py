@@ -219,10 +219,51 @@ class TransformerSpec:
             self.vocab,
             tied=tied,
             positions=self.sequence_length if self.position == "learned" else 0,
+            vectors=self.vectors(),
             loss_chunks=self.loss_chunks,
             divided=tuple(self._divided()),
             approximations=tuple(self._approximations()),
         )
+
+    def vectors(self) -> int:
+        """Values of all biases and norms."""
+        mixed = len(self.experts.layers) if self.experts is not None else 0
+        plain = (self.layers - mixed) * self.layer_vectors(mixed=False)
+        return plain + mixed * self.layer_vectors(mixed=True) + self.norm_values
+
+    def layer_vectors(self, *, mixed: bool) -> int:
+        """Those of a layer, ``mixed``: with experts."""
+        dense = self.norm_values * self.norms_first + self._feed_biases(self.ffn)
+        return self._attention_vectors() + (self._expert_vectors() if mixed else dense)
+
+    @property
+    def norm_values(self) -> int:
+        """Values of a norm of the stream."""
+        return self.hidden * self._norm_parts
+
+    @property
+    def _norm_parts(self) -> int:
+        return 2 if self.norm.startswith("layernorm") else 1
+
+    def _attention_vectors(self) -> int:
+        """Those of a layer but for its feed-forward part: its norms after the halves too."""
+        queries, others = self.heads * self.head_size, 2 * self.kv_heads * self.head_size
+        biased = self.bias if self.qkv_bias is None else self.qkv_bias
+        of_heads = {"none": 0, "head": 2 * self.head_size * self._norm_parts, "full": queries + others // 2}
+        norms = self.norm_values * (self.norms_first + 2 * (self.norm_placement != "pre"))
+        return norms + of_heads[self.qk_norm] + biased * (queries + others) + self.bias * self.hidden
+
+    def _feed_biases(self, ffn: int) -> int:
+        return self.bias * (ffn * (2 if self.activation in GATED else 1) + self.hidden)
+
+    def _expert_vectors(self) -> int:
+        """Those of a feed-forward part with experts, its norm included."""
+        experts = self.experts
+        if experts is None:
+            return 0
+        shared = self._feed_biases(experts.shared_ffn) if experts.shared_ffn else 0
+        balanced = experts.count * (experts.bias_rate > 0)
+        return self.norm_values + experts.count * self._feed_biases(experts.ffn) + shared + balanced
 
     def _divided(self) -> Iterator[Divided]:
         yield Divided(self.heads, "attention heads (model.num_heads)")

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from packaging.version import Version
 
 from megatron_run.errors import PluginError
+from megatron_run.errors.install_hint import how_to_add
 from megatron_run_engine.runtime.cuda_libraries import led_to_loaded, variables_kept
 
 if TYPE_CHECKING:
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
 
 #: The variable by which the library is told which frameworks it serves.
 FRAMEWORK = "NVTE_FRAMEWORK"
+#: An option of pip: the package builds against the torch that is installed.
+_ISOLATION = "--no-build-isolation"
 
 
 @dataclass(frozen=True)
@@ -56,7 +59,7 @@ def import_transformer_engine(need: Need, device: torch.device, *modules: str) -
         install = _install("--upgrade ", f"transformer-engine[pytorch]>={need.minimum}")
         raise need.refusal(f"Transformer Engine {found} is too old for {need.plugin}", need.reason, install)
     if find_spec("transformer_engine") is None:
-        install = _install("", f"{need.distribution}[engine]")
+        install = f"type: {how_to_add(need.distribution, 'engine', _ISOLATION)}"
         raise need.refusal(f"{need.plugin} needs Transformer Engine, which is not installed", "", install)
     try:
         return import_led(*modules)
@@ -114,5 +117,5 @@ def _why_not_imported(cause: Exception, found: str | None, need: Need) -> Plugin
 
 
 def _install(flags: str, what: str) -> str:
-    """The command to type. The package builds against the installed torch, hence without build isolation."""
-    return f"type: pip install {flags}--no-build-isolation '{what}'"
+    """The command to type."""
+    return f"type: pip install {flags}{_ISOLATION} '{what}'"

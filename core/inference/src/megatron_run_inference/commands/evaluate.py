@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from megatron_run.errors import InputError
+from megatron_run.errors.install_hint import how_to_add
 from megatron_run_cli.command_groups import DefaultGroup, example
 from megatron_run_cli.completion import words as places
 from megatron_run_cli.grammar import json_option, naming, rank_options, step_option
@@ -36,7 +37,7 @@ class Eval(DefaultGroup):
 
 @click.group(cls=Eval, name="eval", subcommand_metavar="MODEL --task NAME=FILE ... | overlap TEST TRAIN...")
 def evaluate() -> None:
-    """Evaluate a model on texts, or compare a test set with a training set.
+    """Evaluate a model on texts, or find them in training data.
 
     \b
     megatron-run eval MODEL --task perplexity=FILE    loss and perplexity of a text
@@ -77,9 +78,10 @@ def model(
     batch: int,
     as_json: bool,
 ) -> None:
-    """Evaluate MODEL: a run folder, a saved step, an imported folder, one that a format reads, or hf:ORG/NAME.
+    """Evaluate MODEL on the texts of tasks.
 
-    The numbers of a run also go to its eval.jsonl and to TensorBoard.
+    MODEL is a run folder, a saved step, an imported folder, one that a format reads, or hf:ORG/NAME. The numbers of
+    a run also go to its eval.jsonl and to TensorBoard.
     """
     from megatron_run_engine.evaluation.tasks import TaskResult, check_files
     from megatron_run_inference.evaluation import record
@@ -113,9 +115,9 @@ def model(
 @click.argument("train", nargs=-1, required=True, shell_complete=places.any_path)
 @json_option
 def overlap(test: Path, train: tuple[str, ...], *, as_json: bool) -> None:
-    """Count the 8-grams of the text TEST that the texts TRAIN, files, folders or patterns, hold too.
+    """Count the 8-grams of the text TEST that texts TRAIN hold too.
 
-    Of JSON lines the texts under the key `text` count.
+    TRAIN are files, folders or patterns. Of JSON lines the texts under the key `text` count.
     """
     from megatron_run_engine.data.documents import find_documents
     from megatron_run_engine.data.overlap import overlap as count
@@ -161,7 +163,7 @@ def harness(  # noqa: PLR0913  # one argument an option
     if find_spec("lm_eval") is None:
         raise InputError(
             "lm-evaluation-harness is not installed",
-            fix="type: pip install 'megatron-run-inference[lm-eval]', or lm-eval",
+            fix=f"type: {how_to_add('megatron-run-inference', 'lm-eval')}",
         )
     from megatron_run_inference.harness import find_tasks, run_harness
 

@@ -76,7 +76,7 @@ def generate(
     as_json: bool,
     **options: Any,
 ) -> None:
-    """Continue each PROMPT with a trained model, or answer them with --chat.
+    """Continue PROMPTs with a trained model, or answer with --chat.
 
     MODEL is a run folder, one of its saved steps, an imported folder, or a folder of another program that an installed
     format reads, as huggingface; or hf:ORG/NAME[@REVISION] of the Hugging Face Hub. Without a PROMPT it is read from

@@ -5,8 +5,8 @@ Training reads FLOPs from them (for MFU), the planner times and memory. A model'
     def costs(self, sequence_length: int, vocab_size: int) -> ModelCosts: ...
 
 Whatever fits no other description is a :class:`SegmentCosts`: its matrices, and what its kernels keep and move. The
-suite of models compares weights and saved values with those of the layers that are built. Biases and norms are left
-out.
+suite of models compares weights and saved values with those of the layers that are built. Biases and norms cost nothing
+here; a model may tell how many values they have.
 
 Legend: ``s`` tokens of a sample, ``h`` hidden, ``t`` tensor-parallel size.
 """
@@ -265,8 +265,9 @@ class ModelCosts:
 
     Words of ``vocabulary`` are embedded, as are ``positions`` other learned vectors; the head's product with the words
     shares the embedding's matrix if ``tied``, is none without ``logits``, and is made in ``loss_chunks`` parts. The
-    head has ``head_weights`` besides, and ``other_weights`` that no product with tokens has. ``predictors`` of further
-    tokens follow the last layer: each a layer like that, a matrix that joins two vectors, and the head's product.
+    head has ``head_weights`` besides, and ``other_weights`` that no product with tokens has; biases, norms and small
+    tables have ``vectors`` values, 0 where nobody tells. ``predictors`` of further tokens follow the last layer: each a
+    layer like that, a matrix that joins two vectors, and the head's product.
     ``embedded`` counts the tokens of a sample that are embedded and travel between stages (0: the last layer's).
     ``divided`` is what tensor-parallel ranks share out. ``approximations`` say, for a user, what is told as something
     else, and why.
@@ -278,6 +279,7 @@ class ModelCosts:
     positions: int = 0
     head_weights: float = 0.0
     other_weights: float = 0.0
+    vectors: float = 0.0
     logits: bool = True
     loss_chunks: int = 1
     predictors: int = 0
@@ -340,8 +342,13 @@ class ModelCosts:
         return self.layers[-1].weights + 2 * self.hidden**2
 
     @property
+    def size(self) -> float:
+        """Parameters of the model, as a run counts them where its ``vectors`` are told."""
+        return self.parameters + self.vectors
+
+    @property
     def parameters(self) -> float:
-        """Weights of the model."""
+        """Weights of the model, without biases and norms."""
         words = self.vocabulary * (1 if self.tied else 2) + self.positions
         tables = words * self.hidden + self.head_weights + self.other_weights
         layers = self.kinds.weights + self.kinds.expert_weights

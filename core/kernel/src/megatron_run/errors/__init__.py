@@ -145,6 +145,20 @@ class ToldToEnd(BaseException):
     """The exception of a handler of a signal. Not an Exception, which a library might take for its own."""
 
 
+#: What who ends a training reads before its ranks were started.
+NOT_BEGUN = "no step has begun, and nothing was saved"
+
+
+@contextmanager
+def ended_with(note: str) -> Iterator[None]:
+    """Within: who ends the process, by Ctrl-C or a signal, reads the ``note`` too."""
+    try:
+        yield
+    except (KeyboardInterrupt, ToldToEnd) as error:
+        error.add_note(note)
+        raise
+
+
 def let_end(error: BaseException) -> None:
     """Raise ``error`` again if this process is told to end by it: by Ctrl-C, or :class:`ToldToEnd`.
 

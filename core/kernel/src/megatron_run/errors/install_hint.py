@@ -1,8 +1,9 @@
-"""How to install what is missing: the engine, or another distribution of this project."""
+"""How to install what is missing: the engine, another distribution of this project, or the libraries of an extra."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from shlex import quote
@@ -44,23 +45,61 @@ def check_installed(cause: BaseException, what: str) -> None:
 def how_to_install(distribution: str, kernel: Path = Path(__file__)) -> str:
     """The command that brings a first-party ``distribution``; ``kernel`` is a module of the kernel that runs.
 
-    A kernel that runs from a checkout asks for the checkout's other folders: no index may have that version. Of two
-    folders the engine's comes first, since pip looks on the index for what a plugin needs and does not find installed.
+    A kernel of a checkout asks for the checkout's other folders: no index may have that version. Of two folders the
+    engine's comes first, since pip looks on the index for what a plugin needs and does not find installed.
     """
-    source = kernel.resolve().parents[1]
-    in_checkout = source.match("core/kernel/src/megatron_run")
-    root = source.parents[3] if in_checkout else source
-    members = _members(root) if in_checkout else iter(())
-    folder = next((each for each in members if _distribution_of(each, root) == distribution), None)
-    if folder is None:
+    root = checkout(kernel)
+    members = _members(root) if root else iter(())
+    folder = next((each for each in members if root and _distribution_of(each, root) == distribution), None)
+    if root is None or folder is None:
         return f"pip install {distribution}"
     folders = [folder]
-    needs_engine = f'"{ENGINE}' in (folder / "pyproject.toml").read_text(encoding="utf-8")
-    if needs_engine and find_spec("megatron_run_engine") is None:
+    needs_it = distribution != ENGINE and f'"{ENGINE}' in (folder / "pyproject.toml").read_text(encoding="utf-8")
+    if needs_it and find_spec("megatron_run_engine") is None:
         folders.insert(0, root / "core/engine")
     here = Path.cwd() == root  # pip takes a path for one only with a leading ./ or /
     paths = [f"./{each.relative_to(root)}" if here else quote(str(each)) for each in folders]
-    return f"pip install {' '.join(f'-e {path}' for path in paths)}"
+    how = "-e " if _runs_from_checkout(kernel) else ""  # as the kernel was installed
+    return f"pip install {' '.join(f'{how}{path}' for path in paths)}"
+
+
+def how_to_add(distribution: str, extra: str, options: str = "") -> str:
+    """The command that brings what ``extra`` of a ``distribution`` asks for, by the names that the index has.
+
+    ``options`` are pip's. Without the distribution, it brings that.
+    """
+    from importlib.metadata import PackageNotFoundError, requires
+
+    try:
+        asked = [line.partition(";") for line in requires(distribution) or ()]
+    except PackageNotFoundError:
+        return how_to_install(distribution)
+    wanted = (f"extra == '{extra}'", f'extra == "{extra}"')
+    names = [quote(name.strip()) for name, _, condition in asked if condition.strip() in wanted]
+    return " ".join(("pip install", *filter(None, [options]), *names))
+
+
+def checkout(kernel: Path = Path(__file__)) -> Path | None:
+    """The checkout whose kernel runs, from there or as a copy that pip made; None of one from an index, or of no more.
+
+    Of a folder that it installs pip keeps the address: https://peps.python.org/pep-0610/.
+    """
+    import json
+    from urllib.parse import unquote, urlsplit
+
+    source = kernel.resolve().parents[1]
+    if _runs_from_checkout(kernel):
+        return source.parents[3]
+    for file in source.parent.glob("megatron_run_core-*.dist-info/direct_url.json"):
+        with suppress(OSError, ValueError, KeyError, TypeError):
+            folder = Path(unquote(urlsplit(str(json.loads(file.read_text(encoding="utf-8"))["url"])).path))
+            if folder.match("core/kernel") and (folder / "pyproject.toml").is_file():
+                return folder.parents[1]
+    return None
+
+
+def _runs_from_checkout(kernel: Path) -> bool:
+    return kernel.resolve().parents[1].match("core/kernel/src/megatron_run")
 
 
 def _members(root: Path) -> Iterator[Path]:

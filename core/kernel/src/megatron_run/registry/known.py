@@ -125,14 +125,14 @@ COMMAND_SUMMARIES: Mapping[str, str] = MappingProxyType(
     {
         # [[[cog from tests.support import first_party; cog.outl('\n'.join(first_party.command_summaries())) ]]]
         "data": "Prepare, inspect and convert datasets; train tokenizers.",
-        "data.cache": "List the tokens that data=text keeps for later starts; --prune removes old ones.",
-        "eval": "Evaluate a model on texts, or compare a test set with a training set.",
+        "data.cache": "List the tokens that data=text keeps for later starts.",
+        "eval": "Evaluate a model on texts, or find them in training data.",
         "export": "Write a saved step as the new FOLDER, in another format.",
-        "generate": "Continue each PROMPT with a trained model, or answer them with --chat.",
-        "import": "Write the model at SOURCE as the new FOLDER: config.yaml and a saved step from which a...",
-        "plan": "Find the fastest way to run a model on given devices, or compare predictions with...",
-        "report": "Write one HTML file about a run or two: curves, memory, schedule, samples, events,...",
-        "sweep": "Train a configuration with several values of some keys, and compare the runs.",
+        "generate": "Continue PROMPTs with a trained model, or answer with --chat.",
+        "import": "Write the model at SOURCE as the new FOLDER, to train it.",
+        "plan": "Find the fastest way to run a model on given devices.",
+        "report": "Write one HTML file about a run or two, or print a table.",
+        "sweep": "Train with several values of some keys, and compare the runs.",
         # [[[end]]]
     }
 )

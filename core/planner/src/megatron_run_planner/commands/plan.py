@@ -9,13 +9,14 @@ from shlex import quote
 from typing import TYPE_CHECKING, Any, Literal
 
 import click
+from click.core import ParameterSource
 
 from megatron_run.errors import InputError, refuse_input, refuse_taken
 from megatron_run_cli.command_groups import DefaultGroup, example
 from megatron_run_cli.completion import words as places
 from megatron_run_cli.editor_schema import schema_line
 from megatron_run_cli.grammar import Command, json_option, overwrite_option, run_options, with_options
-from megatron_run_cli.output import print_json_line, write_file
+from megatron_run_cli.output import print_json_line, tell, write_file
 from megatron_run_planner.commands.amounts import Bytes, Length, Parameters
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ class Plan(DefaultGroup):
     subcommand_metavar="[CONFIG]... --gpus N --device NAME | schedule | goodput | check TABLE | calibrate",
 )
 def plan() -> None:
-    """Find the fastest way to run a model on given devices, or compare predictions with measured steps.
+    """Find the fastest way to run a model on given devices.
 
     \b
     megatron-run plan CONFIG --gpus 1024 --device h100   the best splits and schedules
@@ -75,7 +76,10 @@ def task_options(command: Command) -> Command:
             machine = machine.model_copy(update={"memory": memory})
         if size:
             request = replace(request, configs=(sized(size), *request.configs))
-        return command(request=request, gpus=gpus or request.nproc, machine=machine, **others)
+        done = command(request=request, gpus=gpus or request.nproc, machine=machine, **others)
+        if click.get_current_context().get_parameter_source("device") is ParameterSource.DEFAULT:
+            tell(f"planned for {machine.name}, as no --device is named; plan calibrate describes this machine as one")
+        return done
 
     return with_options(
         with_machine,
@@ -151,7 +155,10 @@ def search(
     as_json: bool,
     **traces: Path | None,
 ) -> None:
-    """Rank every split and schedule of a model that fits, by the predicted time of a step."""
+    """Rank every split and schedule of a model that fits.
+
+    The fastest by the predicted time of a step comes first.
+    """
     from megatron_run_planner.commands import plan_report as report
     from megatron_run_planner.schedules import Schedules
     from megatron_run_planner.search import Search
@@ -212,7 +219,10 @@ def schedule(
     as_json: bool,
     **traces: Path | None,
 ) -> None:
-    """Find a schedule for the stages of CONFIG: the layers of each place, and the order of every stage's actions."""
+    """Find a schedule for the stages of CONFIG.
+
+    It is the layers of each place, and the order of every stage's actions.
+    """
     from megatron_run_planner.commands import plan_report as report
     from megatron_run_planner.schedules import Schedules
     from megatron_run_planner.schedules.for_task import find_for_task
@@ -252,7 +262,10 @@ def schedule(
 @click.option("--seed", type=int, default=0, show_default=True)
 @json_option
 def goodput(request: Request, *, gpus: int | None, machine: Device, days: float, as_json: bool, **asked: Any) -> None:
-    """Yield of the best split of a model in a month of failures, saves and stragglers."""
+    """Tell what the best split yields in a month with failures.
+
+    Saves and stragglers count too.
+    """
     from megatron_run_planner.commands import plan_report as report
     from megatron_run_planner.goodput import Conditions, best_interval, simulate_run
     from megatron_run_planner.schedules import Schedules
@@ -297,7 +310,10 @@ def goodput(request: Request, *, gpus: int | None, machine: Device, days: float,
 def check(
     table: Path, device: str, *, recompute: Recompute | Literal["auto"], vocabulary: int, rows: bool, as_json: bool
 ) -> None:
-    """Compare predictions with the measured steps of TABLE, one run of Megatron-LM or Megatron-DeepSpeed a row."""
+    """Compare predictions with the measured steps of TABLE.
+
+    A row is a run of Megatron-LM or Megatron-DeepSpeed.
+    """
     from megatron_run_planner.accuracy import compare, read_table
     from megatron_run_planner.commands.measured_report import accuracy_record, accuracy_text
     from megatron_run_planner.devices import read_device
@@ -324,10 +340,10 @@ def check(
 @click.option("--output", type=_FILE, default="device.yaml", show_default=True, metavar="FILE", help="What to write.")
 @overwrite_option
 def calibrate(*, device: str, device_name: str | None, output: Path, overwrite: bool) -> None:
-    """Measure this machine and describe it as a device for --device: its cores in two minutes, a GPU in one.
+    """Measure this machine and describe it as a device for --device.
 
-    Ranks on cores are taken to have one thread each (run.threads=1) and to share them; of a GPU the links to others are
-    taken from an H100's machine. Nothing else should run meanwhile.
+    Its cores take two minutes, a GPU one. Ranks on cores are taken to have one thread each (run.threads=1) and to
+    share them; of a GPU the links to others are taken from an H100's machine. Nothing else should run meanwhile.
     """
     from megatron_run_planner.accuracy.calibrate import device_text
     from megatron_run_planner.commands.measured_report import device_lines, gpu_lines

@@ -64,7 +64,7 @@ def written_line(task: Task, file: Path) -> str:
 def _heading(task: Task, verb: str, each: Candidate, device: Device) -> list[str]:
     """The subject of the numbers below."""
     batch = f"{each.split.global_batch} x {task.model.sequence} tokens"
-    count = task.model.parameters
+    count = task.model.size
     size = f"{count / 1e9:.1f}B" if count >= 5e7 else f"{count:,.0f}"
     asked = f"{size} parameters {verb} {each.split.ranks} x {device.name}, batch {batch}"
     return [asked, *_reading(task)]
@@ -76,15 +76,14 @@ def _reading(task: Task) -> list[str]:
 
 
 def _table(task: Task, candidates: Sequence[Candidate], device: Device) -> list[str]:
-    rows = [
-        "    step  tokens/s    MFU  memory  tensor  pipeline  chunks  data  expert  micro  recompute  zero1  schedule"
-    ]
+    keys = "tensor  pipeline  chunks  data  expert  micro  recompute  zero1"
+    rows = [f"    step  tokens/s    MFU      memory  {keys}  schedule"]
     for each in candidates:
         split, seconds = each.split, each.step.seconds
         speed = split.global_batch * task.model.sequence / seconds
         rows.append(
             f"{seconds:7.3f}s  {speed:8,.0f}  {each.step.mfu(task.model, split, device):5.1%}  "
-            f"{each.tensors / _GIB:6.1f}  {split.tensor:6}  {split.pipeline:8}  {split.chunks:6}  {split.data:4}  "
+            f"{each.tensors / _GIB:6.1f} GiB  {split.tensor:6}  {split.pipeline:8}  {split.chunks:6}  {split.data:4}  "
             f"{split.expert:6}  {split.micro_batch:5}  {split.recompute:9}  {'yes' if split.zero1 else 'no':5}  "
             f"{each.schedule}; {each.limit} {each.shares[each.limit]:.0%}"
         )
@@ -198,7 +197,7 @@ def choice_record(task: Task, found: Choice, device: Device, install: Sequence[s
 def model_record(model: ModelCosts) -> dict[str, Any]:
     """A model as data: each kind of its layers once, with the number of layers of it."""
     kinds = [{"count": count, **asdict(layer)} for count, layer in model.kinds.counts]
-    totals = {"parameters": model.parameters, "flops_per_token": model.flops_per_token}
+    totals = {"parameters": model.size, "flops_per_token": model.flops_per_token}
     return {**asdict(replace(model, layers=model.layers[:1], divided=())), **totals, "layers": kinds}
 
 
@@ -226,12 +225,12 @@ def found_text(task: Task, answer: Answer, device: Device) -> str:
     batch = f"{split.microbatches} microbatches, {device.name}"
     return "\n".join(
         [
-            f"{task.model.parameters / 1e9:.1f}B parameters over {split.pipeline} stages, {batch}",
+            f"{task.model.size / 1e9:.1f}B parameters over {split.pipeline} stages, {batch}",
             *_reading(task),
             "",
-            "    step  waiting  memory  chunks  schedule",
+            "    step  waiting      memory  chunks  schedule",
             *(
-                f"{each.step.seconds:7.3f}s  {each.step.waiting:7.1%}  {each.tensors / _GIB:6.1f}  "
+                f"{each.step.seconds:7.3f}s  {each.step.waiting:7.1%}  {each.tensors / _GIB:6.1f} GiB  "
                 f"{each.split.chunks:6}  {name}"
                 for each, name in rows
             ),

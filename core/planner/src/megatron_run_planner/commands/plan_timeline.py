@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_run.errors import InputError
 from megatron_run.files.foreign_file import read_file
+from megatron_run.files.latest_run import follow_latest
 from megatron_run.files.safe_folder import parse_json
 from megatron_run.pipeline.trace_events import trace_document, trace_events
 from megatron_run_cli.output import write_file
@@ -48,7 +49,7 @@ def write_timeline(
 def _read(file: Path) -> dict[str, Any]:
     """A trace whose events are numbered by process."""
     try:
-        document = parse_json(read_file(file, _LARGEST))
+        document = parse_json(read_file(follow_latest(file), _LARGEST))
         if all(isinstance(event["pid"], int) for event in document["traceEvents"]):
             return dict(document)
         why = "a process has no number"

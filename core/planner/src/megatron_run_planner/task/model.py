@@ -49,6 +49,7 @@ class PlainDecoder(BaseModel):
             vocab_size,
             tied=self.tie_embeddings,
             positions=sequence_length,
+            vectors=self.num_layers * (9 * hidden + ffn) + 2 * hidden,
             divided=(heads, features),
         )
 

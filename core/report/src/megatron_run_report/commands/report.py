@@ -13,7 +13,7 @@ from megatron_run.files.latest_run import DEFAULT_RUN, follow_latest
 from megatron_run_cli.command_groups import example
 from megatron_run_cli.completion.words import any_path
 from megatron_run_cli.grammar import json_option, overwrite_option
-from megatron_run_cli.output import print_json, print_table, write_file
+from megatron_run_cli.output import print_json, print_table, tell, write_file
 
 if TYPE_CHECKING:
     from megatron_run_report.record import Record
@@ -36,16 +36,14 @@ _SIDE_BY_SIDE = 2
 @overwrite_option
 @json_option
 def report(runs: tuple[Path, ...], *, output: Path, as_text: bool, overwrite: bool, as_json: bool) -> None:
-    """Write one HTML file about a run or two: curves, memory, schedule, samples, events, environment.
+    """Write one HTML file about a run or two, or print a table.
 
-    RUN is a run folder [default: runs/latest]. It may still be going on.
+    The page has curves, memory, schedule, samples, events and environment. RUN is a run folder [default:
+    runs/latest], which may still be going on, or a sweep's, for its runs.
     """
-    from megatron_run_report.record import Record
+    from megatron_run_report.named import named_runs
 
-    found: dict[Path, Record] = {}
-    for record in map(Record, runs or (DEFAULT_RUN,)):
-        found.setdefault(record.folder.resolve(), record)  # runs/* has runs/latest too
-    records = [*found.values()]
+    records = named_runs(runs or (DEFAULT_RUN,), tell)
     if as_text or as_json:
         _show(records, as_json=as_json)
         return

@@ -20,7 +20,8 @@ from megatron_run.planning import resolve
 from megatron_run_cli.output import tell
 from megatron_run_sweep.axes import Axis, check_runs, corners, grid, read_axes, settings
 from megatron_run_sweep.commands.alone import alone, check_trains
-from megatron_run_sweep.outcomes import EXCLUSIVE, Metric, Outcome, is_held, outcomes
+from megatron_run_sweep.metric import Metric, without
+from megatron_run_sweep.outcomes import EXCLUSIVE, Outcome, is_held, outcomes
 from megatron_run_sweep.record import Run, Sweep, run_name, same_sweep, write_sweep
 
 if TYPE_CHECKING:
@@ -45,12 +46,12 @@ def begin(asked: Sweep, request: Request, home: Path, count: int) -> Iterator[St
     axes = read_axes(asked.over, ranges=drawn)
     points = corners(axes) if drawn else grid(axes)
     check_runs(count if drawn else len(points))
-    same_sweep(asked, home)  # now too, so that what is refused leaves no lock there
     if drawn:
         from megatron_run_sweep.sampler import check_optuna
 
         check_optuna()
     check_points(request, points)
+    same_sweep(asked, home)  # now too, so that what is refused leaves no lock there
     with alone(home):
         sweep = same_sweep(asked, home)
         if not drawn and not sweep.runs:
@@ -115,17 +116,23 @@ class Started:
     def train(self, metric: Metric, *, maximize: bool) -> int:
         """Train what is not finished, one run after the other; the exit code of the first run that failed, else 0.
 
-        A signal ends the run under way, which saves its step, and then the sweep.
+        A signal ends the run under way, which saves its step, and then the sweep. Raises :class:`InputError` after the
+        first run that has no such metric.
         """
         codes = []
         for index in range(self.count):
             if index == len(self.sweep.runs):
                 self._draw(metric, maximize=maximize)
             self._wait_for(run_name(index))
-            if outcomes(self.sweep, self.home, metric)[index].state == "finished":
-                continue
-            codes.append(self._train(index, metric))
+            if outcomes(self.sweep, self.home, metric)[index].state != "finished":
+                codes.append(self._train(index, metric))
+            self._check_metric(outcomes(self.sweep, self.home, metric)[index], metric)
         return next(filter(None, codes), int(ExitCode.DONE))
+
+    def _check_metric(self, outcome: Outcome, metric: Metric) -> None:
+        """Raise :class:`InputError` where a run has ended without the number by which all are to be compared."""
+        if outcome.state == "finished" and not metric.is_certain and metric.name not in outcome.names:
+            raise without(metric, f"{outcome.run} has no", outcome.names, drawn=self.sweep.sampler != "grid")
 
     def _wait_for(self, name: str) -> None:
         """Wait until no other process trains the run."""

@@ -17,7 +17,8 @@ from megatron_run_cli.output import print_json, print_table, show_piece, tell
 
 if TYPE_CHECKING:
     from megatron_run.config.request import Request
-    from megatron_run_sweep.outcomes import Metric, Outcome
+    from megatron_run_sweep.metric import Metric
+    from megatron_run_sweep.outcomes import Outcome
     from megatron_run_sweep.record import Sweep
 
 #: The seed of a sampler unless ``--seed`` says otherwise.
@@ -72,11 +73,11 @@ def sweep(  # noqa: PLR0913  # one argument an option: so click calls it
     print_commands: bool,
     as_json: bool,
 ) -> int:
-    """Train a configuration with several values of some keys, and compare the runs.
+    """Train with several values of some keys, and compare the runs.
 
     The same command goes on where it was stopped: finished runs are left alone, others resume.
     """
-    from megatron_run_sweep.outcomes import read_metric
+    from megatron_run_sweep.metric import read_metric
     from megatron_run_sweep.record import FOLDER, read_sweep
 
     home, compared = folder or FOLDER, read_metric(metric)
@@ -138,7 +139,7 @@ def _as_sweep(request: Request, over: tuple[str, ...], *others: Any) -> Sweep:
 
 
 def _show(shown: Sweep, home: Path, metric: Metric, *, maximize: bool, as_json: bool) -> None:
-    """Print the table, best first, and draw the picture beside the runs."""
+    """Print the table, best first, and draw the picture beside the runs. Raises :class:`InputError` for no metric."""
     from megatron_run.files.safe_folder import SafeFolder
     from megatron_run_sweep.outcomes import outcomes, ranked
     from megatron_run_sweep.picture import drawing
@@ -153,10 +154,11 @@ def _show(shown: Sweep, home: Path, metric: Metric, *, maximize: bool, as_json: 
         keys = ("run", "values", "state", "step", "metric", "rate", "exit_code", "message")
         rows = [{key: getattr(each, key) for key in keys} for each in found]
         print_json({"folder": str(home), "metric": str(metric), "picture": str(picture), "runs": rows})
-        return
-    _print_rows(found, metric)
-    _tell_faults(found, home, metric)
-    tell(f"drawn in {picture}")
+    else:
+        _print_rows(found, metric)
+        _tell_faults(found, home)
+        tell(f"drawn in {picture}")
+    _check_compared(found, metric, drawn=shown.sampler != "grid")
 
 
 def _print_rows(found: Sequence[Outcome], metric: Metric) -> None:
@@ -175,14 +177,21 @@ def _print_rows(found: Sequence[Outcome], metric: Metric) -> None:
     print_table([("run", *keys, "state", "step", str(metric), "tokens/s"), *rows])
 
 
-def _tell_faults(found: Sequence[Outcome], home: Path, metric: Metric) -> None:
-    """A line for each run that failed, and one where no run has the metric but others."""
+def _tell_faults(found: Sequence[Outcome], home: Path) -> None:
+    """A line for each run that failed."""
     for each in found:
         if each.state == "failed":
             log = quote(str(home / "logs" / f"{each.run}.log"))
             tell(
                 f"{each.run} failed with exit code {each.exit_code}: {each.message or 'no message'}; its output: {log}"
             )
-    names = dict.fromkeys(name for each in found for name in each.names)
-    if names and all(each.metric is None for each in found):
-        tell(f"no run has {metric}; there is {', '.join(f'{metric.source}.{name}' for name in names)}")
+
+
+def _check_compared(found: Sequence[Outcome], metric: Metric, *, drawn: bool) -> None:
+    """Raise :class:`InputError` where no run has the metric but others, or has ended without any."""
+    from megatron_run_sweep.metric import without
+
+    names = tuple(dict.fromkeys(name for each in found for name in each.names))
+    is_known = names or (found and all(each.state == "finished" for each in found))
+    if is_known and metric.name not in names and all(each.metric is None for each in found):
+        raise without(metric, "no run has", names, drawn=drawn)

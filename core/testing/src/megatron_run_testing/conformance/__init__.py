@@ -23,6 +23,7 @@ from megatron_run.config.validate import validate
 from megatron_run.contracts.plugin import COMMAND, KINDS, SEPARATORS, entry_point_group
 from megatron_run.errors import EngineMissingError, Findings, InputError, PluginError, RunError
 from megatron_run.errors.install_hint import check_engine
+from megatron_run.registry.bare_names import called
 from megatron_run.registry.choose import choose
 from megatron_run.registry.commands import choose_command, missing_command, words_of
 from megatron_run.registry.discover import Catalog, Entry, scan
@@ -219,10 +220,9 @@ def check(target: str, sets: Iterable[str] = (), obstacle: Obstacle | None = Non
             entries = project_entries(path)
             commands = tuple(_report_command(entry, obstacle) for entry in entries if entry.kind == COMMAND)
             return (*(_report(entry, options) for entry in entries if entry.kind != COMMAND), *commands)
-    raise InputError(
-        f"{target!r} is nothing to check",
-        fix="give KIND=NAME of an installed plugin, the folder of a package, or a file such as ./mine.py",
-    )
+    forms = "give KIND=NAME of an installed plugin, the folder of a package, or a file such as ./mine.py"
+    meant = " or ".join(called(target, scan()))
+    raise InputError(f"{target!r} is nothing to check", fix=f"did you mean {meant}?" if meant else forms)
 
 
 def project_entries(folder: Path) -> tuple[Entry, ...]:

@@ -115,9 +115,19 @@ class BertOptions(BaseModel):
             positions=spec.sequence_length + self.token_types,
             head_weights=matrix if words else 0.0,
             other_weights=0.0 if self.head in ("masked", "span") else matrix,
+            vectors=found.vectors + self._head_vectors(vocab_size),
             logits=words,
             approximations=(rows,) if self.choices > 1 else (),
         )
+
+    def _head_vectors(self, vocab_size: int) -> int:
+        """Values of the head's biases, of its norm, and of its products with few columns."""
+        hidden = self.hidden_size
+        masked, pooler = 3 * hidden + vocab_size, hidden
+        columns = self.classes if self.head == "classification" else 1 if self.head == "choice" else 2
+        last = columns * (hidden + 1)
+        found: dict[HeadKind, int] = {"masked": masked, "pretraining": masked + pooler + last, "span": last}
+        return found.get(self.head, pooler + last)
 
     def spec(self, row: int, vocab_size: int) -> TransformerSpec:
         """Return the network that these options describe, for rows of ``row`` tokens."""

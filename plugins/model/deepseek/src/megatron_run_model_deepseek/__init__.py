@@ -127,7 +127,19 @@ class DeepSeekOptions(GptOptions):
             approximated.append(
                 "a layer and a head for each further token because predictors are not timed by themselves"
             )
-        return replace(found, predictors=self.mtp_layers, approximations=(*found.approximations, *approximated))
+        return replace(
+            found,
+            vectors=found.vectors + self._added_vectors(spec),
+            predictors=self.mtp_layers,
+            approximations=(*found.approximations, *approximated),
+        )
+
+    def _added_vectors(self, spec: TransformerSpec) -> int:
+        """Values of the norms of all latents, and of all that predictors have: a layer like the last, and three."""
+        latents = self.kv_rank + (self.query_rank or 0)
+        mixed = spec.experts is not None and spec.layers - 1 in spec.experts.layers
+        predictor = spec.layer_vectors(mixed=mixed) + latents + 3 * spec.norm_values
+        return spec.layers * latents + self.mtp_layers * predictor
 
     def spec(self, sequence_length: int, vocab_size: int) -> TransformerSpec:
         """Return the network that these options describe."""

@@ -106,6 +106,7 @@ class T5Options(BaseModel):
             layers=(encoder,) * reads + (decoder,) * (spec.layers - reads),
             positions=0,
             other_weights=2.0 * self.position_buckets * spec.heads,
+            vectors=plain.vectors + (spec.layers - reads + 1) * spec.norm_values,  # before looking, after the encoder
             embedded=sequence_length + length,
             approximations=("attention without its biases because what they cost is the kernel's",),
         )

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from packaging.version import Version
 
 from megatron_run.errors import PluginError
+from megatron_run.errors.install_hint import how_to_add
 
 if TYPE_CHECKING:
     import torch
@@ -36,14 +37,15 @@ def find_deepspeed(device: torch.device) -> Any:
     if find_spec("deepspeed") is None:
         raise PluginError(
             "optimizer=deepspeed needs DeepSpeed, which is not installed",
-            fix=f"{_install('megatron-run-optimizer-deepspeed[library]')}, or {_INSTEAD}",
+            fix=f"{_typed(how_to_add('megatron-run-optimizer-deepspeed', 'library'))}, or {_INSTEAD}",
         )
     found = _installed_version()
     if found is not None and Version(found) < Version(MINIMUM):
+        newer = f"pip install 'deepspeed>={MINIMUM}'"
         raise PluginError(
             f"DeepSpeed {found} is too old for optimizer=deepspeed",
             why=f"{MINIMUM} or newer is needed",
-            fix=f"{_install(f'deepspeed>={MINIMUM}')}, or {_INSTEAD}",
+            fix=f"{_typed(newer)}, or {_INSTEAD}",
         )
     os.environ.setdefault(_DEVICE, device.type)
     try:
@@ -76,9 +78,9 @@ def _installed_version() -> str | None:
         return None
 
 
-def _install(what: str) -> str:
+def _typed(install: str) -> str:
     """The command to type. It compiles no operators: none is used here."""
-    return f"type: DS_BUILD_OPS=0 pip install '{what}'"
+    return f"type: DS_BUILD_OPS=0 {install}"
 
 
 def data_group(context: BuildContext) -> Any:

@@ -13,6 +13,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from megatron_run.errors import DataError
+from megatron_run.errors.install_hint import ENGINE, how_to_add
 from megatron_run.files.foreign_file import read_file
 from megatron_run.files.user_cache import cached, keep
 from megatron_run_engine.data.tokenizer_folder.by_transformers import read_by_transformers
@@ -66,7 +67,7 @@ def read_folder(folder: Path) -> FolderTokenizer | None:
         raise _fault(f"the tokenizer in {folder} is broken", why=" ".join(str(cause).split())) from cause
     if _version("transformers") is None:
         what = f"the tokenizer in {folder} needs transformers"
-        fix = "pip install 'megatron-run-engine[transformers]', or name a file: tokenizer.json of a folder of its own"
+        fix = f"{how_to_add(ENGINE, 'transformers')}, or name a file: tokenizer.json of a folder of its own"
         raise _fault(what, why=why, fix=fix)
     kept = _kept_at(folder)
     if kept is not None and kept.is_file():

@@ -60,11 +60,11 @@ def prepare(
     dry_run: bool,
     as_json: bool,
 ) -> None:
-    """Tokenise INPUTs into the dataset PREFIX, which --plugin data=indexed trains on.
+    """Tokenise INPUTs into the dataset PREFIX.
 
-    INPUT is a file, a folder or a pattern: JSON lines (.jsonl), text (.txt, .md), each also .gz or .zst, and .parquet;
-    or a dataset of the Hugging Face Hub: hf:ORG/NAME[@REVISION], with /FILES for some of it.
-    Killed at any moment, the same command goes on where it stopped.
+    --plugin data=indexed trains on it. INPUT is a file, a folder or a pattern: JSON lines (.jsonl), text (.txt,
+    .md), each also .gz or .zst, and .parquet; or a dataset of the Hugging Face Hub: hf:ORG/NAME[@REVISION], with
+    /FILES for some of it. Killed at any moment, the same command goes on where it stopped.
     """
     from megatron_run_data_indexed.megatron_order import split_bounds
     from megatron_run_data_indexed.options import IndexedOptions
@@ -151,10 +151,11 @@ def clean(  # noqa: PLR0913  # one argument an option
     overwrite: bool,
     as_json: bool,
 ) -> None:
-    """Write those documents of INPUTs that are worth training on, and beside them why each other one is not.
+    """Write the documents of INPUTs that are worth training on.
 
-    A document goes that is too short, in another language, holds words of a test set, or is nearly equal to an earlier
-    one: the rules of the Megatron-LM paper. INPUTs are as `data prepare` reads them.
+    Beside them stands why each other one is not. A document goes that is too short, in another language, holds
+    words of a test set, or is nearly equal to an earlier one: the rules of the Megatron-LM paper. INPUTs are as
+    `data prepare` reads them.
     """
     from megatron_run_data_indexed.preparation import clean as cleaning
     from megatron_run_data_indexed.preparation.document_rules import Rules
@@ -184,7 +185,10 @@ def clean(  # noqa: PLR0913  # one argument an option
 @texts_options(malformed=False)
 @overwrite_option
 def train_tokenizer_(*, texts: Texts, vocab_size: int, kind: str, out: Path, overwrite: bool) -> None:
-    """Train a tokenizer on INPUTs, which `data prepare` describes, and write it as JSON."""
+    """Train a tokenizer on INPUTs, and write it as JSON.
+
+    INPUTs are as `data prepare` reads them.
+    """
     from megatron_run_data_indexed.preparation import records
     from megatron_run_engine.data import train_tokenizer
 
@@ -203,7 +207,10 @@ _PREFIX = click.argument("prefix", type=_PATH)
 @click.option("--check", "whole", is_flag=True, help="Read every token; code 5 if one is outside the vocabulary.")
 @json_option
 def inspect(prefix: Path, *, samples: int, tokenizer: str | None, whole: bool, as_json: bool) -> None:
-    """Show what the dataset PREFIX (.bin and .idx) holds; damage is told with file and byte."""
+    """Show what the dataset PREFIX (.bin and .idx) holds.
+
+    Damage is told with file and byte.
+    """
     from megatron_run_data_indexed.preparation import inspect as inspection
     from megatron_run_engine.data import check_ids
     from megatron_run_engine.data.indexed_files import IndexedReader
@@ -245,9 +252,10 @@ def inspect(prefix: Path, *, samples: int, tokenizer: str | None, whole: bool, a
 def convert(
     source: Path, target: Path, *, tokenizer: str | None, tokens: bool, key: str | None, overwrite: bool, as_json: bool
 ) -> None:
-    """Write a dataset as JSON lines or Parquet, or make one of token ids in such a file.
+    """Write a dataset as JSON lines or Parquet, or the reverse.
 
-    One of SOURCE and TARGET is a dataset's prefix, the other ends in .jsonl, .jsonl.gz or .parquet.
+    A file to be made a dataset holds token ids. One of SOURCE and TARGET is a dataset's prefix, the other ends in
+    .jsonl, .jsonl.gz or .parquet.
     """
     from megatron_run_data_indexed.preparation import import_export as conversion
     from megatron_run_data_indexed.preparation.inspect import tokenizer_of

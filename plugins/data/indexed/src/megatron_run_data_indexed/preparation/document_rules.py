@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 import numpy as np
 
 from megatron_run.errors import InputError
+from megatron_run.errors.install_hint import how_to_add
 from megatron_run.errors.wording import did_you_mean
 from megatron_run_data_indexed.preparation.near_duplicates import Duplicates, shingles
 from megatron_run_data_indexed.preparation.workers import process_pool
@@ -188,7 +189,7 @@ def _require_libraries(rules: Rules) -> None:
     """Raise :class:`InputError` if a rule's library is missing, or a language is none that is known."""
     needed = {"rensa": rules.similarity is not None, "py3langid": bool(rules.languages)}
     for library in (name for name, wanted in needed.items() if wanted and find_spec(name) is None):
-        raise InputError(f"{library} is not installed", fix="pip install 'megatron-run-data-indexed[clean]'")
+        raise InputError(f"{library} is not installed", fix=how_to_add("megatron-run-data-indexed", "clean"))
     if rules.languages:
         from py3langid import rank
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_run.errors import DataError
+from megatron_run.errors.install_hint import how_to_add
 from megatron_run.errors.wording import did_you_mean
 from megatron_run.files.foreign_file import check_file
 from megatron_run_engine.data.user_files import LARGEST, unreadable
@@ -111,4 +112,4 @@ def _naming(path: Path) -> Iterator[None]:
 
 def missing(what: str, extra: str) -> DataError:
     """The error of a library that ``extra`` brings."""
-    return DataError(what, fix=f"pip install 'megatron-run-data-indexed[{extra}]'")
+    return DataError(what, fix=how_to_add("megatron-run-data-indexed", extra))

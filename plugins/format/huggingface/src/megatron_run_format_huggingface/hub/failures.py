@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from urllib.parse import urlsplit
 
 from megatron_run.errors import DataError, InputError, PluginError, RunError
+from megatron_run.errors.install_hint import how_to_add
 from megatron_run_format_huggingface.hub.names import DATASET, HubName
 
 #: How to show who one is.
@@ -32,7 +33,7 @@ def in_one_line(asked: HubName) -> Iterator[None]:
     except ModuleNotFoundError as cause:
         if (cause.name or "").partition(".")[0] != "huggingface_hub":
             raise
-        fix = "type: pip install 'megatron-run-format-huggingface[hub]'"
+        fix = f"type: {how_to_add('megatron-run-format-huggingface', 'hub')}"
         raise PluginError(f"{asked} needs huggingface_hub", why="it is not installed", fix=fix) from cause
     except Exception as cause:
         known = (_of_library(asked, each) or _of_connection(asked, each) for each in (cause, *_causes(cause)))
