@@ -8,6 +8,7 @@ import signal
 import sys
 import uuid
 from collections.abc import Iterator
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -104,6 +105,22 @@ def _torch_is_as_new(request: pytest.FixtureRequest) -> Iterator[None]:
         # torch.manual_seed would also keep a stack trace for CUDA, used or not: half a millisecond.
         torch.default_generator.manual_seed(0)
         assert found == AS_NEW
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection(session: pytest.Session) -> None:
+    """Of a whole run each worker imports a share of the files first.
+
+    In a new checkout importing is mostly compiling, which all workers would do of each file at the same time. So each
+    compiles its share and finds those of the others.
+    """
+    worker = getattr(session.config, "workerinput", None)
+    if worker is None or session.config.args_source != session.config.ArgsSource.TESTPATHS:
+        return
+    files = sorted((session.config.rootpath / "tests").rglob("test_*.py"))
+    for file in files[int(worker["workerid"].removeprefix("gw")) :: worker["workercount"]]:
+        with suppress(Exception, pytest.skip.Exception):  # collecting says it
+            _ = pytest.Module.from_parent(session, path=file).obj
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
