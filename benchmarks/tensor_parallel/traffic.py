@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.support.shape import Shape
@@ -56,6 +55,8 @@ class Traffic(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run ``func`` and count it; DTensors first become the collectives that they stand for."""
+        from torch.distributed.tensor import DTensor  # half a second, the first time
+
         if any(issubclass(each, DTensor) for each in types):
             return NotImplemented
         result = func(*args, **(kwargs or {}))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import pytest
 
@@ -23,22 +23,28 @@ CHECKED = {"cli/src/megatron_run_cli/commands/new_package.py": {"choice"}}
 
 def unquoted(tree: ast.AST) -> Iterator[str]:
     """Expressions in f-strings of ``tree`` that put a path into a command, and not by ``quote``."""
-    quoted = {
-        target.id
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Assign) and ast.unparse(node.value).startswith("quote(")
-        for target in node.targets
-        if isinstance(target, ast.Name)
-    }
-    for node in ast.walk(tree):
+    nodes = [*ast.walk(tree)]
+    for node in nodes:
         before = ""
         for part in node.values if isinstance(node, ast.JoinedStr) else ():
             if isinstance(part, ast.FormattedValue):
-                if BEGUN.search(before) and not names(part.value).isdisjoint(PATHS - quoted):
+                paths = names(part.value) & PATHS if BEGUN.search(before) else set()
+                if paths and paths - quoted(nodes):
                     yield ast.unparse(part.value)
                 before += "_"
             elif isinstance(part, ast.Constant):
                 before += str(part.value)
+
+
+def quoted(nodes: Iterable[ast.AST]) -> set[str]:
+    """The variables that ``nodes`` set to something quoted."""
+    return {
+        target.id
+        for node in nodes
+        if isinstance(node, ast.Assign) and ast.unparse(node.value).startswith("quote(")
+        for target in node.targets
+        if isinstance(target, ast.Name)
+    }
 
 
 def names(node: ast.expr) -> set[str]:

@@ -58,6 +58,8 @@ TARGETS = {
     "torch": r"torch\.(backends|utils\.deterministic)\..*|(kernels|deterministic)\.fill_uninitialized_memory",
     "sys": r"(sys|threading)\.\w+(\[.*)?",
 }
+#: The names that these begin with: other expressions need not be written out, which takes a while.
+OWNERS = {"deterministic", "kernels", "os", "select", "signal", "sys", "threading", "torch", "warnings"}
 FILTERS = re.compile(r"warnings\.(filterwarnings|simplefilter|resetwarnings)")
 
 
@@ -66,6 +68,8 @@ def set_by(tree: ast.AST) -> Iterator[tuple[str, int]]:
     excused = {call for block in ast.walk(tree) if catches(block) for call in ast.walk(block)}
     for node in ast.walk(tree):
         if isinstance(node, ast.Call):
+            if first_name(node.func) not in OWNERS:
+                continue
             name = ast.unparse(node.func)
             yield from ((kind, node.lineno) for kind, calls in CALLS.items() if re.fullmatch(calls, name))
             if FILTERS.fullmatch(name) and node not in excused:
@@ -76,8 +80,15 @@ def set_by(tree: ast.AST) -> Iterator[tuple[str, int]]:
         elif isinstance(node, ast.Assign | ast.AugAssign | ast.Delete):
             for target in [node.target] if isinstance(node, ast.AugAssign) else node.targets:
                 for each in target.elts if isinstance(target, ast.Tuple) else [target]:
-                    text = ast.unparse(each)
+                    text = ast.unparse(each) if first_name(each) in OWNERS else ""
                     yield from ((kind, node.lineno) for kind, name in TARGETS.items() if re.fullmatch(name, text))
+
+
+def first_name(node: ast.AST) -> str:
+    """``os`` of ``os.environ["A"]``; empty where another expression is first."""
+    while isinstance(node, ast.Attribute | ast.Subscript | ast.Call):
+        node = node.func if isinstance(node, ast.Call) else node.value
+    return node.id if isinstance(node, ast.Name) else ""
 
 
 def catches(node: ast.AST) -> bool:

@@ -32,6 +32,8 @@ NAMES = {
     "SummaryWriter", "symlink_to", "TemporaryDirectory", "TemporaryFile", "to_csv", "to_parquet", "tofile", "touch",
     "truncate", "unlink", "write_bytes", "write_table", "write_text",
 }  # fmt: skip
+#: Only of calls of these names the owner is written out, which takes a while.
+_LOOKED_AT = {"open", "replace", "ZipFile", *NAMES, *(name for names in MODULES.values() for name in names)}
 #: What only reads, among the flags of ``os.open``.
 READING = {"O_RDONLY", "O_DIRECTORY", "O_NOFOLLOW", "O_NONBLOCK", "O_CLOEXEC", "_FOLDER"}
 _CLI, _ENGINE, _INFERENCE, _KERNEL, _INDEXED = (
@@ -109,8 +111,10 @@ def writings(tree: ast.AST) -> Iterator[str]:
 
 
 def _written_by(call: ast.Call) -> Iterator[str]:
-    owner = ast.unparse(call.func.value) if isinstance(call.func, ast.Attribute) else ""
     name = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
+    if name not in _LOOKED_AT:
+        return
+    owner = ast.unparse(call.func.value) if isinstance(call.func, ast.Attribute) else ""
     if owner in MODULES:
         if name in MODULES[owner] | NAMES or (name == "open" and not _only_reads(call)):
             yield f"{owner}.{name}"

@@ -62,11 +62,18 @@ def test_list_of_a_kind_without_plugins_says_so(monkeypatch: pytest.MonkeyPatch,
     assert capsys.readouterr() == ("", "megatron-run: no plugin of kind format is installed\n")
 
 
+FEW = ("schedule=acme", "schedule=sequential")
+
+
+def install(monkeypatch: pytest.MonkeyPatch, *few: str) -> None:
+    entries = tuple(entry for entry in scan().entries if str(entry) in few)
+    monkeypatch.setattr("megatron_run_cli.reports.listing.scan", lambda: Catalog(entries))
+
+
 @pytest.fixture
 def few_plugins(monkeypatch: pytest.MonkeyPatch) -> None:
     """Few are installed: each is imported in a process of its own."""
-    entries = tuple(entry for entry in scan().entries if entry.name in ("sequential", "acme"))
-    monkeypatch.setattr("megatron_run_cli.reports.listing.scan", lambda: Catalog(entries))
+    install(monkeypatch, *FEW)
 
 
 @pytest.mark.usefixtures("broken_plugin", "few_plugins")
@@ -78,7 +85,12 @@ def test_a_broken_plugin_is_listed_as_broken(capsys: Output) -> None:
 
 
 @pytest.mark.usefixtures("broken_plugin")
-def test_doctor_looks_at_everything_a_run_needs_and_works_with_a_broken_plugin(capsys: Output) -> None:
+@pytest.mark.parametrize("installed", [pytest.param("all", marks=pytest.mark.nightly), "few"])
+def test_doctor_looks_at_everything_a_run_needs_and_works_with_a_broken_plugin(
+    installed: str, capsys: Output, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if installed == "few":
+        install(monkeypatch, *FEW, "graph-capture=te")
     told = as_json(capsys, "doctor", code=3)
     findings = {each["topic"]: each for each in told}
     topics = {"python", "megatron-run", "torch", "devices", "threads", "communication", "runs folder", "plugin"}

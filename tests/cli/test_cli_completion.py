@@ -23,7 +23,8 @@ from megatron_run.config.request import Request
 from megatron_run.contracts.plugin import COMMAND, KINDS, RUN_KINDS
 from megatron_run.files.latest_run import point_latest_at
 from megatron_run.planning import check_keys
-from megatron_run.registry.discover import scan
+from megatron_run.registry import discover
+from megatron_run.registry.discover import Catalog, scan
 from megatron_run_cli.completion import vocabulary
 from megatron_run_cli.completion.shells import SHELLS, VARIABLE, Bash, script
 from megatron_run_cli.completion.vocabulary import learn, learned
@@ -209,8 +210,15 @@ def test_options_of_a_plugin_that_is_another_now_are_not_proposed() -> None:
     assert "schedule=interleaved" not in learned(replace(catalog, entries=newer)).options
 
 
-def test_the_command_learns_options_that_changed_while_the_plugin_kept_its_version(cache: Path, capsys: Output) -> None:
-    kept = cache / "megatron-run" / "completion" / "keys.json"
+def test_the_command_learns_options_that_changed_while_the_plugin_kept_its_version(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Output
+) -> None:
+    """Of one plugin: each that is installed is imported anew."""
+    few = Catalog(tuple(entry for entry in scan().entries if entry.name == "interleaved"))
+    monkeypatch.setattr(discover, "scan", lambda: few)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert learn(few)
+    kept = tmp_path / "megatron-run" / "completion" / "keys.json"
     content = json.loads(kept.read_text(encoding="utf-8"))
     del content["plugins"]["schedule=interleaved"][1]["group_size"]
     kept.write_text(json.dumps(content), encoding="utf-8")

@@ -48,7 +48,17 @@ def environment_of_torch(folder: Path, words: tuple[str, ...], **variables: str)
     return found
 
 
-@pytest.mark.parametrize("words", COMMANDS.values(), ids=COMMANDS)
+#: The others load torch by the same ways, and the same program prepares each before it is read.
+BY_DAY = ("train", "import", "plugins check")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        pytest.param(words, id=name, marks=[pytest.mark.nightly] * (name not in BY_DAY))
+        for name, words in COMMANDS.items()
+    ],
+)
 def test_torch_finds_the_settings_of_a_local_rank(words: tuple[str, ...], tmp_path: Path) -> None:
     found = environment_of_torch(tmp_path, words)
     cores = str(available_cores())

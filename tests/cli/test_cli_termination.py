@@ -65,8 +65,17 @@ def started(name: str, texts: Path, folder: Path) -> Iterator[tuple[subprocess.P
                 os.killpg(process.pid, signal.SIGKILL)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-@pytest.mark.parametrize("name", SLOW)
+@pytest.mark.parametrize(
+    ("name", "number"),
+    [
+        ("prepare", signal.SIGINT),
+        ("prepare", signal.SIGTERM),
+        ("prepare", signal.SIGKILL),
+        ("clean", signal.SIGTERM),  # which has a file of its own to remove, and the same workers
+        pytest.param("clean", signal.SIGINT, marks=pytest.mark.nightly),
+        pytest.param("clean", signal.SIGKILL, marks=pytest.mark.nightly),
+    ],
+)
 def test_a_command_ends_with_its_processes(name: str, number: signal.Signals, texts: Path, tmp_path: Path) -> None:
     with started(name, texts, tmp_path) as (process, workers):
         if number == signal.SIGINT:

@@ -13,6 +13,7 @@ from megatron_run.registry.load import load
 from megatron_run.registry.loaded_plugin import Plugin
 from megatron_run_testing import Check, CheckFailed
 from tests.support.decoders import DECODERS
+from tests.support.installed import read_once
 
 Options = Mapping[str, object]
 
@@ -45,8 +46,14 @@ VARIANTS: Mapping[str, Mapping[str, Options]] = {
 }
 
 
-def installed_plugins() -> Iterator[tuple[str, Plugin]]:
+@cache
+def installed_plugins() -> tuple[tuple[str, Plugin], ...]:
     """Every installed plugin of every kind with its options, under the name to show."""
+    with read_once():
+        return tuple(_installed_plugins())
+
+
+def _installed_plugins() -> Iterator[tuple[str, Plugin]]:
     for entry in scan().entries:
         plugin, base = load(entry, "the conformance suite"), {**SMALL.get(entry.kind, {}), **SMALL.get(str(entry), {})}
         if str(plugin) == "data=indexed":

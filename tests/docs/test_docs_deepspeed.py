@@ -97,6 +97,7 @@ def known_keys(rank: int, world: int) -> tuple[set[str], set[str]]:
     return whole, words
 
 
+@pytest.mark.nightly  # importing DeepSpeed takes seconds; by day every row is tried, and no key comes twice
 @pytest.mark.multiproc
 @pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs DeepSpeed")
 def test_the_keys_are_deepspeeds_and_its_sections_are_whole() -> None:

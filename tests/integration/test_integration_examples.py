@@ -18,8 +18,8 @@ EXAMPLES = examples()
 pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(300)]
 #: What an example needs that is not installed everywhere, by command.
 LIBRARIES = {"eval harness": "lm_eval", "data clean": "rensa"}
-#: What makes an example quick: a training is planned, and not run.
-MORE = {"finetune": ("--dry-run",)}
+#: What makes an example quick: trainings are planned, and not run. Tests of these commands run short ones.
+MORE = {"finetune": ("--dry-run",), "sweep": ("--print-commands",)}
 #: Examples whose outputs, here as patterns, others read.
 FIRST = {"data train-tokenizer": "tokenizer.json", "data prepare": "texts.*"}
 
@@ -59,3 +59,9 @@ def test_an_example_works_as_it_is_printed(command: str, place: Path, tmp_path: 
     for made in folder.glob(FIRST.get(command, "nothing")):
         made.unlink()
     run_in(folder, *command.split(), *shlex.split(EXAMPLES[command]), *MORE.get(command, ()))
+
+
+@pytest.mark.nightly
+def test_the_example_of_a_sweep_trains_all_its_runs(place: Path) -> None:
+    """Ten, of ten seconds each."""
+    run_in(place, "sweep", *shlex.split(EXAMPLES["sweep"]))

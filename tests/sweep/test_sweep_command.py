@@ -15,6 +15,7 @@ from megatron_run_cli.main import main
 from megatron_run_sweep.commands.starting import run_process
 from megatron_run_sweep.record import RECORD, read_sweep
 from tests.support.commands import run_command, started
+from tests.support.forked import forked_command
 from tests.support.processes import alive, wait_until
 
 TINY = ("preset:tiny", "--set", "model.num_layers=1", "--set", "train.steps=4", "--set", "run.threads=1")
@@ -130,6 +131,18 @@ def test_a_process_of_a_run_gives_its_code_and_its_last_line(tmp_path: Path) -> 
         assert run_process(("--version",), output, "") == 0
         assert run_process(("nonsense",), output, "") == 2
     assert "'nonsense' is neither a command nor a configuration" in (tmp_path / "log").read_text()
+
+
+@pytest.mark.multiproc
+def test_a_sweep_trains_and_reads_what_its_run_came_to(tmp_path: Path) -> None:
+    """One run, for which the command is started: how several are led and compared, test_sweep_training holds."""
+    done = forked_command(("sweep", *TINY, "--over", "train.lr=1e-3", "--json"), tmp_path)
+    assert done.returncode == 0, done.stderr
+    (run,) = json.loads(done.stdout)["runs"]
+    assert run["state"] == "finished"
+    assert run["step"] == 4
+    evaluations = (tmp_path / "runs" / "sweep" / "run-000" / "eval.jsonl").read_text().splitlines()
+    assert run["metric"] == json.loads(evaluations[-1])["loss"]
 
 
 def _steps(folder: Path) -> int:

@@ -10,15 +10,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    PrepareModuleOutput,
-    RowwiseParallel,
-    loss_parallel,
-    parallelize_module,
-)
 from torch.nn import functional as F
 
 from benchmarks.support.shape import Shape
@@ -116,6 +107,9 @@ def _plan(layers: int) -> dict[str, Any]:
     The input of query, key and value is made a DTensor once: their three gradients then add up before the one
     all-reduce, which takes less time than three.
     """
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleOutput, RowwiseParallel
+
     plan: dict[str, Any] = {
         "embedding.word": RowwiseParallel(input_layouts=Replicate()),
         "output": ColwiseParallel(output_layouts=Shard(-1), use_local_output=False),
@@ -135,6 +129,10 @@ class DTensorStep:
     """A step of :class:`PlainGpt` with the whole ``weights``, split over all ranks."""
 
     def __init__(self, shape: Shape, batch: Batch, weights: Weights) -> None:
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.tensor.parallel import loss_parallel, parallelize_module  # half a second of imports
+
+        self._loss_parallel = loss_parallel
         self.ranks, self._batch, self._losses = dist.get_world_size(), batch, list[Tensor]()
         model = PlainGpt(shape)
         model.load_state_dict(weights)
@@ -147,7 +145,7 @@ class DTensorStep:
 
     def step(self) -> None:
         """Forward and backward of every microbatch."""
-        with loss_parallel():
+        with self._loss_parallel():
             for tokens, labels in self._batch:
                 total = F.cross_entropy(self._model(tokens).flatten(0, 1), labels.flatten(), reduction="sum")
                 loss = total * self._batch.scale
@@ -161,5 +159,7 @@ class DTensorStep:
 
 
 def _whole(tensor: Tensor | None) -> Tensor:
+    from torch.distributed.tensor import DTensor
+
     assert tensor is not None  # every parameter is used
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

@@ -17,7 +17,7 @@ from megatron_run.planning import ResolvedRun, resolve
 from megatron_run.registry.discover import scan
 from megatron_run_cli.reports import keys
 from megatron_run_cli.reports.config_report import show_json
-from megatron_run_cli.reports.keys import explain, installed_plugins
+from megatron_run_cli.reports.keys import explain, installed_plugins, model_keys
 from megatron_run_engine.run_folder.changes import check_names
 
 #: What a plugin cannot do without.
@@ -38,9 +38,11 @@ PLUGINS = sorted(f"{entry.kind}={entry.name}" for entry in scan().entries if ent
 
 @pytest.fixture(scope="module", autouse=True)
 def _asked_once() -> Iterator[None]:
-    """Every installed plugin is imported once."""
+    """Every installed plugin is imported once, and its options are described once."""
+    described = cache(lambda *model: tuple(model_keys(*model)))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(keys, "installed_plugins", cache(installed_plugins))
+        patch.setattr(keys, "model_keys", lambda *model: iter(described(*model)))
         yield
 
 

@@ -45,7 +45,7 @@ def sums_and_gathers(rank: int, world: int) -> dict[str, Any]:
 
 
 @pytest.mark.multiproc
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.nightly), 4])
 def test_shares_are_summed_as_an_all_reduce_does_and_gathered_whole(world: int) -> None:
     whole = [float(rank) for rank in range(world) for _ in range(LENGTH // world)]
     for found in run_ranks(sums_and_gathers, world):

@@ -6,6 +6,7 @@ import json
 import shutil
 import time
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from socket import gethostname
 from unittest import mock
@@ -31,10 +32,11 @@ from tests.support.forked import forked_command
 from tests.support.hub_server import Hub, serving
 
 pytest.importorskip("huggingface_hub")
-pytest.importorskip("transformers")
 
-#: Of httpx, about how the library sends files.
-pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=")
+pytestmark = [
+    pytest.mark.skipif(find_spec("transformers") is None, reason="needs transformers"),  # a second of imports
+    pytest.mark.filterwarnings("ignore:Use 'content="),  # httpx's, about how the library sends files
+]
 
 Output = pytest.CaptureFixture[str]
 #: What is read of a model, and what lies beside it in a repository and is not.
