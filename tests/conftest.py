@@ -7,11 +7,10 @@ import os
 import signal
 import sys
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -50,9 +49,6 @@ collect_ignore = [
     }.items()
     if find_spec(library) is None
 ]
-
-#: Where the fork servers of a run's workers listen.
-_SHARED = pytest.StashKey[Sequence[Any]]()
 
 #: Every process that a test starts inherits this variable, and can be found by it even when its parent is gone.
 MARK = "TESTED_BY"
@@ -121,33 +117,16 @@ def _torch_is_as_new(request: pytest.FixtureRequest) -> Iterator[None]:
         assert found == AS_NEW
 
 
-def _is_whole(config: pytest.Config) -> bool:
-    return config.args_source == config.ArgsSource.TESTPATHS
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_configure_node(node: Any) -> None:
-    """What the workers of a whole run share, the process that leads them starts once."""
-    from tests.support.shared_servers import start_shared
-
-    stash = node.config.stash
-    if _is_whole(node.config):
-        node.workerinput["fork_servers"] = stash[_SHARED] = stash.get(_SHARED, None) or start_shared()
-
-
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection(session: pytest.Session) -> None:
-    """A worker of a whole run forks by the shared servers, and imports a share of the files first.
+    """Of a whole run each worker imports a share of the files first.
 
     In a new checkout importing is mostly compiling, which all workers would do of each file at the same time. So each
     compiles its share and finds those of the others.
     """
     worker = getattr(session.config, "workerinput", None)
-    if worker is None or not _is_whole(session.config):
+    if worker is None or session.config.args_source != session.config.ArgsSource.TESTPATHS:
         return
-    from tests.support.shared_servers import use_shared
-
-    use_shared(worker["fork_servers"])
     files = sorted((session.config.rootpath / "tests").rglob("test_*.py"))
     for file in files[int(worker["workerid"].removeprefix("gw")) :: worker["workercount"]]:
         with suppress(Exception, pytest.skip.Exception):  # collecting says it

@@ -24,10 +24,9 @@ from tests.support.ranks import CONTEXT
 
 T = TypeVar("T")
 
-#: Forks from a process that has Triton loaded as its interpreter.
-SERVER = forkserver.ForkServer()
-SERVER.set_forkserver_preload(["pytest", "torch", "triton", "megatron_run_testing.ranks"])
-SERVERS.append(SERVER)
+_SERVER = forkserver.ForkServer()
+_SERVER.set_forkserver_preload(["pytest", "torch", "triton", "megatron_run_testing.ranks"])
+SERVERS.append(_SERVER)
 
 
 def interpreted(function: Callable[..., T], *arguments: Any, timeout: float = 240) -> T:
@@ -38,8 +37,8 @@ def interpreted(function: Callable[..., T], *arguments: Any, timeout: float = 24
     pytest.importorskip("triton")
     reader, writer = CONTEXT.Pipe(duplex=False)
     with reader:
-        with writer, mock.patch.object(forkserver, "connect_to_new_process", SERVER.connect_to_new_process):
-            start_server()
+        with writer, mock.patch.object(forkserver, "connect_to_new_process", _SERVER.connect_to_new_process):
+            _start_server()
             process = CONTEXT.Process(target=_answer, args=(writer, function, arguments))
             process.start()
         try:
@@ -52,12 +51,12 @@ def interpreted(function: Callable[..., T], *arguments: Any, timeout: float = 24
     return found
 
 
-def start_server() -> None:
-    """Start what outlives a test on purpose, and so has no mark by which leftovers are found."""
+def _start_server() -> None:
+    """It outlives a test on purpose, and so has no mark by which leftovers are found."""
     resource_tracker.ensure_running()
     with mock.patch.dict(os.environ, {"TRITON_INTERPRET": "1"}):
         os.environ.pop("TESTED_BY", None)
-        SERVER.ensure_running()
+        _SERVER.ensure_running()
 
 
 def _answer(pipe: Connection, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
