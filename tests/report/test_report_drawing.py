@@ -140,3 +140,12 @@ def test_a_step_that_cannot_be_drawn_says_why(keys: dict[str, object], why: str)
     drawn = step_drawn({**KEYS, **keys}, 4)
     assert drawn.picture == ""
     assert why in drawn.note
+
+
+def test_an_axis_may_begin_at_zero_however_little_its_values_differ() -> None:
+    """As that of memory, of which a part is the question."""
+    lines = [Line(0, "", curve({1: 0.306, 2: 0.308}), "plain")]
+    for from_zero, first in ((True, "0"), (False, "0.306")):
+        root = ElementTree.fromstring(chart("Memory", "GiB", lines, may_log=False, from_zero=from_zero))
+        ticks = [each.text for each in root.iter("text") if each.get("text-anchor") == "end"]
+        assert ticks[0] == first

@@ -33,12 +33,13 @@ LETTERS = "AB"
 
 
 class Kind(NamedTuple):
-    """A curve's title, the unit of its values, how it is drawn, and whether their logarithm may be."""
+    """A curve's title, the unit of its values, how it is drawn, whether their logarithm may be, and that 0 is shown."""
 
     title: str
     unit: str
     how: Literal["noise", "mark", "plain"] = "noise"
     may_log: bool = True
+    from_zero: bool = False
 
 
 #: The curves of every run, by field, as they are shown.
@@ -48,7 +49,7 @@ _CURVES = {
     "lr": Kind("Learning rate", "rate", "plain", may_log=False),
     "tokens_per_s": Kind("Throughput", "tokens per second"),
     "step_time_s": Kind("Time of a step", "seconds"),
-    "memory_peak_gib": Kind("Peak memory of rank 0", "GiB", "plain", may_log=False),
+    "memory_peak_gib": Kind("Peak memory of rank 0", "GiB", "plain", may_log=False, from_zero=True),
     "tflops_per_device": Kind("Arithmetic per device", "TFLOP/s"),
     "mfu": Kind("Model FLOPs utilisation", "share of the peak", may_log=False),
     "loss_scale": Kind("Loss scale", "factor", "plain"),
@@ -178,7 +179,8 @@ def _figure(kind: Kind, curves: Sequence[Curve | None]) -> Figure | None:
     rows = tuple(
         (LETTERS[run] if len(curves) > 1 else "", *_numbers(curve)) for run, curve in enumerate(curves) if curve
     )
-    return Figure(kind.title, chart(kind.title, kind.unit, lines, may_log=kind.may_log), rows)
+    picture = chart(kind.title, kind.unit, lines, may_log=kind.may_log, from_zero=kind.from_zero)
+    return Figure(kind.title, picture, rows)
 
 
 def _numbers(curve: Curve) -> Iterator[str]:
