@@ -13,7 +13,6 @@ import pytest
 
 from megatron_run.errors import ExitCode
 from megatron_run.errors.install_hint import how_to_install
-from megatron_run.files.latest_run import point_latest_at
 from megatron_run.planning import load_config
 from megatron_run.registry.discover import Catalog, scan
 from megatron_run_cli.main import main
@@ -68,18 +67,6 @@ def test_the_best_ten_are_ranked_with_what_limits_them(capsys: Output) -> None:
     assert all("; " in row for row in rows)
     assert any(line.startswith("best: ") for line in lines)
     assert any(line.startswith("next: add --write best.yaml, then megatron-run best.yaml --dry-run") for line in lines)
-
-
-@pytest.mark.parametrize("words", ["--size 1.3B --gpus 8 --as-is", "schedule preset:tiny --set parallel.pipeline=2"])
-def test_a_device_that_nobody_named_is_told_and_memory_has_its_unit(words: str, capsys: Output) -> None:
-    assert main(["plan", *words.split()]) == 0
-    out, err = capsys.readouterr()
-    assert err.startswith("megatron-run: planned for A100 80 GB, as no --device is named; ")
-    head, *rows = (line for line in out.splitlines() if line[:9].strip() == "step" or line[7:9] == "s ")
-    end = head.index("memory") + len("memory")
-    assert {row[end - 4 : end] for row in rows} == {" GiB"}
-    assert main(["plan", *words.split(), "--device", "h100"]) == 0
-    assert capsys.readouterr().err == ""
 
 
 def test_a_model_may_not_fit(capsys: Output) -> None:
@@ -395,16 +382,3 @@ def test_a_gpu_that_is_not_there_is_not_measured(
     assert main(["plan", "calibrate", "--device", "cuda", "--output", str(file)]) == ExitCode.INPUT
     assert "torch sees none" in capsys.readouterr().err
     assert not file.exists()
-
-
-def test_a_step_of_the_latest_run_joins_the_timeline(
-    capsys: Output, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    run = tmp_path / "runs" / "20260102-030405-abcd"
-    run.mkdir(parents=True)
-    (run / "step-2.json").write_text('{"traceEvents": []}')
-    point_latest_at(run)
-    words = "preset:tiny --gpus 1 --device a100 --as-is --timeline x.json --beside runs/latest/step-2.json"
-    assert main(["plan", *words.split()]) == 0, capsys.readouterr().err
-    assert json.loads((tmp_path / "x.json").read_text())["traceEvents"]

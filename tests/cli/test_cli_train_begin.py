@@ -13,6 +13,7 @@ from megatron_run.errors import ExitCode, RunError
 from megatron_run_cli.commands.train import ANNOUNCED
 from megatron_run_cli.main import main
 from megatron_run_cli.termination import Terminated
+from tests.support.commands import world_of_two
 
 Output = pytest.CaptureFixture[str]
 SAID = f"megatron-run: {ANNOUNCED}\n"
@@ -48,6 +49,12 @@ def test_it_says_what_it_does_before_it_loads_anything(
     assert resolving.before == line
 
 
+def test_a_launcher_that_did_not_start_it_is_told_alone(capsys: Output) -> None:
+    assert main(["--launch", "torchrun", "preset:tiny"]) == ExitCode.INPUT
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "this process was not started by torchrun" in line
+
+
 def test_a_misspelt_key_is_told_alone(capsys: Output) -> None:
     assert main(["preset:tiny", "--set", "train.stepz=3"]) == ExitCode.INPUT
     (line,) = capsys.readouterr().err.splitlines()
@@ -72,6 +79,7 @@ def test_of_the_ranks_of_a_job_the_first_says_it(
     rank: str, line: str, capsys: Output, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("megatron_run_engine.launch.launch", Resolving(str, RunError("the end")), raising=False)
-    monkeypatch.setenv("SLURM_PROCID", rank)
+    for name, value in world_of_two(int(rank), 1).items():
+        monkeypatch.setenv(name, value)
     assert main(["preset:tiny"]) == ExitCode.INPUT
     assert capsys.readouterr().err == f"{line}megatron-run: the end\n"

@@ -118,6 +118,20 @@ def test_a_page_has_every_part_of_a_run(tmp_path: Path) -> None:
     assert len([*pictures(text)]) >= 8
 
 
+def test_the_axis_of_memory_begins_at_zero_and_a_figure_has_no_band_for_what_nobody_points_at(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "one")
+    write_lines(run / "metrics.jsonl", [step_row(step, memory_peak_gib=30 + step / 100) for step in range(1, 9)])
+    text = page([Record(run)])
+    memory = next(each for each in pictures(text) if each.get("aria-label") == "Peak memory of rank 0 over steps")
+    assert "GiB" in {each.text for each in memory.iter("text")}
+    assert next(each.text for each in memory.iter("text") if each.get("text-anchor") == "end") == "0"
+    style = re.findall(r"\.readout \{(.*?)\}", text)[0]
+    height, margin = (re.search(pattern, style) for pattern in (r"\bheight: (\d+)px", r"margin: -(\d+)px"))
+    assert height
+    assert margin
+    assert height[1] == margin[1], "it lies over the word below the axis while somebody points"
+
+
 def test_the_step_of_many_microbatches_is_whole_and_keeps_its_width(tmp_path: Path) -> None:
     run = make_run(tmp_path / "one")
     plan = json.loads((run / "plan.json").read_text())

@@ -73,3 +73,12 @@ def test_lines_that_end_at_one_place_have_letters_above_each_other() -> None:
 def test_one_value_alone_is_a_mark() -> None:
     root = ElementTree.fromstring(chart("x", "", [Line(0, "", curve({7: 2.0}))]))
     assert len([*root.iter("circle")]) == 1
+
+
+def test_an_axis_may_begin_at_zero_however_little_its_values_differ() -> None:
+    """As that of memory, of which a part is the question."""
+    lines = [Line(0, "", curve({1: 0.306, 2: 0.308}), "plain")]
+    for from_zero, first in ((True, "0"), (False, "0.306")):
+        root = ElementTree.fromstring(chart("Memory", "GiB", lines, may_log=False, from_zero=from_zero))
+        ticks = [each.text for each in root.iter("text") if each.get("text-anchor") == "end"]
+        assert ticks[0] == first

@@ -69,6 +69,17 @@ def test_the_legend_names_the_operations_that_occur_and_the_chunks() -> None:
     assert names == ["forward", "backward", "wait", "warm-up", "steady", "cool-down", "chunk 0", "chunk 1"]
 
 
+def test_the_legend_of_a_chunk_has_the_colours_in_which_its_operations_are_drawn() -> None:
+    picture = drawn(interleaved_plan())
+    (legend,) = (each for each in picture.iter(f"{SVG}g") if each.get("id") == "legend")
+    swatches = [each.get("fill") for each in legend.iter(f"{SVG}rect")]
+    style = picture.findtext(f"{SVG}style", "")
+    fills = {
+        line[1:3]: line.partition("fill: ")[2].partition(";")[0] for line in style.splitlines() if "fill: #" in line
+    }
+    assert swatches[-4:] == [fills[name] for name in ("F0", "B0", "F1", "B1")]
+
+
 def test_chunks_and_operations_have_colours_of_their_own() -> None:
     style = drawn(interleaved_plan()).findtext(f"{SVG}style", "")
     fills = [line.partition("fill: ")[2] for line in style.splitlines() if line[:3] in (".F0", ".F1", ".B0", ".B1")]

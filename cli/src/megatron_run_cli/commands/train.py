@@ -9,6 +9,7 @@ import hashlib
 import os
 import re
 import sys
+from contextlib import suppress
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -133,7 +134,7 @@ def train(  # noqa: PLR0913  # one argument an option: so click calls it
     silent = (lambda _: None) if quiet else tell
     with ended_with(NOT_BEGUN):
         if not (quiet or as_json):
-            _announce(request)
+            _announce(request, mode)
         from megatron_run_engine.launch import LaunchOptions, launch
     options = LaunchOptions(sys.argv[1:], quiet=quiet or as_json, debug=debug, max_restarts=max_restarts, tell=silent)
     result = launch(request, options, mode)
@@ -144,26 +145,20 @@ def train(  # noqa: PLR0913  # one argument an option: so click calls it
     return int(result.code)
 
 
-def _announce(request: Request) -> None:
+def _announce(request: Request, mode: LaunchMode) -> None:
     """Say what is done, before the seconds in which nothing else can be said; a misspelt key is refused first.
 
     Of the ranks of torchrun and Slurm the first says it; there each checks, and refuses, the whole.
     """
-    ranks = {os.environ[name] for name in ("RANK", "SLURM_PROCID") if name in os.environ}
-    if not ranks:
-        from megatron_run.planning import check_keys
+    from megatron_run.planning import check_keys
+    from megatron_run_engine.host.environments import find_world
 
+    world = find_world(os.environ, mode)
+    if world is None:
         check_keys(request)
-    if ranks <= {"0"} and _has_torch():
-        tell(ANNOUNCED)
-
-
-def _has_torch() -> bool:
-    """Whether there is an engine that can train; what lacks is told by what needs it."""
-    try:
-        return find_spec("megatron_run_engine") is not None and find_spec("torch") is not None
-    except ModuleNotFoundError:
-        return False
+    with suppress(ModuleNotFoundError):  # what lacks is told by what needs it
+        if find_spec("torch") and (world is None or world.rank == 0):
+            tell(ANNOUNCED)
 
 
 def _as_json(result: RunResult) -> dict[str, object]:

@@ -16,12 +16,13 @@ from megatron_run_engine.run_folder.curves import read_evaluations, read_metrics
 
 
 class Kind(NamedTuple):
-    """A curve's title, the unit of its values, how it is drawn, and whether their logarithm may be."""
+    """A curve's title, the unit of its values, how it is drawn, whether their logarithm may be, and that 0 is shown."""
 
     title: str
     unit: str
     how: How = "noise"
     may_log: bool = True
+    from_zero: bool = False
 
 
 #: The curves of every run, by field, in the order in which they are shown.
@@ -31,7 +32,7 @@ QUANTITIES: Mapping[str, Kind] = {
     "lr": Kind("Learning rate", "rate", "plain", may_log=False),
     "tokens_per_s": Kind("Throughput", "tokens per second"),
     "step_time_s": Kind("Time of a step", "seconds"),
-    "memory_peak_gib": Kind("Peak memory of rank 0", "GiB", "plain", may_log=False),
+    "memory_peak_gib": Kind("Peak memory of rank 0", "GiB", "plain", may_log=False, from_zero=True),
     "tflops_per_device": Kind("Arithmetic per device", "TFLOP/s"),
     "mfu": Kind("Model FLOPs utilisation", "share of the peak", may_log=False),
     "loss_scale": Kind("Loss scale", "factor", "plain"),
@@ -96,4 +97,5 @@ def _charts(runs: Sequence[Mapping[str, Curve]], names: Sequence[str], *, apart:
         if joined and name == "loss":
             kind = kind._replace(title="Loss in training, and of validation (squares)")
             lines.append(Line(1, "", runs[0]["validation.loss"], "mark"))
-        yield Titled(kind.title, chart(kind.title, kind.unit, lines, may_log=kind.may_log))
+        picture = chart(kind.title, kind.unit, lines, may_log=kind.may_log, from_zero=kind.from_zero)
+        yield Titled(kind.title, picture)

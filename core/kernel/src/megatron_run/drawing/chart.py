@@ -41,14 +41,14 @@ class Line(NamedTuple):
         return self.curve.points
 
 
-def chart(title: str, unit: str, lines: Sequence[Line], *, may_log: bool = True) -> str:
-    """The picture of ``lines``; ``unit`` is that of their values."""
+def chart(title: str, unit: str, lines: Sequence[Line], *, may_log: bool = True, from_zero: bool = False) -> str:
+    """The picture of ``lines``; ``unit`` is that of their values, whose axis may begin at zero."""
     points = [point for line in lines for point in line.points]
     last = max(line.curve.last.step for line in lines)
     first = min(line.curve.first.step for line in lines)
     across = Scale(first, last if last > first else first + 1, LEFT, WIDTH - RIGHT)
     lows, highs = [point.low for point in points], [point.high for point in points]
-    up = scale_for(min(lows), max(highs), HEIGHT - BOTTOM, TOP, may_log=may_log)
+    up = scale_for(min(0.0, *lows) if from_zero else min(lows), max(highs), HEIGHT - BOTTOM, TOP, may_log=may_log)
     where = f' data-x="{LEFT},{WIDTH - RIGHT},{across.low:.9g},{across.high:.9g}"'
     steps = [(across.at(tick), tick_text(tick)) for tick in across.ticks(4) if float(tick).is_integer()]
     parts = [begin(f"{title} over steps", where), *axes(up, steps, "step", unit)]

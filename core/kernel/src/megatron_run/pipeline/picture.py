@@ -176,16 +176,21 @@ class _Canvas:
         yield from swatches(entries, top)
         if self._plan.chunks > 1:
             shown = range(min(self._plan.chunks, 8))
-            shades = [(_shade(COLOURS["F"], chunk, self._plan.chunks), f"chunk {chunk}") for chunk in shown]
-            yield from swatches(shades, top + SWATCH + 8)
+            yield from swatches([(self._colours(chunk), f"chunk {chunk}") for chunk in shown], top + SWATCH + 8)
         yield "</g>"
+
+    def _colours(self, chunk: int) -> str:
+        """The colours of the operations of ``chunk``, for a legend."""
+        return " ".join(_shade(COLOURS[op], chunk, self._plan.chunks) for op in self._ops)
 
 
 def swatches(entries: Sequence[tuple[str, str]], top: float) -> Iterator[str]:
-    """A row of a legend: pairs of a colour and what it stands for."""
+    """A row of a legend: pairs of a colour, or several with spaces between them, and what it stands for."""
     x = float(MARGIN)
-    for colour, meaning in entries:
-        yield f'<rect x="{x:g}" y="{top:g}" width="{SWATCH}" height="{SWATCH}" fill="{colour}" stroke="#5a5a5a"/>'
+    for colours, meaning in entries:
+        for index, colour in enumerate(colours.split()):
+            x += SWATCH * (index > 0)
+            yield f'<rect x="{x:g}" y="{top:g}" width="{SWATCH}" height="{SWATCH}" fill="{colour}" stroke="#5a5a5a"/>'
         yield f'<text x="{x + SWATCH + 5:g}" y="{top + SWATCH - 3:g}">{meaning}</text>'
         x += SWATCH + 5 + len(meaning) * 7.2 + 14
 

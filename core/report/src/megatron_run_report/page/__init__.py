@@ -153,7 +153,8 @@ def _figure(kind: Kind, curves: Sequence[Curve | None]) -> Figure | None:
     rows = tuple(
         (LETTERS[run] if len(curves) > 1 else "", *_numbers(curve)) for run, curve in enumerate(curves) if curve
     )
-    return Figure(kind.title, Markup(chart(kind.title, kind.unit, lines, may_log=kind.may_log)), rows)
+    picture = chart(kind.title, kind.unit, lines, may_log=kind.may_log, from_zero=kind.from_zero)
+    return Figure(kind.title, Markup(picture), rows)
 
 
 def _numbers(curve: Curve) -> Iterator[str]:
