@@ -26,8 +26,8 @@ from tests.support.scratch import LEAKS, Scratch
 THERE = "~/walk"
 
 _STEP = re.compile(r"^(?:<!-- file: \S+ -->\n\n```.*?^```$|```shellsession\n.*?^```$)", re.DOTALL | re.MULTILINE)
-#: What differs between two runs: the run folder's name, durations, how far a run came before Ctrl-C, and the rate in the
-#: last column of a table.
+#: What differs between two runs: the run folder's name, durations, how far a run came before Ctrl-C, and the rate in
+#: the last column of a table.
 _VARIES = re.compile(
     r"\d{8}-\d{6}-[0-9a-f]{4}|(?<= in )[\d.]+(?= ?s$)|(?<=SIGINT: step )\d+|(?<=  )[\d,]+$", re.MULTILINE
 )
