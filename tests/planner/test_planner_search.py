@@ -41,10 +41,14 @@ def search(schedules: Schedules, memory: float = 80 * 2**30, ranks: int = 4) -> 
     return Search(MODEL, ranks, 32, A100.model_copy(update={"memory": memory}), schedules)
 
 
-def test_a_step_that_is_one_graph_has_no_pipeline(schedules: Schedules) -> None:
-    found = Search(MODEL, 4, 32, A100, schedules, one_graph=True).run(keep=1000)
+@pytest.mark.parametrize(("capture", "tensor"), [("partial", {1, 2, 4}), ("compile", {1})])
+def test_a_step_that_is_one_graph_is_split_as_its_graph_allows(
+    capture: str, tensor: set[int], schedules: Schedules
+) -> None:
+    found = Search(MODEL, 4, 32, A100, schedules, one_graph=capture).run(keep=1000)
     assert {each.split.pipeline for each in found.best} == {1}
-    assert all(each.split.one_graph for each in found.best)
+    assert {each.split.tensor for each in found.best} == tensor
+    assert {each.split.one_graph for each in found.best} == {capture}
     assert found.pruned["no graph of a step holds a pipeline"]
 
 

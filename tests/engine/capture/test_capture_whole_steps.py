@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import pytest
 from torch import Tensor
+from torch.nn import Parameter
 
 from megatron_run.config.request import Request
 from megatron_run.errors import GraphCaptureError, InputError, PluginError, Problems
 from megatron_run.planning import resolve
 from megatron_run_cli.reports.dry_run import dry_run_json, dry_run_text
+from megatron_run_engine.runtime import GradientAccumulator
 from megatron_run_engine.runtime.execute import Executor, StepRecord
 from megatron_run_engine.training.loss_weights import LossWeights
 from megatron_run_engine.training.trainer import Trainer
-from megatron_run_graph_capture_compile.compiled import CompiledRegion
+from megatron_run_graph_capture_compile.compiled import CompiledRegion, Graphs, GraphStore
+from megatron_run_graph_capture_compile.graph_trace import Trace
 from tests.support.training import Seen, train_here, train_many
 
 LITTLE = (
@@ -123,6 +126,26 @@ def test_the_executor_runs_no_more_once_a_step_is_captured(plugin: str, monkeypa
     assert len(calls) == 1 + 1 + evaluation  # the eager step, the recording
 
 
+@pytest.mark.parametrize("plugin", [STEP, COMPILED], ids=["partial", "compile"])
+def test_a_late_capture_counts_gradients_as_replays_of_it_do(plugin: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By then the first step has taught how often each gradient arrives, and buckets leave with the last arrival."""
+    counted, arrived = list[int](), GradientAccumulator.arrived
+
+    def listed(self: GradientAccumulator, parameters: Iterable[Parameter]) -> None:
+        counted.append(len(given := list(parameters)))
+        arrived(self, given)
+
+    monkeypatch.setattr(GradientAccumulator, "arrived", listed)
+    sets = ("train.steps=5", "optimizer.bucket_size=2000")
+    eager, late = (
+        train_here(0, 1, request(("optimizer=zero1",), sets, *more).to_json())
+        for more in ((), (f"{plugin},capture_after=2",))
+    )
+    assert (late.losses, late.weights) == (eager.losses, eager.weights)
+    assert late.captured
+    assert counted[-1] >= 4 * 10, "each microbatch adds to each parameter"
+
+
 def test_the_graph_holds_what_was_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each region runs compiled for each microbatch, once, when the step is recorded."""
     calls, forward = list[CompiledRegion](), CompiledRegion.forward
@@ -218,11 +241,20 @@ def test_a_dry_run_plans_compiled_regions_and_the_graph_that_holds_them() -> Non
     assert (captured.captured.regions, captured.captured.graphs) == (planned["regions"], planned["graphs"])
 
 
-def test_a_compiled_step_that_fits_no_more_is_compiled_again() -> None:
+def test_a_compiled_step_that_fits_no_more_is_recorded_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """A batch that grows: its steps, in between eager ones, have the bits of eager steps."""
+    made, make = list[object](), GraphStore._make
+
+    def counted(self: GraphStore, trace: Trace, who: str) -> Graphs:
+        made.append(who)
+        return make(self, trace, who)
+
+    monkeypatch.setattr(GraphStore, "_make", counted)
     eager, grown = (train_here(0, 1, request((), GROWING, *more).to_json()) for more in ((), (COMPILED,)))
     assert (grown.losses, grown.weights) == (eager.losses, eager.weights)
-    assert len(grown.captured) > 1
+    first, again = grown.captured
+    assert (first.captured.regions, first.captured.graphs) == (again.captured.regions, again.captured.graphs)
+    assert len(made) == (first.captured.graphs - 1) / 2, "the graph is recorded again, and nothing compiled"
 
 
 def test_what_is_read_on_the_host_between_segments_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -245,7 +245,7 @@ def layer_time(layer: LayerCosts, split: ModelSplit, device: Device) -> Passes:
 
 def _at_once(split: ModelSplit, device: Device) -> bool:
     """Whether one graph of the step launches all kernels, so that the device never waits for its host."""
-    return split.one_graph and device.host.overlaps
+    return bool(split.one_graph) and device.host.overlaps
 
 
 def _launching(work: Operators, layer: LayerCosts, split: ModelSplit, device: Device) -> float:

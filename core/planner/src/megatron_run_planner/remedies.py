@@ -121,11 +121,11 @@ def changes(split: ModelSplit, task: Task, device: Device) -> Iterator[tuple[tup
         if not split.global_batch % (half * split.data):
             yield (f"train.micro_batch_size={half}",), replace(split, micro_batch=half)
     wider = replace(split, tensor=2 * split.tensor, **_copies(split))
-    if wider.tensor <= device.links.machine and _splits(model, wider.tensor):
+    if wider.tensor <= device.links.machine and _splits(model, wider.tensor) and not wider.no_graph:
         plugin = ("parallel-layer=tensor",) if split.tensor == 1 else ()
         yield (*plugin, f"parallel.tensor={wider.tensor}", f"parallel.data={wider.data}"), wider
     deeper = replace(split, pipeline=2 * split.pipeline, **_copies(split))
-    if deeper.pipeline * deeper.chunks <= len(model.layers) and not split.one_graph:
+    if deeper.pipeline * deeper.chunks <= len(model.layers) and not deeper.no_graph:
         plugin = ("schedule=1f1b",) if split.pipeline == 1 else ()
         yield (*plugin, f"parallel.pipeline={deeper.pipeline}", f"parallel.data={deeper.data}"), deeper
 

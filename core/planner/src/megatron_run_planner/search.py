@@ -92,7 +92,8 @@ STEADY = Growth()
 class Search:
     """Searches the splits of ``model`` over ``ranks`` of ``device``, of which each has ``memory`` bytes.
 
-    By the end of its ``growth`` the batch is ``global_batch``. A step that is ``one_graph`` has no pipeline.
+    By the end of its ``growth`` the batch is ``global_batch``. ``one_graph`` is the capture that records
+    its steps whole.
     """
 
     def __init__(
@@ -104,7 +105,7 @@ class Search:
         schedules: Schedules,
         growth: Growth = STEADY,
         *,
-        one_graph: bool = False,
+        one_graph: str = "",
     ) -> None:
         self._growth, self._one_graph = growth, one_graph
         self._model, self._ranks, self._batch = model, ranks, global_batch
@@ -208,15 +209,17 @@ class Search:
                 if pipeline > len(model.layers):
                     self._pruned["more stages than layers"] += 1
                     continue
-                if pipeline > 1 and self._one_graph:
-                    self._pruned["no graph of a step holds a pipeline"] += 1
-                    continue
                 yield from self._batched(tensor, pipeline, self._ranks // tensor // pipeline)
+
+    def _expert_ranks(self, data: int) -> list[int]:
+        """The numbers of ranks over which experts may be split; a graph holds no tokens that travel among them."""
+        whole = not self._model.experts or self._one_graph
+        return [1] if whole else [each for each in _divisors(data) if not self._model.experts % each]
 
     def _batched(self, tensor: int, pipeline: int, data: int) -> Iterator[ModelSplit]:
         model = self._model
         chunks = [each for each in CHUNKS if each == 1 or (pipeline > 1 and self._even(pipeline * each))]
-        experts = [each for each in _divisors(data) if not model.experts % each] if model.experts else [1]
+        experts = self._expert_ranks(data)
         for micro_batch in MICRO_BATCHES:
             if self._batch % (micro_batch * data):
                 self._pruned["the global batch does not divide"] += 1
@@ -232,6 +235,9 @@ class Search:
                 gradient_bytes=4,
                 one_graph=self._one_graph,
             )
+            if why := base.no_graph:
+                self._pruned[why] += 1
+                continue
             if self._growth.undealt(base):
                 self._pruned["train.ramp_up does not divide"] += 1
                 continue

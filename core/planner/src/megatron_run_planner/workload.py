@@ -60,7 +60,7 @@ class ModelSplit:
 
     ``scatter_messages``: each tensor rank sends its part of what goes to the next stage. ``overlap``: gradients are
     reduced while other backwards still run. ``gradient_bytes``: of a gradient when it is reduced. ``one_graph``: the
-    host launches forwards and backwards of a step at once.
+    graph capture by which the host launches forwards and backwards of a step at once, empty without.
     """
 
     tensor: int = 1
@@ -76,7 +76,16 @@ class ModelSplit:
     zero1: bool = False
     overlap: bool = False
     gradient_bytes: int = 2
-    one_graph: bool = False
+    one_graph: str = ""
+
+    @property
+    def no_graph(self) -> str:
+        """The reason why no graph holds a step, empty where one does or none is asked for."""
+        if self.one_graph and self.pipeline > 1:
+            return "no graph of a step holds a pipeline"
+        if self.one_graph == "compile" and self.tensor > 1:
+            return "no graph of a step holds compiled collectives"
+        return ""
 
     @property
     def ranks(self) -> int:

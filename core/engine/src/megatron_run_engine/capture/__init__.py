@@ -6,6 +6,7 @@ are recorded and replayed, how many sets of inputs they need, and what a recorde
 Imports: config, contracts, errors, planning, runtime.
 """
 
+from megatron_run_engine.capture.fixed_addresses import FixedAddresses
 from megatron_run_engine.capture.graphs import Backend, Graph, Place, backend_for, weak_alias
 from megatron_run_engine.capture.order import (
     OrderGuard,
@@ -55,6 +56,7 @@ __all__ = [
     "Backend",
     "BrokenRule",
     "CaptureOptions",
+    "FixedAddresses",
     "Graph",
     "Hooks",
     "Linted",

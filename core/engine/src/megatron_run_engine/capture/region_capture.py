@@ -15,7 +15,7 @@ from megatron_run.contracts import CaptureSize, GraphCapture
 from megatron_run.errors import GraphCaptureError, InputError
 from megatron_run.errors.wording import plural
 from megatron_run.planning.batch_size import total_steps
-from megatron_run_engine.capture.facts import Facts
+from megatron_run_engine.capture.fixed_addresses import FixedAddresses
 from megatron_run_engine.capture.order import OrderGuard, passes
 from megatron_run_engine.capture.regions import STEP, by_chunk, call, check_scope, check_step, choose_regions
 from megatron_run_engine.capture.rules import Linted, lint
@@ -104,7 +104,7 @@ class Event(NamedTuple):
 class _Captured(NamedTuple):
     """The recordings, and the facts on which they rely."""
 
-    facts: Facts
+    facts: FixedAddresses
     examples: Examples
     recorded: Recorded
     guard: OrderGuard
@@ -142,7 +142,7 @@ class RegionCapture(GraphCapture):
         self.lint(regions, examples)
         recorded = self.record(regions, actions, examples)
         self._captured = _Captured(
-            Facts.of(regions, actions),
+            FixedAddresses.of(regions, actions),
             dict(examples),
             recorded,
             OrderGuard(self._events(regions, actions, recorded)),

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING
 
 from megatron_run.contracts import CaptureSize
-from megatron_run_engine.capture.facts import Facts
+from megatron_run_engine.capture.fixed_addresses import FixedAddresses
 from megatron_run_engine.capture.graphs import backend_for
 from megatron_run_engine.capture.rules import kept_streams, refusing_breaks
 
@@ -38,7 +38,7 @@ class StepGraph:
         backend: Backend | None = None,
     ) -> None:
         backend = backend_for(context) if backend is None else backend
-        self._graph, self._facts, self._read = backend.graph(), Facts.of(regions, actions), tuple(read)
+        self._graph, self._facts, self._read = backend.graph(), FixedAddresses.of(regions, actions), tuple(read)
         pool = backend.pool()
         with kept_streams(context.rng.streams), refusing_breaks(), self._graph.capture(pool):
             run()

@@ -116,7 +116,8 @@ class StepRunner:
             seed=partial(self._seed, len(microbatches)),
         )
         examples = dict(context.segments.examples)
-        context.segments.watch(())  # what is recorded is no example
+        if not assembly.graph_capture.replays_within:
+            context.segments.watch(())  # what is recorded is no example
         context.gradients.start_recorded_step()
         try:
             with context.gradients.recording() as arrivals, context.rng.left_alone():
@@ -258,11 +259,25 @@ class CapturePolicy:
         activity.step(step)  # a capture belongs to the step that it precedes
         activity.enter("capture")
         start = time.perf_counter()
-        if self._capture.whole_step:
-            size = self._steps.capture(self._regions, actions, self._programs.training(microbatches))
-        else:
-            size = self._capture.capture(self._regions, actions, self._context.segments.examples)
-            self._context.segments.replay_with(self._capture, str(self._run.one("graph-capture")))
+        size = self._captured(actions, microbatches)
         self.replays = True
         planned = self._capture.plan(self._regions, actions)
         return CaptureMetrics(step, planned, size, time.perf_counter() - start)
+
+    def _captured(self, actions: Sequence[Action], microbatches: int) -> CaptureSize:
+        """Capture regions, the step whole, or it with the regions within."""
+        capture, segments, regions = self._capture, self._context.segments, None
+        if not capture.whole_step or capture.replays_within:
+            regions = capture.capture(self._regions, actions, segments.examples)
+            segments.replay_with(capture, str(self._run.one("graph-capture")))
+        if not capture.whole_step:
+            assert regions is not None, "regions were captured"
+            return regions
+        try:
+            step = self._steps.capture(self._regions, actions, self._programs.training(microbatches))
+        except BaseException:
+            segments.replay_with(None)
+            raise
+        if regions is None:
+            return step
+        return replace(step, regions=regions.regions, graphs=regions.graphs + step.graphs)

@@ -98,7 +98,8 @@ class GraphCapture(ABC):
     With ``whole_step`` the engine calls ``capture_step`` and ``replay_step`` in the place of ``capture`` and
     ``replay``: one graph of every forward and backward of a step, without a pipeline. ``regions`` then returns all
     segments, none of which may draw, so that they can be checked and watched. The engine fills the step's inputs before
-    a replay, and after it reports losses and arrivals.
+    a replay, and after it reports losses and arrivals. With ``replays_within`` it calls ``capture`` first, and in the
+    step that is recorded ``replay``, as in steps that the graph does not serve.
     """
 
     #: Number of eager steps before a capture, at least 1.
@@ -109,6 +110,11 @@ class GraphCapture(ABC):
     reruns: bool = False
     #: Whether steps are captured whole, instead of regions.
     whole_step: bool = False
+    #: Whether a step that is captured whole replays captured regions within.
+    replays_within: bool = False
+    #: Whether the steps of this run could be captured whole if it were asked for: what a run that waits for launches is
+    #: advised.
+    captures_steps: bool = False
 
     @abstractmethod
     def regions(self, chunks: Sequence[Sequence[Segment]]) -> Sequence[Region]:

@@ -277,7 +277,16 @@ def goodput(request: Request, *, gpus: int | None, machine: Device, days: float,
     task = read_task(request, gpus)
     ranks = gpus or task.split.ranks
     device = machine.model_copy(update={"links": slow})
-    best = Search(task.model, ranks, task.split.global_batch, device, Schedules(), task.growth).run(1).best[0]
+    search = Search(
+        task.model,
+        ranks,
+        task.split.global_batch,
+        device,
+        Schedules(),
+        task.growth,
+        one_graph=task.split.one_graph,
+    )
+    best = search.run(1).best[0]
     given = {name: asked[name] for name in ("mtbf", "stall", "restart", "spread")}
     conditions = Conditions(ranks, -(-ranks // links.machine), **given)
     interval = asked["interval"] or best_interval(conditions)

@@ -78,6 +78,8 @@ def find_for_task(task: Task, device: Device, schedules: Schedules, seed: int = 
         raise InputError(
             "parallel.pipeline is 1, and a schedule orders several stages", fix="--set parallel.pipeline=4"
         )
+    if why := task.split.no_graph:
+        raise InputError("graph-capture.scope=step with stages", why=why, fix="name segments in graph-capture.scope")
     search = Search(task.model, task.split.ranks, task.split.global_batch, device, schedules)
     splits = [replace(task.split, chunks=chunks) for chunks in _chunks(task)]
     installed = sorted(_installed(task, splits, search, schedules), key=lambda each: each.step.seconds)

@@ -129,7 +129,7 @@ def read_task(request: Request, ranks: int | None) -> Task:
         zero1=any(choice.reference == "zero1" for choice in merged.choices.get("optimizer", ())),
         overlap=True,
         gradient_bytes=4,
-        one_graph=_captured_whole(merged),
+        one_graph=_captures_step(merged),
     )
     counts = parallel.layers
     if is_uneven(parallel):
@@ -159,10 +159,11 @@ def _schedule(merged: ConfigSource, split: ModelSplit) -> str:
     return " ".join([name, *(f"{key}={value}" for key, value in options.items() if value is not None)])
 
 
-def _captured_whole(merged: ConfigSource) -> bool:
-    """Whether the graph capture's scope is the whole step."""
+def _captures_step(merged: ConfigSource) -> str:
+    """The graph capture whose scope is the whole step; empty for another scope."""
     scope = merged.values.get((section_of("graph-capture"), "scope"))
-    return scope is not None and scope.data in ("step", ["step"], ("step",))
+    whole = scope is not None and scope.data in ("step", ["step"], ("step",))
+    return merged.choices["graph-capture"][0].reference if whole else ""
 
 
 def _recomputed(train: TrainSection) -> Recompute:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Literal
 
@@ -15,6 +14,7 @@ from megatron_run.contracts import CaptureSize, GraphCapture
 from megatron_run.errors import GraphCaptureError, InputError, PluginError
 from megatron_run_engine.capture import (
     STEP,
+    FixedAddresses,
     StepGraph,
     call,
     check_capture,
@@ -28,7 +28,6 @@ from megatron_run_graph_capture_compile.compiler import own_workers
 
 if TYPE_CHECKING:
     from torch import Tensor
-    from torch.nn import Parameter
 
     from megatron_run.contracts import Microbatch, Region, Segment
     from megatron_run.contracts.schedule import Action
@@ -108,15 +107,18 @@ class CompileCapture(GraphCapture):
 
     exact = False
     reruns = True
+    replays_within = True
 
     def __init__(self, context: BuildContext, options: CompileOptions, find_compiler: Callable[[], Compiler]) -> None:
         self.context, self._options, self._find_compiler = context, options, find_compiler
         self.capture_after = options.capture_after
         self.whole_step = STEP in (options.scope or ())
+        self.captures_steps = context.topology.sizes.tensor == 1
         self._step: StepGraph | None = None
+        self._read = set[torch.UntypedStorage]()  # by regions that run eagerly within the graph of a step, too
         self._store: GraphStore | None = None
         self._compiled: dict[Region, dict[_Shapes, CompiledRegion]] = {}
-        self._trained: frozenset[Parameter] = frozenset()
+        self._fixed: FixedAddresses | None = None
         self._full: set[Region] = set()  # regions that have reached recompile_limit
         self._eager: set[Region] = set()  # regions that are not compiled
 
@@ -152,20 +154,22 @@ class CompileCapture(GraphCapture):
         from megatron_run_graph_capture_compile.compiled import GraphStore
 
         context = self.context
-        self._store = GraphStore(self._find_compiler(), self._options.graph_limit)
-        self._compiled, self._eager = {region: {} for region in regions}, set()
+        if self._store is None:
+            self._store = GraphStore(self._find_compiler(), self._options.graph_limit)
+            self._compiled, self._eager = {region: {} for region in regions}, set()
         with own_workers():
             for region in regions:
                 if region not in examples:
                     raise GraphCaptureError(f"{region} has not run yet", why="what it is given is not known")
                 rules = partial(lint, region, examples[region], context.device, context.gradients, context.rng.streams)
                 if self.whole_step:
-                    rules()
+                    self._read.update(rules().read)
                 with self._eager_if_refused(region):
                     if not self.whole_step:
                         rules()
-                    self._compile(region, examples[region])
-        self._trained = frozenset(parameter for parameter in self._parameters() if parameter.requires_grad)
+                    if region not in self._eager and _shapes(examples[region]) not in self._compiled[region]:
+                        self._compile(region, examples[region])
+        self._fixed = FixedAddresses.of(regions, actions)
         return CaptureSize(len(regions) - len(self._eager), self._store.compiled, slots=0)
 
     def capture_step(
@@ -175,13 +179,9 @@ class CompileCapture(GraphCapture):
         actions: Sequence[Action],
         examples: Mapping[Region, tuple[Tensor, ...]],
     ) -> CaptureSize:
-        """Compile the regions, and record a step that runs what was compiled."""
-        segments = self.context.segments
-        size = self.capture(regions, actions, examples)
-        segments.watch(regions)
-        segments.replay_with(self, "graph-capture=compile")
-        self._step = StepGraph(run, regions, actions, self.context)
-        return replace(size, graphs=size.graphs + 1, pool_bytes=self._step.size.pool_bytes)
+        """Record a step that runs what was compiled."""
+        self._step = StepGraph(run, regions, actions, self.context, read=self._read)
+        return self._step.size
 
     def replay_step(self) -> None:
         """Replay the recorded step."""
@@ -189,13 +189,10 @@ class CompileCapture(GraphCapture):
         self._step.replay()
 
     def mismatch(self, actions: Sequence[Action]) -> str:
-        """Return which parameters were frozen, or are trained again; to single regions any actions fit."""
+        """Return which parameters were moved, frozen, or are trained again; to single regions any actions fit."""
         if self._store is None:
             return "nothing is compiled"
-        if self._step is not None:
-            return self._step.mismatch(actions)
-        changed = sum(p.requires_grad != (p in self._trained) for p in set(self._parameters()))
-        return f"{changed} parameters were frozen, or are trained again" if changed else ""
+        return self._changed() if self._step is None else self._step.mismatch(actions)
 
     def replay(self, region: Region, microbatch: Microbatch, *tensors: Tensor) -> tuple[Tensor, ...]:
         """Run the compiled region; for a new shape compile it first, up to ``recompile_limit`` shapes."""
@@ -205,15 +202,23 @@ class CompileCapture(GraphCapture):
         return call(region, tensors, recompute=False) if found is None else found(tensors)
 
     def invalidate(self, reason: str) -> None:
-        """Forget what was compiled. Raises :class:`GraphCaptureError` with ``strict``."""
+        """Forget the graph of the step, and what was compiled unless it still fits.
+
+        Raises :class:`GraphCaptureError` with ``strict``.
+        """
         if self._options.strict:
             raise GraphCaptureError(
                 f"what was compiled no longer fits: {reason}",
                 fix="leave graph-capture.strict out to compile again, at the cost of a pause",
             )
+        if self._step is not None and not self._changed():
+            self.context.log.warning("the graph of the step will be recorded again: %s", reason)
+            self._step = None
+            return
         self.context.log.warning("segments will be compiled again: %s", reason)
         self._store, self._step, self._compiled = None, None, {}
         self._full.clear()
+        self._read.clear()
 
     def _compile(self, region: Region, tensors: Sequence[Tensor]) -> CompiledRegion | None:
         """Compile ``region`` for such ``tensors``; None beyond ``graph_limit``."""
@@ -238,7 +243,7 @@ class CompileCapture(GraphCapture):
         except GraphCaptureError as refused:
             if self._options.scope is not None and not self.whole_step:
                 raise
-            self._leave_eager(region, str(refused))
+            self._leave_eager(region, f"{refused.what}: {refused.why}" if self.whole_step else str(refused))
 
     def _leave_eager(self, region: Region, why: str) -> None:
         """Compile no more of ``region``, and say so once for all layers that are alike."""
@@ -267,8 +272,9 @@ class CompileCapture(GraphCapture):
             self.context.log.warning("%s was compiled again in this step, for %s", region, given)
         return compiled
 
-    def _parameters(self) -> Sequence[Parameter]:
-        return [p for region in self._compiled for segment in region.segments for p in segment.params]
+    def _changed(self) -> str:
+        """Tell what has changed of the parameters since the compilation; empty if nothing has."""
+        return "" if self._fixed is None else self._fixed.changed(self._fixed.actions)
 
 
 @contextmanager

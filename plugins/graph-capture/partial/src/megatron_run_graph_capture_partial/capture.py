@@ -116,6 +116,7 @@ class PartialCapture(RegionCapture):
         self._by_slot, self._chain = options.graph_reuse == "per_slot", options.chain
         self._find_backend = find_backend
         self.whole_step = STEP in options.scope
+        self.captures_steps = True
         self._step: StepGraph | None = None
 
     def regions(self, chunks: Sequence[Sequence[Segment]]) -> Sequence[Region]:

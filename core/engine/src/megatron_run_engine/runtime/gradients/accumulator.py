@@ -126,12 +126,12 @@ class GradientAccumulator:
 
     @contextmanager
     def recording(self) -> Iterator[list[Parameter]]:
-        """Within: arrivals are listed, in order, instead of counted (graph capture)."""
-        self._recorded = []
+        """Within: arrivals are listed, in order, instead of counted (graph capture). A recording within has its own."""
+        before, self._recorded = self._recorded, []
         try:
             yield self._recorded
         finally:
-            self._recorded = None
+            self._recorded = before
 
     def arrived(self, parameters: Iterable[Parameter]) -> None:
         """Count the gradients of ``parameters``, which a replayed graph has added to their ``main_grad``."""

@@ -135,18 +135,17 @@ class LaunchWatch:
             )
 
 
-def advise(context: BuildContext, chunks: Sequence[Chunk], chosen: str) -> str:
+def advise(context: BuildContext, chunks: Sequence[Chunk], capturing: str) -> str:
     """The advice where launches bound a step; where steps of ``chunks`` cannot be captured whole, also why.
 
-    ``chosen`` is the graph capture of the run. What is compiled stays so.
+    ``capturing`` is the graph capture to choose.
     """
     larger = "raise train.micro_batch_size, which gives each more to do"
     try:
         check_step(context.topology.sizes.pipeline, context.train.offload, [chunk.segments() for chunk in chunks])
     except InputError as refusal:
         return f"{larger} (one graph of each step is refused: {refusal})"
-    whole = chosen if chosen == "graph-capture=compile" else "graph-capture=partial"
-    return f"type --plugin {whole},scope=step, which launches them at once, or {larger}"
+    return f"type --plugin {capturing},scope=step, which launches them at once, or {larger}"
 
 
 def watch_launches(context: BuildContext, capture: GraphCapture, chunks: Sequence[Chunk], chosen: str) -> LaunchWatch:
@@ -158,4 +157,5 @@ def watch_launches(context: BuildContext, capture: GraphCapture, chunks: Sequenc
     alone = sizes.world == 1 or (sizes.pipeline == sizes.expert == 1 and context.run.backend != "gloo")
     looks = context.topology.rank == 0 and alone and not capture.whole_step
     stopwatch = stopwatch_of(context.device) if looks else None
-    return LaunchWatch(stopwatch, capture.capture_after + _WARM_UP, advise(context, chunks, chosen), context.log)
+    capturing = chosen if capture.captures_steps else "graph-capture=partial"
+    return LaunchWatch(stopwatch, capture.capture_after + _WARM_UP, advise(context, chunks, capturing), context.log)

@@ -1,4 +1,4 @@
-"""The facts on which graphs at fixed addresses rely."""
+"""What graphs at fixed addresses rely on, and what of it has changed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Facts:
+class FixedAddresses:
     """The actions of a step, where parameters and their gradients lie, and which parameters are trained."""
 
     actions: tuple[Action, ...]
@@ -25,7 +25,7 @@ class Facts:
 
     @classmethod
     def of(cls, regions: Sequence[Region], actions: Sequence[Action]) -> Self:
-        """Those of now."""
+        """Take them as they are now, for a step of ``actions``."""
         parameters = {parameter for region in regions for segment in region.segments for parameter in segment.params}
         return cls(
             tuple(actions),
