@@ -1,4 +1,4 @@
-"""What graphs at fixed addresses rely on, and what of it has changed."""
+"""The facts on which graphs at fixed addresses rely, and how they have changed."""
 
 from __future__ import annotations
 
