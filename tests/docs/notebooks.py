@@ -1,7 +1,7 @@
 """The notebooks of the documentation: each is stored with its outputs, and does what they show.
 
 ``python -m tests.docs.notebooks`` runs each in an empty folder, and stores its outputs where those that are stored are
-of other kinds: two runs differ in numbers, and two machines in what a model writes.
+of other kinds, or of other code: two runs differ in numbers, and two machines in what a model writes.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ from tests.support.checkout import ROOT
 NOTEBOOKS = sorted((ROOT / "docs" / "notebooks").glob("*.ipynb"))
 #: Where a page says that it happens: outputs name no folder of this machine.
 THERE = "~/notebooks"
+#: The notebook's metadata that tells of which code its outputs are.
+DIGEST = "outputs_of"
 _LIMIT = 900  # seconds for a notebook, many times what it takes
 
 Cell = dict[str, Any]
@@ -42,10 +45,8 @@ def run(file: Path, folder: Path) -> dict[str, Any]:
     clean = {name: text for name, text in os.environ.items() if not name.startswith("MEGATRON_RUN_")}
     homes = {name: str(folder / ".home") for name in ("JUPYTER_RUNTIME_DIR", "JUPYTER_CONFIG_DIR", "IPYTHONDIR")}
     once = ("--to", "notebook", "--execute", f"--ExecutePreprocessor.timeout={_LIMIT}")
-    for words in (
-        once,
-        ("--coalesce-streams",),
-    ):  # pieces of a stream, which come by chance, are one, as Jupyter has them
+    # Pieces of a stream, which come by chance, are made one, as Jupyter has them.
+    for words in (once, ("--coalesce-streams",)):
         done = subprocess.run(
             [sys.executable, "-m", "nbconvert", *words, "--inplace", file.name],
             cwd=folder,
@@ -57,6 +58,18 @@ def run(file: Path, folder: Path) -> dict[str, Any]:
         if done.returncode:
             raise RuntimeError(done.stderr[-2000:])
     return read(folder / file.name)
+
+
+def digest(notebook: dict[str, Any]) -> str:
+    """The digest of the code; :data:`DIGEST` of the metadata has the one of the code that made the stored outputs."""
+    sources = ["".join(cell["source"]) for cell in code(notebook)]  # a list of lines, or a text
+    return sha256(json.dumps(sources).encode()).hexdigest()
+
+
+def is_stored(notebook: dict[str, Any], ran: dict[str, Any]) -> bool:
+    """Whether the outputs in ``notebook`` are of its code, and of the kinds that it has after a run, in ``ran``."""
+    alike = [*map(kinds, code(notebook))] == [*map(kinds, code(ran))]
+    return alike and notebook["metadata"].get(DIGEST) == digest(notebook)
 
 
 def kinds(cell: Cell) -> list[Any]:
@@ -76,6 +89,7 @@ def stored(notebook: dict[str, Any], ran: dict[str, Any], folder: Path) -> str:
     """``notebook`` with the outputs of ``ran``, which ran in ``folder``, as the text of a file."""
     for cell, found in zip(code(notebook), code(ran), strict=True):
         cell["outputs"], cell["execution_count"] = found["outputs"], found["execution_count"]
+    notebook["metadata"][DIGEST] = digest(notebook)
     text = json.dumps(notebook, indent=1, ensure_ascii=False, sort_keys=True)
     return text.replace(str(folder.resolve()), THERE) + "\n"
 
@@ -84,5 +98,5 @@ if __name__ == "__main__":
     for file in NOTEBOOKS:
         with tempfile.TemporaryDirectory() as scratch:
             notebook, ran = read(file), run(file, Path(scratch))
-            if [*map(kinds, code(notebook))] != [*map(kinds, code(ran))]:
+            if not is_stored(notebook, ran):
                 file.write_text(stored(notebook, ran, Path(scratch)), encoding="utf-8")

@@ -11,7 +11,7 @@ import pytest
 from tests.docs.consoles import Shown
 from tests.docs.quoted import pages, quotes, refreshed
 from tests.docs.walk import steps
-from tests.support.checkout import ROOT
+from tests.support.checkout import MEMBERS, ROOT
 
 #: A link to a file, to a heading of a page, or to one of its own.
 LINK = re.compile(r"\]\((?!https?://|mailto:)([^)#\s]*)(?:#([^)\s]*))?\)")
@@ -24,6 +24,8 @@ CODE = re.compile(r"^(```|~~~).*?^\1", re.DOTALL | re.MULTILINE)
 HEADING = re.compile(r"^#+ +(.+?) *$", re.MULTILINE)
 #: Every page that may have links, those that quote nothing among them.
 LINKING = sorted({*pages(), *ROOT.glob("*.md"), *(ROOT / "benchmarks").rglob("*.md"), *(ROOT / "tests").rglob("*.md")})
+#: What a release shows of each distribution.
+PUBLISHED = {member.folder / "README.md" for member in MEMBERS}
 
 
 def lost(page: Path, text: str) -> list[str]:
@@ -65,6 +67,8 @@ def test_what_pip_is_asked_for_is_there(page: Path) -> None:
         asked = line.partition("pip install ")[2]
         assert not re.search(r"(?<![./\w-])megatron-run-", asked), line
         folders = re.findall(r"(?<!\.)\./((?:core|plugins|cli)[\w/-]*)", asked)
+        if folders and page in PUBLISHED:
+            assert line.endswith("  # in a checkout"), "its reader may have come from an index"
         assert [each for each in folders if not (ROOT / each / "pyproject.toml").is_file()] == [], line
 
 

@@ -18,6 +18,7 @@ from megatron_run.contracts import Decoding, EvalMetrics, Observer
 from megatron_run_engine import train
 from megatron_run_engine.formats.convert import import_model
 from megatron_run_engine.runtime.generation import Generation, Sampling, TextTokens
+from megatron_run_engine.runtime.world import World
 from megatron_run_inference import LoadedModel, loading
 from megatron_run_inference.evaluation import record
 from tests.support.notebook_cell import Cell
@@ -232,6 +233,13 @@ def test_a_notebook_sees_how_far_a_load_is_that_takes_long(
     checked, read = (output["text/plain"] for output in cell.outputs)
     assert re.fullmatch(r"checking (\d+)/\1  MB", checked)
     assert re.fullmatch(r"loading (\d+)/\1  tensors", read)
+    # Ranks share a terminal. There is no other one here, so that no model is built.
+    monkeypatch.setattr(loading, "join_world", lambda run, world: world)
+    monkeypatch.setattr(loading, "LoadedModel", lambda run, source, world, watch: watch(1, 1))
+    for rank, shown in ((1, 2), (0, 4)):
+        monkeypatch.setattr(loading, "find_world", lambda environment, rank=rank: World(rank=rank, size=2))
+        load(tmp_path)
+        assert len(cell.outputs) == shown
 
 
 def test_the_sample_of_a_training_is_what_generate_writes(trained: tuple[LoadedModel, str]) -> None:

@@ -6,12 +6,15 @@ import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Annotated
 
 import pytest
 
 from megatron_run.config.request import Request
+from megatron_run.contracts.option_groups import OF_FILES, Group
 from megatron_run.files.latest_run import LATEST_RUN, follow_latest, is_unnamed, point_latest_at
 from megatron_run.planning import resolve
+from megatron_run.planning.latest_runs import name_runs_in
 
 OLD, NEW = "20261126-120000-00aa", "20261126-130000-00bb"
 
@@ -97,11 +100,33 @@ def test_whoever_resolves_a_resolved_request_again_reads_of_the_same_run(
     assert resolve(typed).config.train.steps == 4
 
 
-def test_a_tokenizer_of_the_latest_run_is_that_of_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_of_the_latest_run_are_those_of_the_run_whatever_a_plugin_calls_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "runs" / OLD).mkdir(parents=True)
+    for name in (OLD, NEW):
+        (tmp_path / "runs" / name).mkdir(parents=True)
     point_latest_at(tmp_path / "runs" / OLD)
-    sets = ("data.use=text", "data.paths=x.txt", "data.tokenizer=runs/latest/tokenizer.json")
-    (data,) = resolve(Request(configs=("preset:tiny",), sets=sets), plan_only=True).plugins["data"]
-    assert data.options is not None
-    assert data.options.model_dump()["tokenizer"] == f"runs/{OLD}/tokenizer.json"
+    paths = "data.paths=runs/latest/a.txt,latest/b.txt"
+    typed = Request(("preset:tiny",), ("data.use=text", paths, "data.tokenizer=runs/latest/tokenizer.json"))
+    first = resolve(typed, plan_only=True)
+    options = first.config.data.options
+    assert options["tokenizer"] == f"runs/{OLD}/tokenizer.json"
+    assert options["paths"] == [f"runs/{OLD}/a.txt", "latest/b.txt"]
+    point_latest_at(tmp_path / "runs" / NEW)
+    again = resolve(replace(typed, latest=first.request.latest), plan_only=True)
+    assert again.config.data == first.config.data
+
+
+def test_a_path_in_a_group_is_followed_and_what_names_no_file_is_not(runs: Path) -> None:
+    class Place(Group):
+        folder: Path
+
+    class Options(Group):
+        place: Place
+        file: Annotated[str | None, OF_FILES] = None
+        text: str
+
+    named = str(runs / LATEST_RUN / "x")
+    options = Options(place=Place(folder=Path(named)), text=named)
+    assert name_runs_in(options, {}) == options.model_copy(update={"place": Place(folder=runs / NEW / "x")})

@@ -157,8 +157,8 @@ def test_a_model_tells_its_own_weights(name: str) -> None:
     config = small(nested(MODELS[name])) if name in MODELS else name
     model = read_task(Request((config,), sets=ALONE), 1).model
     parameters = counted(config)
-    assert model.parameters <= parameters
-    assert model.parameters == pytest.approx(parameters, rel=0.02 if name in MODELS else 0.002)
+    assert model.weights <= parameters
+    assert model.weights == pytest.approx(parameters, rel=0.02 if name in MODELS else 0.002)
 
 
 @pytest.mark.parametrize("parallel", [{}, {"tensor": 2, "sequence": True}], ids=["alone", "sequence parallel"])
@@ -169,7 +169,7 @@ def test_a_model_of_a_third_party_is_planned_by_what_it_tells(parallel: dict[str
     file.write_text(text.replace('"rmsnorm"', '"layernorm"'))  # of RMSNorm a CPU keeps other pieces
     model = {"use": str(file), "hidden_size": 1024, "vocab_size": 1000}
     config = small({**model, "num_layers": 3}, 1024)
-    weights = read_task(Request((config,), sets=ALONE), 1).model.parameters
+    weights = read_task(Request((config,), sets=ALONE), 1).model.weights
     assert weights == pytest.approx(counted(config), rel=0.002)
     task = read_task(Request(({**config, "parallel": parallel},)), None)
     saved = (kept(model, parallel, 3) - kept(model, parallel, 1)) / 2

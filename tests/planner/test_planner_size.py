@@ -53,7 +53,7 @@ def test_a_plan_counts_as_many_parameters_as_a_run(model: str, words: str) -> No
     train = {"steps": 1, "global_batch_size": 4, "sequence_length": 16}
     sections = {"model": {"use": model, **sizes}, "data": {"use": "mock"}, "train": train}
     run = load_config(sections, sets=[f"model.{word}" for word in words.split()])
-    assert read_task(run.request, None).model.size == model_size(run).parameters
+    assert read_task(run.request, None).model.parameters == model_size(run).parameters
 
 
 OF_OTHER_DATA = {

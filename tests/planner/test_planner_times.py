@@ -41,8 +41,8 @@ def mixed(layer: LayerCosts) -> LayerCosts:
 def test_parameters_are_those_of_the_papers() -> None:
     h, layers, vocabulary = GPT3.hidden, len(GPT3.layers), GPT3.vocabulary
     # Narayanan et al. 2021, equation 2, less biases, norms and positions.
-    assert GPT3.parameters == pytest.approx(12 * layers * h**2 * (1 + vocabulary / (12 * layers * h)), rel=1e-12)
-    assert LLAMA.parameters == pytest.approx(405.8e9, rel=1e-3)
+    assert GPT3.weights == pytest.approx(12 * layers * h**2 * (1 + vocabulary / (12 * layers * h)), rel=1e-12)
+    assert LLAMA.weights == pytest.approx(405.8e9, rel=1e-3)
 
 
 def test_flops_are_those_of_the_paper() -> None:
@@ -87,7 +87,7 @@ def test_stages_of_an_encoder_and_of_a_decoder_have_their_own_times() -> None:
     alone = ModelCosts((LayerCosts(1024, 128, (_ATTENTION, _FEED)),) * 8, 32000)
     assert message_time(T5, split, A100) > 2 * message_time(alone, split, A100) - A100.links.latency
     matrices = T5.hidden * 4 * T5.hidden
-    assert T5.parameters - alone.parameters == pytest.approx(5 * matrices)
+    assert T5.weights - alone.weights == pytest.approx(5 * matrices)
 
 
 def test_experts_compute_what_their_tokens_choose() -> None:

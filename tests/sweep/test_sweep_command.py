@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from megatron_run.files.run_names import SWEEP_RECORD
 from megatron_run_cli.main import main
 from megatron_run_sweep.commands.starting import run_process
-from megatron_run_sweep.record import RECORD, read_sweep
+from megatron_run_sweep.record import read_sweep
 from tests.support.commands import run_command, started
 from tests.support.forked import forked_command
 from tests.support.processes import alive, wait_until
@@ -111,10 +112,10 @@ def test_a_table_of_runs_that_wait(capsys: pytest.CaptureFixture[str], tmp_path:
 
 def test_another_sweep_in_the_folder_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert main(["sweep", *TINY, *LR, "--print-commands"]) == 0
-    before = (tmp_path / "runs" / "sweep" / RECORD).read_bytes()
+    before = (tmp_path / "runs" / "sweep" / SWEEP_RECORD).read_bytes()
     assert main(["sweep", *TINY, "--over", "train.lr=1e-3,1e-1"]) == 2
     assert "runs/sweep holds another sweep: megatron-run sweep preset:tiny" in capsys.readouterr().err
-    assert (tmp_path / "runs" / "sweep" / RECORD).read_bytes() == before
+    assert (tmp_path / "runs" / "sweep" / SWEEP_RECORD).read_bytes() == before
 
 
 def test_a_key_is_checked_before_the_folder(capsys: pytest.CaptureFixture[str]) -> None:

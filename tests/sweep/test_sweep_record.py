@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from megatron_run.errors import DataError, InputError
-from megatron_run_sweep.record import RECORD, Run, Sweep, read_sweep, same_sweep, write_sweep
+from megatron_run.files.run_names import SWEEP_RECORD
+from megatron_run_sweep.record import Run, Sweep, read_sweep, same_sweep, write_sweep
 
 SWEEP = Sweep(configs=("a b.yaml",), sets=("train.steps=5",), plugins=("schedule=1f1b",), nproc=2, over=("x.y=1,2",))
 
@@ -68,7 +69,7 @@ TWO = json.dumps({"runs": [{"values": {"x.y": "1"}}, {"values": {"x.z": "1"}}]})
     ["", "[1]", "{", "[" * 100_000, '{"v": 2}', json.dumps({"runs": [{"values": {}}] * 1001}), '{"nproc": "x"}', TWO],
 )
 def test_a_record_that_is_none_is_refused(tmp_path: Path, content: str) -> None:
-    (tmp_path / RECORD).write_text(content)
+    (tmp_path / SWEEP_RECORD).write_text(content)
     with pytest.raises(DataError, match="cannot be read"):
         read_sweep(tmp_path)
 

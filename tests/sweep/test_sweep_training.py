@@ -15,11 +15,12 @@ from typing import BinaryIO
 
 import pytest
 
+from megatron_run.files.run_names import SWEEP_RECORD
 from megatron_run_cli.main import main
 from megatron_run_engine.run_folder import FolderLock
 from megatron_run_sweep.commands import starting
 from megatron_run_sweep.outcomes import EXCLUSIVE
-from megatron_run_sweep.record import RECORD, Sweep, read_sweep, run_name, write_sweep
+from megatron_run_sweep.record import Sweep, read_sweep, run_name, write_sweep
 
 HOME = Path("runs", "sweep")
 TINY = ("preset:tiny", "--set", "model.num_layers=1")
@@ -147,7 +148,7 @@ def test_values_are_drawn_one_run_at_a_time(runs: Runs) -> None:
 
 def test_the_runs_of_another_sweep_are_not_taken_for_its_own(runs: Runs, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(("sweep", *TINY, *LR)) == 0
-    (HOME / RECORD).unlink()
+    (HOME / SWEEP_RECORD).unlink()
     before = sorted(path.name for path in HOME.iterdir())
     assert main(("sweep", *TINY, "--over", "train.lr=0.5")) == 2
     assert "holds run-000, and no sweep.json" in capsys.readouterr().err
@@ -229,7 +230,7 @@ def test_a_folder_behind_a_link_is_the_users_and_a_file_is_none(
     (tmp_path / "scratch").mkdir()
     (tmp_path / "runs").symlink_to(tmp_path / "scratch")
     assert main((*GRID, "--print-commands")) == 0
-    assert (tmp_path / "scratch" / "sweep" / RECORD).is_file()
+    assert (tmp_path / "scratch" / "sweep" / SWEEP_RECORD).is_file()
     (tmp_path / "file").touch()
     capsys.readouterr()
     assert main((*GRID, "--folder", "file/sweep")) == 2

@@ -11,6 +11,7 @@ from megatron_run.drawing.sheet import Picture
 from megatron_run.errors import ExitCode, InputError
 from megatron_run_engine import History
 from megatron_run_engine.launch import RunResult
+from megatron_run_report.record import Record
 from tests.support.run_folders import make_run, step_row, write_lines
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -51,8 +52,19 @@ def test_runs_beside_each_other_share_charts_and_have_letters(tmp_path: Path) ->
     assert charts(picture)[:2] == ["Training loss over steps", "Validation loss over steps"]
     assert texts(picture, "name") == ["first", "second", "third"]
     assert texts(picture, "letter")[:3] == ["A", "B", "C"]
+    with pytest.raises(InputError, match="the run has left no folder"):
+        History(runs[0]).plot(RunResult(ExitCode.DONE))
     with pytest.raises(InputError, match="5 runs in one picture: it holds 4"):
         History(runs[0]).plot(*[runs[1]] * 4)
+
+
+def test_runs_of_sweeps_have_the_names_that_a_report_gives_them(tmp_path: Path) -> None:
+    runs = [make_run(tmp_path / sweep / "run-000") for sweep in ("wide", "deep")]
+    for run in runs:
+        (run.parent / "sweep.json").touch()
+    names = [Record(run).name for run in runs]
+    assert names == ["wide/run-000", "deep/run-000"]
+    assert texts(History(runs[0]).plot(runs[1]), "name") == names
 
 
 def test_curves_are_chosen_by_name(tmp_path: Path) -> None:
@@ -60,6 +72,8 @@ def test_curves_are_chosen_by_name(tmp_path: Path) -> None:
     write_lines(run / "metrics.jsonl", [step_row(step, extra={"mine/<x>": step}) for step in range(1, 900)])
     picture = History(run).plot(names=["mine/<x>", "validation.perplexity"])
     assert charts(picture) == ["mine/<x> over steps", "Validation perplexity over steps"]
+    write_lines(run / "metrics.jsonl", [step_row(step, extra={"moe.load": step}) for step in range(1, 9)])
+    assert charts(History(run).plot(names=["moe.load"])) == ["moe.load over steps"], "a plugin's, and no evaluation"
     with pytest.raises(InputError, match="there is no curve 'los'; did you mean 'loss'"):
         History(run).plot(names=["los"])
 

@@ -34,7 +34,7 @@ def test_the_costs_of_a_model_are_those_of_its_parts() -> None:
     model = ModelCosts(tuple(layer(FEED if index < 3 else MIXED) for index in range(10)), 100, positions=8)
     longer = replace(model, layers=model.layers + model.layers[-2:])
     added = model.part(range(8, 10))
-    assert longer.parameters - model.parameters == added.weights + added.expert_weights
+    assert longer.weights - model.weights == added.weights + added.expert_weights
     assert longer.flops_per_token - model.flops_per_token == pytest.approx(added.flops / 8)
 
 

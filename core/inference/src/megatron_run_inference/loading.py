@@ -45,7 +45,7 @@ def load(
     """
     world = find_world(os.environ)
     place = None if path is None else local_folder(Path(path)).expanduser()
-    with watching("checking", "MB") as watch:
+    with watching("checking", "MB", world) as watch:
         source = find_source(place, step, watch=watch)
     for note in source.notes:
         warnings.warn(note, stacklevel=2)
@@ -59,19 +59,22 @@ def load(
             "eval, which start them",
         )
     joined = join_world(run, World() if world is None else world)
-    with watching("loading", "tensors") as watch:
+    with watching("loading", "tensors", world) as watch:
         return LoadedModel(run, source, joined, watch=watch)
 
 
 @contextmanager
-def watching(what: str, unit: str) -> Iterator[Callable[[int, int], None]]:
-    """Shows how many of all are done, in a notebook or at a terminal, where it takes long; called with both."""
+def watching(what: str, unit: str, world: World | None) -> Iterator[Callable[[int, int], None]]:
+    """Shows how many of all are done, in a notebook or at a terminal, where it takes long; called with both.
+
+    The ranks of ``world`` share one terminal: the first one shows it.
+    """
     console = Console(stderr=True)  # standard output is the program's
     shown: InPlace | None = None
 
     def watch(done: int, total: int) -> None:
         nonlocal shown
-        if shown is None:
+        if shown is None and (world is None or world.rank == 0):
             shown = in_place(console, what, total, after=PATIENCE, passing=True)
         if shown is not None:
             shown.show(done, unit)

@@ -273,7 +273,8 @@ class Search:
         return estimate(self._model, split, self._device, looped_layout(spec), self._layers[key])
 
     def _nothing_fits(self, splits: Sequence[ModelSplit]) -> InputError:
-        what = f"no split of {self._model.size / 1e9:.1f}B parameters over {self._ranks} x {self._device.name} fits"
+        size = f"{self._model.parameters / 1e9:.1f}B parameters"
+        what = f"no split of {size} over {self._ranks} x {self._device.name} fits"
         if not splits:
             return InputError(
                 what,

@@ -8,7 +8,8 @@ from pathlib import Path
 
 from megatron_run.errors import InputError
 from megatron_run.files.latest_run import follow_latest
-from megatron_run_report.record import SWEEP, Record
+from megatron_run.files.run_names import SWEEP_RECORD
+from megatron_run_report.record import Record
 
 #: The most runs of one sweep that are read.
 _RUNS = 1000
@@ -41,5 +42,5 @@ def named_runs(paths: Sequence[Path], tell: Callable[[str], None]) -> list[Recor
 def _runs_in(path: Path) -> Iterator[Path]:
     """The runs of the sweep in ``path``; ``path`` itself where it is no sweep, or none of its runs has begun."""
     folder = follow_latest(path.expanduser())
-    runs = sorted(islice(folder.glob("run-*"), _RUNS)) if (folder / SWEEP).is_file() else ()
+    runs = sorted(islice(folder.glob("run-*"), _RUNS)) if (folder / SWEEP_RECORD).is_file() else ()
     yield from runs or (path,)

@@ -17,6 +17,7 @@ from megatron_run.config.yaml import bare, parse
 from megatron_run.errors import InputError, RunError
 from megatron_run.errors.wording import near_path
 from megatron_run.files.latest_run import follow_latest
+from megatron_run.files.run_names import SWEEP_RECORD, shown_name
 from megatron_run.files.safe_folder import SafeFolder
 from megatron_run_engine.checkpoint.step_folder import CHECKPOINTS, Checkpoints
 from megatron_run_engine.data.user_files import byte_lines
@@ -25,8 +26,6 @@ from megatron_run_engine.run_folder.folder import RunFolder, Status, last_config
 
 #: What makes a folder that of a run: each run has one of them at least, those of early versions too.
 _SIGNS = ("run.json", "status.json", "metrics.jsonl")
-#: What makes a folder that of a sweep, in which runs lie.
-SWEEP = "sweep.json"
 #: The most attempts, newest first, whose logs are read, the bytes of each from its end, and the lines that are shown.
 ATTEMPTS, LOG_BYTES, LOG_LINES = 20, 1 << 18, 80
 #: The most samples, the newest, and saved steps.
@@ -67,7 +66,7 @@ class Record:
     def __init__(self, folder: Path) -> None:
         self.folder = follow_latest(folder.expanduser())
         if not any(os.path.lexists(self.folder / sign) for sign in _SIGNS):
-            if (self.folder / SWEEP).is_file():
+            if (self.folder / SWEEP_RECORD).is_file():
                 fix = f"type: megatron-run sweep --table --folder {quote(str(folder))}"
                 raise InputError(f"{folder} is a sweep", why="none of its runs has begun", fix=fix)
             raise InputError(
@@ -85,9 +84,8 @@ class Record:
 
     @property
     def name(self) -> str:
-        """The last part of the folder's name; of a sweep's run, the sweep's before it."""
-        place = self.folder.absolute()
-        return f"{place.parent.name}/{place.name}" if (place.parent / SWEEP).is_file() else place.name
+        """The name of the run where several are shown."""
+        return shown_name(self.folder)
 
     @cached_property
     def status(self) -> Status | None:

@@ -11,11 +11,12 @@ from typing import Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from megatron_run.errors import DataError, InputError
+from megatron_run.files.run_names import SWEEP_RECORD
 from megatron_run.files.safe_folder import SafeFolder, parse_json
 from megatron_run_sweep.axes import MAX_RUNS, settings
 
-#: The file, and the most bytes that are read of it.
-RECORD, _LONGEST = "sweep.json", 1 << 24
+#: The most bytes of the file.
+_LONGEST = 1 << 24
 #: Where a sweep lies unless it is told.
 FOLDER = Path("runs", "sweep")
 
@@ -90,7 +91,7 @@ def run_name(index: int) -> str:
 def read_sweep(folder: Path) -> Sweep | None:
     """The sweep in ``folder``, None where there is none. Raises :class:`DataError` for a record that is none."""
     try:
-        return Sweep.model_validate(parse_json(SafeFolder(folder).read(RECORD, _LONGEST)))
+        return Sweep.model_validate(parse_json(SafeFolder(folder).read(SWEEP_RECORD, _LONGEST)))
     except OSError as error:
         if error.errno in (errno.ENOENT, errno.ENOTDIR):
             return None
@@ -99,7 +100,7 @@ def read_sweep(folder: Path) -> Sweep | None:
         why = "; ".join(f"{'.'.join(map(str, each['loc']))}: {each['msg']}" for each in error.errors()[:1])
     except ValueError as error:
         why = str(error)
-    raise DataError(f"{folder / RECORD} cannot be read", why=why, fix="add --folder NEW to begin another sweep")
+    raise DataError(f"{folder / SWEEP_RECORD} cannot be read", why=why, fix="add --folder NEW to begin another sweep")
 
 
 def same_sweep(asked: Sweep, folder: Path) -> Sweep:
@@ -124,7 +125,7 @@ def _check_no_runs(folder: Path) -> None:
     """Raise :class:`InputError` for runs in a ``folder`` without a record: they were trained with other values."""
     if found := sorted(path.name for path in folder.glob("run-*")):
         raise InputError(
-            f"{folder} holds {found[0]}, and no {RECORD}",
+            f"{folder} holds {found[0]}, and no {SWEEP_RECORD}",
             why="it is unknown with which values that was trained",
             fix=f"{_elsewhere(folder)}, or move it out of the folder",
         )
@@ -137,7 +138,7 @@ def _elsewhere(folder: Path) -> str:
 def write_sweep(sweep: Sweep, folder: Path) -> None:
     """Write the record into ``folder``, which is there. Raises :class:`InputError`."""
     try:
-        SafeFolder(folder).write_json(RECORD, sweep.model_dump(mode="json"))
+        SafeFolder(folder).write_json(SWEEP_RECORD, sweep.model_dump(mode="json"))
     except OSError as error:
         raise cannot_hold(folder, error) from None
 

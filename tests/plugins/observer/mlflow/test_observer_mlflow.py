@@ -61,11 +61,13 @@ def test_two_attempts_are_one_run_with_every_number(store: str, tmp_path: Path) 
 
 def test_a_run_that_fails_is_marked_as_failed(store: str, tmp_path: Path) -> None:
     observer = MLflow(Options(uri=store))
-    observer.on_train_start(example_run(tmp_path))
+    (tmp_path / "wide" / "run-000").mkdir(parents=True)
+    (tmp_path / "wide" / "sweep.json").touch()
+    observer.on_train_start(example_run(tmp_path / "wide" / "run-000"))
     observer.on_error(RuntimeError("a rank died"))
     client = client_of(store)
     (run,) = client.search_runs([client.get_experiment_by_name("megatron-run").experiment_id])
-    assert run.info.status == "FAILED"
+    assert (run.info.run_name, run.info.status) == ("wide/run-000", "FAILED")
 
 
 def test_a_server_that_hangs_delays_only_the_end_and_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -224,12 +224,17 @@ def shown(*words: str) -> list[str]:
 
 
 @pytest.mark.multiproc
-@pytest.mark.parametrize(("name", "listed"), [("a run", "a run/tensorboard"), ("1,2", "tensorboard")])
+@pytest.mark.parametrize(
+    ("name", "listed"),
+    [("a run", "a run/tensorboard"), ("1,2", "tensorboard"), ("wide/run-000", "wide/run-000/tensorboard")],
+)
 def test_what_is_typed_lists_the_run_by_its_name(
     name: str, listed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "runs" / name
     folder.mkdir(parents=True)
+    (tmp_path / "runs" / "wide").mkdir(exist_ok=True)
+    (tmp_path / "runs" / "wide" / "sweep.json").touch()
     trained(folder, attempt=1).on_train_end("finished")
     monkeypatch.chdir(tmp_path)
     assert shown(*shlex.split(shown_by(folder))) == [listed]

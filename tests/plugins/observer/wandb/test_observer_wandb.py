@@ -70,7 +70,9 @@ def written(folder: Path) -> list[dict[str, Any]]:
                 items = record.history.item
                 rows.append({item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in items})
             elif record.HasField("run"):
-                rows.append({"run_id": record.run.run_id, "project": record.run.project})
+                rows.append(
+                    {"run_id": record.run.run_id, "project": record.run.project, "name": record.run.display_name}
+                )
     return rows
 
 
@@ -79,15 +81,18 @@ def test_it_passes_its_kinds_suite() -> None:
 
 
 def test_two_attempts_are_one_run_with_every_number(tmp_path: Path) -> None:
+    (tmp_path / "wide" / "run-000").mkdir(parents=True)
+    (tmp_path / "wide" / "sweep.json").touch()
     for attempt, steps in ((1, (1, 2, 3)), (2, (3, 4))):
         observer = WeightsAndBiases(Options(project="mine", mode="offline"))
-        observer.on_train_start(example_run(tmp_path, attempt=attempt, first_step=steps[0]))
+        observer.on_train_start(example_run(tmp_path / "wide" / "run-000", attempt=attempt, first_step=steps[0]))
         for step in steps:
             observer.on_step_end(example_step(step, attempt + step / 8))
         observer.on_eval_end(EvalMetrics(steps[-1], "test", 2.5, 12.5, 64))
         observer.on_train_end("stopped")
     rows = written(tmp_path)
-    assert [row for row in rows if "run_id" in row] == [{"run_id": "0123456789abcdef", "project": "mine"}] * 2
+    begun = {"run_id": "0123456789abcdef", "project": "mine", "name": "wide/run-000"}
+    assert [row for row in rows if "run_id" in row] == [begun] * 2
     steps_seen = [row for row in rows if "train/loss" in row]
     assert [(row["step"], row["train/loss"]) for row in steps_seen] == [
         (1, 1.125),

@@ -10,7 +10,7 @@ from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_run.errors import ExitCode, InputError
+from megatron_run.errors import ExitCode
 from megatron_run.files.publishing import publishing
 from megatron_run_engine.run_folder.folder import RunFolder
 
@@ -205,10 +205,9 @@ class RunResult:
     def history(self) -> History:
         """The numbers of all attempts, read from the run folder. Raises :class:`InputError` without one."""
         from megatron_run_engine.run_folder import History
+        from megatron_run_engine.run_folder.history import folder_of
 
-        if self.folder is None:
-            raise InputError("the run has left no folder")
-        return History(self.folder)
+        return History(folder_of(self))
 
     @property
     def losses(self) -> list[float | None]:

@@ -29,6 +29,14 @@ class HasFolder(Protocol):
         """The run folder, None where nothing is left."""
 
 
+def folder_of(run: str | Path | HasFolder) -> Path:
+    """The folder of ``run``, or the one that it names. Raises :class:`InputError` for a result that has left none."""
+    folder = run if isinstance(run, str | Path) else run.folder
+    if folder is None:
+        raise InputError("the run has left no folder")
+    return Path(folder)
+
+
 class History:
     """Steps and evaluations of the run in ``folder``, read when they are first asked for."""
 
@@ -77,8 +85,7 @@ class History:
         """
         from megatron_run_engine.run_folder.plotting import plot  # nothing that training needs
 
-        found = (other if isinstance(other, str | Path) else other.folder for other in others)
-        return plot([self.folder, *(Path(folder) for folder in found if folder is not None)], names)
+        return plot([self.folder, *map(folder_of, others)], names)
 
     def frame(self) -> Any:
         """:attr:`metrics` as a data frame of pandas, by step. Raises :class:`InputError` without pandas."""

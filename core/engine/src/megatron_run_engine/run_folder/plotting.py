@@ -12,6 +12,7 @@ from megatron_run.drawing.sheet import LETTERS, Picture, Titled, sheet
 from megatron_run.errors import InputError
 from megatron_run.errors.wording import did_you_mean, near_path
 from megatron_run.files.latest_run import follow_latest
+from megatron_run.files.run_names import shown_name
 from megatron_run_engine.run_folder.curves import read_evaluations, read_metrics
 
 
@@ -23,6 +24,13 @@ class Kind(NamedTuple):
     how: How = "noise"
     may_log: bool = True
     from_zero: bool = False
+
+
+class Found(NamedTuple):
+    """A curve of a run, and its kind, which the file decides that it lies in."""
+
+    kind: Kind
+    curve: Curve
 
 
 #: The curves of every run, by field, in the order in which they are shown.
@@ -65,15 +73,18 @@ def plot(folders: Sequence[Path], names: Sequence[str] = ()) -> Picture:
             fix = did_you_mean(name, known) or f"name one of {', '.join(known)}"
             raise InputError(f"there is no curve {name!r}", fix=fix)
     charts = [*_charts(runs, names or [name for name in SHOWN if name in known], apart=bool(names))]
-    titles = [follow_latest(folder).absolute().name for folder in folders]
+    titles = [shown_name(follow_latest(folder.expanduser())) for folder in folders]
     return Picture(sheet(charts, _COLUMNS, titles if len(runs) > 1 else ()), f"curves of {' and '.join(titles)}")
 
 
-def _curves(folder: Path) -> dict[str, Curve]:
-    """All curves of the run in ``folder``."""
-    found = dict(read_metrics(folder).curves)
+def _curves(folder: Path) -> dict[str, Found]:
+    """All curves of the run in ``folder``; of evaluations are those of ``eval.jsonl``, whatever a field is called."""
+    found = {
+        name: Found(QUANTITIES.get(name, Kind(name, "")), curve) for name, curve in read_metrics(folder).curves.items()
+    }
     for split, thinned in read_evaluations(folder).items():
-        found |= {f"{split}.{name}": curve for name, curve in thinned.curves.items()}
+        for name, curve in thinned.curves.items():
+            found[f"{split}.{name}"] = Found(evaluation_kind(split, name), curve)
     if not found:
         there = folder.is_dir()
         why = "no step is in its metrics.jsonl" if there else "there is no such folder"
@@ -82,13 +93,12 @@ def _curves(folder: Path) -> dict[str, Curve]:
     return found
 
 
-def _charts(runs: Sequence[Mapping[str, Curve]], names: Sequence[str], *, apart: bool) -> Iterator[Titled]:
+def _charts(runs: Sequence[Mapping[str, Found]], names: Sequence[str], *, apart: bool) -> Iterator[Titled]:
     joined = not apart and len(runs) == 1 and {"loss", "validation.loss"} <= runs[0].keys()
     for name in names:
-        split, dot, rest = name.rpartition(".")
-        kind = evaluation_kind(split, rest) if dot else QUANTITIES.get(name, Kind(name, ""))
+        kind = next(run[name].kind for run in runs if name in run)
         lines = [
-            Line(index, LETTERS[index] if len(runs) > 1 else "", run[name], kind.how)
+            Line(index, LETTERS[index] if len(runs) > 1 else "", run[name].curve, run[name].kind.how)
             for index, run in enumerate(runs)
             if name in run
         ]
@@ -96,6 +106,6 @@ def _charts(runs: Sequence[Mapping[str, Curve]], names: Sequence[str], *, apart:
             continue
         if joined and name == "loss":
             kind = kind._replace(title="Loss in training, and of validation (squares)")
-            lines.append(Line(1, "", runs[0]["validation.loss"], "mark"))
+            lines.append(Line(1, "", runs[0]["validation.loss"].curve, "mark"))
         picture = chart(kind.title, kind.unit, lines, may_log=kind.may_log, from_zero=kind.from_zero)
         yield Titled(kind.title, picture)

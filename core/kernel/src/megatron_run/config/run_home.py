@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 #: How the ``config.yaml`` begins that an import writes beside its weights.
 IMPORT_HEAD = "# Imported from "
-#: Keys that name a run, ``branch_from`` with ``@STEP``, or a file of one.
-_RUNS = (("run", "folder"), ("run", "init_from"), ("run", "branch_from"), ("data", "tokenizer"))
+#: The kernel's keys that name a run, ``branch_from`` with ``@STEP``.
+_RUNS = (("run", "folder"), ("run", "init_from"), ("run", "branch_from"))
 
 
 def run_and_step(text: str) -> tuple[str, str]:

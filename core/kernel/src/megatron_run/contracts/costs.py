@@ -342,12 +342,12 @@ class ModelCosts:
         return self.layers[-1].weights + 2 * self.hidden**2
 
     @property
-    def size(self) -> float:
+    def parameters(self) -> float:
         """Parameters of the model, as a run counts them where its ``vectors`` are told."""
-        return self.parameters + self.vectors
+        return self.weights + self.vectors
 
     @property
-    def parameters(self) -> float:
+    def weights(self) -> float:
         """Weights of the model, without biases and norms."""
         words = self.vocabulary * (1 if self.tied else 2) + self.positions
         tables = words * self.hidden + self.head_weights + self.other_weights

@@ -27,7 +27,8 @@ class _Mark:
     text: str
 
 
-#: Of a text that names files or folders, which shells complete: ``Annotated[str, OF_FILES]``. A ``Path`` needs none.
+#: Of a text that names files or folders, which shells complete, and of which ``runs/latest`` is the run that it stands
+#: for: ``Annotated[str, OF_FILES]``. A ``Path`` needs none.
 OF_FILES = _Mark("names files")
 
 

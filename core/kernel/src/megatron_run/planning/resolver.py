@@ -167,7 +167,15 @@ class _Resolver:
     def _choose(self, catalog: Catalog) -> tuple[ConfigSource, dict[str, tuple[Plugin, ...]]]:
         """All sources as one, the plugins' suggestions among them, and the plugins with their options."""
         merged = self.read(catalog)
-        merged, plugins = take(merged, catalog, self._findings, self._notices, self._objects, plan_only=self._plan_only)
+        merged, plugins = take(
+            merged,
+            catalog,
+            self._findings,
+            self._notices,
+            self._objects,
+            plan_only=self._plan_only,
+            latest=self._latest,
+        )
         self._notices += (*rule_notices(merged), *home_notices(merged, self._request))
         unloaded = [plugin for stack in plugins.values() for plugin in stack if not plugin.loaded]
         files = [str(plugin) for plugin in unloaded if plugin.entry is not None and plugin.entry.file]

@@ -5,7 +5,7 @@ Whoever reads the configuration of a run begins here: a training, a dry run, a p
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, MutableMapping
 from typing import NamedTuple
 
 from megatron_run import __version__
@@ -17,6 +17,7 @@ from megatron_run.errors import Findings, PluginError
 from megatron_run.planning.choosing import apply_suggestions, choose_plugins, with_options
 from megatron_run.planning.decided import apply_decided
 from megatron_run.planning.fetched import fetch_tokenizer
+from megatron_run.planning.latest_runs import name_runs_in
 from megatron_run.registry.discover import Catalog
 from megatron_run.registry.known import known_plugin
 from megatron_run.registry.loaded_plugin import Plugin, unloaded
@@ -38,12 +39,14 @@ def take(
     *,
     imported: Collection[str] = RUN_KINDS,
     plan_only: bool = False,
+    latest: MutableMapping[str, str] | None = None,
 ) -> Taken:
     """All sources, ``merged``, as a run takes them. Errors enter ``findings``.
 
     ``objects`` and ``plan_only`` are those of :func:`~megatron_run.planning.choosing.choose_plugins`. Who needs the
     plugins of some kinds alone has these ``imported``. Of the others no first-party one is: the kernel knows what it
-    suggests; one that cannot be imported suggests nothing.
+    suggests; one that cannot be imported suggests nothing. ``latest`` is what
+    :func:`~megatron_run.config.sources.read_sources` has filled.
     """
     chosen = choose_plugins(merged, objects, catalog, findings, notices, imported, plan_only=plan_only)
     others = {
@@ -56,7 +59,13 @@ def take(
     if "data" in imported:
         merged = fetch_tokenizer(merged, findings, notices.append)
     ready = {kind: with_options(kind, stack, merged, catalog, findings, notices) for kind, stack in chosen.items()}
-    return Taken(merged, {**others, **ready})
+    known = {} if latest is None else latest
+    named = {kind: tuple(_naming_runs(plugin, known) for plugin in stack) for kind, stack in ready.items()}
+    return Taken(merged, {**others, **named})
+
+
+def _naming_runs(plugin: Plugin, latest: MutableMapping[str, str]) -> Plugin:
+    return plugin if plugin.options is None else plugin.with_options(name_runs_in(plugin.options, latest))
 
 
 def _standing_in(merged: ConfigSource, catalog: Catalog, kind: str, choice: Choice) -> Plugin:

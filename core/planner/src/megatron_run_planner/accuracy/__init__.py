@@ -117,11 +117,10 @@ def read_table(file: Path, vocabulary: int, recompute: Recompute | None, memory:
         raise InputError(f"{file} has no row")
     if recompute is not None:
         return [replace(row, split=replace(row.split, recompute=recompute)) for row in rows]
-    smallest = min((row.model.parameters for row in rows if needs_recompute(row, memory)), default=float("inf"))
+    smallest = min((row.model.weights for row in rows if needs_recompute(row, memory)), default=float("inf"))
     full: Recompute = "full"
     return [
-        replace(row, split=replace(row.split, recompute=full)) if row.model.parameters >= smallest else row
-        for row in rows
+        replace(row, split=replace(row.split, recompute=full)) if row.model.weights >= smallest else row for row in rows
     ]
 
 
@@ -162,7 +161,7 @@ def needs_recompute(row: Measured, memory: float) -> bool:
     tokens, heads = split.micro_batch * model.sequence * model.hidden, model.layers[0].attentions[0].heads
     layer = tokens * (10 + 24 / split.tensor + 5 * heads * model.sequence / model.hidden / split.tensor)
     in_flight = min(split.pipeline, split.microbatches)
-    state = _STATE * model.parameters / (split.tensor * split.pipeline)
+    state = _STATE * model.weights / (split.tensor * split.pipeline)
     return state < memory < state + layer * len(model.layers) / split.pipeline * in_flight
 
 

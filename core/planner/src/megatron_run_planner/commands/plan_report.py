@@ -64,7 +64,7 @@ def written_line(task: Task, file: Path) -> str:
 def _heading(task: Task, verb: str, each: Candidate, device: Device) -> list[str]:
     """The subject of the numbers below."""
     batch = f"{each.split.global_batch} x {task.model.sequence} tokens"
-    count = task.model.size
+    count = task.model.parameters
     size = f"{count / 1e9:.1f}B" if count >= 5e7 else f"{count:,.0f}"
     asked = f"{size} parameters {verb} {each.split.ranks} x {device.name}, batch {batch}"
     return [asked, *_reading(task)]
@@ -197,7 +197,7 @@ def choice_record(task: Task, found: Choice, device: Device, install: Sequence[s
 def model_record(model: ModelCosts) -> dict[str, Any]:
     """A model as data: each kind of its layers once, with the number of layers of it."""
     kinds = [{"count": count, **asdict(layer)} for count, layer in model.kinds.counts]
-    totals = {"parameters": model.size, "flops_per_token": model.flops_per_token}
+    totals = {"parameters": model.parameters, "flops_per_token": model.flops_per_token}
     return {**asdict(replace(model, layers=model.layers[:1], divided=())), **totals, "layers": kinds}
 
 
@@ -225,7 +225,7 @@ def found_text(task: Task, answer: Answer, device: Device) -> str:
     batch = f"{split.microbatches} microbatches, {device.name}"
     return "\n".join(
         [
-            f"{task.model.size / 1e9:.1f}B parameters over {split.pipeline} stages, {batch}",
+            f"{task.model.parameters / 1e9:.1f}B parameters over {split.pipeline} stages, {batch}",
             *_reading(task),
             "",
             "    step  waiting      memory  chunks  schedule",

@@ -27,10 +27,12 @@ def check_costs(options: BaseModel, built: Iterable[ParamInfo]) -> None:
     costs, longer = (options.costs(length, options.vocab_size or 0) for length in (16, 32))
     shapes = [part.shape for info in built if info.counted for part in info.parts]
     matrices = sum(prod(shape) for shape in shapes if len(shape) > 1)
-    if not isclose(costs.parameters, matrices, rel_tol=_SMALL_TABLES):
-        raise CheckFailed(f"costs tell {costs.parameters:,.0f} weights, and the matrices built have {matrices:,}")
-    if costs.vectors and costs.size != sum(map(prod, shapes)):
-        raise CheckFailed(f"costs tell {costs.size:,.0f} parameters, and those built are {sum(map(prod, shapes)):,}")
+    if not isclose(costs.weights, matrices, rel_tol=_SMALL_TABLES):
+        raise CheckFailed(f"costs tell {costs.weights:,.0f} weights, and the matrices built have {matrices:,}")
+    if costs.vectors and costs.parameters != sum(map(prod, shapes)):
+        raise CheckFailed(
+            f"costs tell {costs.parameters:,.0f} parameters, and those built are {sum(map(prod, shapes)):,}"
+        )
     if not 0 < 16 * costs.flops_per_token < 32 * longer.flops_per_token:
         raise CheckFailed(
             f"flops_per_token is {costs.flops_per_token} at 16 tokens, {longer.flops_per_token} at 32: a longer sample "

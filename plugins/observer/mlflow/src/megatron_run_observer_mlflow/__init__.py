@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from megatron_run.contracts import EvalMetrics, Observer, PluginInfo, RunSummary, StepMetrics
 from megatron_run.errors import InputError
+from megatron_run.files.run_names import shown_name
 from megatron_run.hookspecs import hookimpl
 
 if TYPE_CHECKING:
@@ -61,7 +62,7 @@ class MLflow(Observer):
         self._sender = Sender(
             uri=self._options.uri,
             experiment=self._options.experiment,
-            name=self._options.name or run.folder.name,
+            name=self._options.name or shown_name(run.folder),
             run_id=run.run_id,
             texts={"config.yaml": run.config, "plan.txt": run.plan},
             parameters={"world_size": run.world_size, "parameters": run.parameters, "steps": run.steps},

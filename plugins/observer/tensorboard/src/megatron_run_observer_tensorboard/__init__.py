@@ -10,6 +10,7 @@ from shutil import which
 from typing import TYPE_CHECKING
 
 from megatron_run.contracts import EvalMetrics, Observer, PluginInfo, RunSummary, StepMetrics
+from megatron_run.files.run_names import shown_name
 from megatron_run.hookspecs import hookimpl
 
 if TYPE_CHECKING:
@@ -115,7 +116,7 @@ def shown_by(folder: Path) -> str:
     path = _from_here(folder)
     if {",", ":"} & {*path}:
         return f"{program} --logdir {quote(path)}"
-    return f"{program} --logdir_spec {quote(f'{folder.name}:{path}')}"
+    return f"{program} --logdir_spec {quote(f'{shown_name(folder)}:{path}')}"
 
 
 def _from_here(path: Path) -> str:

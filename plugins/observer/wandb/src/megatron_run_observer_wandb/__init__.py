@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from megatron_run.contracts import EvalMetrics, Observer, PluginInfo, RunSummary, StepMetrics
+from megatron_run.files.run_names import shown_name
 from megatron_run.files.safe_folder import SafeFolder
 from megatron_run.hookspecs import hookimpl
 
@@ -79,7 +80,7 @@ class WeightsAndBiases(Observer):
             return wandb.init(
                 project=self._options.project,
                 entity=self._options.entity,
-                name=self._options.name or run.folder.name,
+                name=self._options.name or shown_name(run.folder),
                 id=run.run_id,
                 resume="allow",
                 mode="online" if mode == "online" else "offline",
