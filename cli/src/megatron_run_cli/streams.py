@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_run.errors import DataError, InputError, RunError
+from megatron_run_cli.standing_line import Erasing
 
 #: Errors of disks on which nothing more can be written.
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
@@ -21,7 +22,7 @@ _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 _OUTPUT = "standard output"
 
 
-class _Output(io.FileIO):
+class _Output(Erasing):
     """Standard output, by whose name its errors are told from those of files."""
 
     def write(self, data: Any, /) -> int:
@@ -33,7 +34,7 @@ class _Output(io.FileIO):
             raise
 
 
-class _Heedless(io.FileIO):
+class _Heedless(Erasing):
     """A file descriptor to which everything can be written: what it refuses is lost."""
 
     def write(self, data: Any, /) -> int:
