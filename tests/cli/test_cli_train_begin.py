@@ -89,8 +89,7 @@ def test_the_line_goes_before_anything_else_and_once(prints: str) -> None:
     code = f"""
 import sys
 from megatron_run_cli.output import tell
-from megatron_run_cli.standing_line import stand
-from megatron_run_cli.streams import open_streams
+from megatron_run_cli.streams import open_streams, stand
 from megatron_run_engine.launch.rank_output import terminal_writer
 
 open_streams()
@@ -107,8 +106,7 @@ print("the end", flush=True)
 def test_the_line_goes_where_a_main_thread_that_waits_in_c_is_ended() -> None:
     code = """
 import socket
-from megatron_run_cli.standing_line import stand
-from megatron_run_cli.streams import open_streams
+from megatron_run_cli.streams import open_streams, stand
 from megatron_run_cli.termination import _Deadline
 
 open_streams()
@@ -124,8 +122,7 @@ deadline.listen()
 def test_a_line_is_no_longer_than_the_terminal_is_wide() -> None:
     """What a terminal has wrapped cannot be erased."""
     code = """
-from megatron_run_cli.standing_line import erase, stand
-from megatron_run_cli.streams import open_streams
+from megatron_run_cli.streams import erase, open_streams, stand
 
 open_streams()
 stand(100 * "x")

@@ -24,8 +24,7 @@ if RANK_VARIABLES.isdisjoint(os.environ):
 from megatron_run.errors import ExitCode
 from megatron_run_cli.main import main
 from megatron_run_cli.output import tell_error
-from megatron_run_cli.standing_line import erase
-from megatron_run_cli.streams import flush_output, full_disk, open_streams
+from megatron_run_cli.streams import erase, flush_output, full_disk, open_streams
 from megatron_run_cli.termination import signals_kept
 
 

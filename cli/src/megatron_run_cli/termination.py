@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 from megatron_run.errors import ExitCode, ToldToEnd
 from megatron_run.signal_bell import SignalBell
-from megatron_run_cli.standing_line import erase
+from megatron_run_cli.streams import erase
 
 _ENDING = (signal.SIGTERM, signal.SIGHUP)
 

@@ -22,7 +22,7 @@ from megatron_run_cli.command_groups import example
 from megatron_run_cli.completion import words as places
 from megatron_run_cli.grammar import SavedStep, json_option, naming, run_options
 from megatron_run_cli.output import print_json, tell, tell_error
-from megatron_run_cli.standing_line import stand
+from megatron_run_cli.streams import stand
 
 if TYPE_CHECKING:
     from megatron_run.config.request import Request
