@@ -97,8 +97,8 @@ def stand(line: str) -> None:
         columns = os.get_terminal_size(2).columns or _COLUMNS
         sys.stdout.flush()
         sys.stderr.flush()
+        _shown_by.append(os.getpid())  # first: a signal may end this between the two
         os.write(2, line[: columns - 1].encode(errors="replace"))
-        _shown_by.append(os.getpid())
 
 
 def erase() -> None:
