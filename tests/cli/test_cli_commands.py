@@ -120,6 +120,29 @@ def test_doctor_goes_on_after_a_failure_and_says_so_with_its_exit_code(
     assert (blank, last) == ("", "no run starts until this is mended: torch")
 
 
+@pytest.mark.usefixtures("few_plugins")
+def test_doctor_says_that_torch_cannot_be_imported(monkeypatch: pytest.MonkeyPatch, capsys: Output) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)
+    monkeypatch.setattr(doctor, "_plugins", lambda _program: [])  # a rank's process imports them, and torch
+    assert main(["doctor"]) == 2
+    assert capsys.readouterr().out.endswith("no run starts until this is mended: torch, devices, communication\n")
+
+
+@pytest.mark.usefixtures("few_plugins")
+def test_libraries_of_cuda_that_do_not_load_keep_no_run_from_the_cpu(
+    monkeypatch: pytest.MonkeyPatch, capsys: Output
+) -> None:
+    def fail() -> None:
+        raise RuntimeError("importing torch and Transformer Engine took longer than 60 s")
+
+    monkeypatch.setattr("torch.version.cuda", "13.0")
+    monkeypatch.setattr("megatron_run_cli.reports.library_report.report_libraries", fail)
+    assert main(["doctor"]) == 0
+    out = capsys.readouterr().out
+    assert "cannot run  cuda" in out
+    assert "no run starts" not in out
+
+
 @pytest.mark.parametrize(
     ("states", "line"),
     [

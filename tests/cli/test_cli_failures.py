@@ -19,7 +19,6 @@ from megatron_run import __version__
 from megatron_run.registry.discover import Catalog, scan
 from megatron_run_cli.main import main
 from tests.support.broken import write_broken
-from tests.support.commands import after_the_start
 from tests.support.fake_plugins import FakeSite
 from tests.support.forked import forked_command
 from tests.support.plugin_file import schedule_file
@@ -320,7 +319,7 @@ def test_the_command_starts_nothing_and_leaves_nothing(name: str, bench: FakeSit
     words = typed.replace("./", f"{bench.folder.parent}/").split()
     done = forked_command(("preset:tiny", *words), tmp_path)
     assert (done.returncode, done.stdout) == (code, "")
-    (line,) = after_the_start(done.stderr)
+    (line,) = done.stderr.splitlines()
     assert line.startswith("megatron-run: ")
     assert names in line
     assert not list(tmp_path.iterdir())

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from megatron_run_engine.data.indexed_files import IndexedWriter
-from tests.support.commands import COMMAND, after_the_start, free_port, run_command, world_of_two
+from tests.support.commands import COMMAND, free_port, run_command, world_of_two
 from tests.support.fake_plugins import FakeSite
 from tests.support.forked import ForkedCommand, forked_command
 from tests.support.plugin_file import schedule_file
@@ -100,7 +100,7 @@ def test_a_rank_that_never_comes_is_named_within_the_time_limit(tmp_path: Path) 
     words = ("--plugin", "schedule=1f1b", "--set", "run.timeout=1")
     done = run_command((*COMMAND, *SHORT, *words), tmp_path, variables=world_of_two(0, free_port()))
     assert done.returncode == 4
-    (line,) = after_the_start(done.stderr)  # and nothing of torch's beside it
+    (line,) = done.stderr.splitlines()  # and nothing of torch's beside it
     assert line.startswith("megatron-run: rank 1 of 2 did not join within 1 s")
     assert not (tmp_path / "run").exists()
 
@@ -117,7 +117,7 @@ def different(folder: Path, typed: Sequence[str], first: dict[str, str], second:
     assert [process.returncode for process in ranks] == [3, 3]
     assert errors[1] == ""
     assert not (folder / "run").exists()
-    head, *table = after_the_start(errors[0])
+    head, *table = errors[0].splitlines()
     assert head.startswith("megatron-run: the ranks do not run the same thing: ")
     assert "install the same versions and pass the same arguments on every host" in head
     return table

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.commands import TORCHRUN, after_the_start, run_command
+from tests.support.commands import TORCHRUN, run_command
 from tests.support.forked import forked_command
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(120)]
@@ -109,9 +109,8 @@ def test_of_four_stages_the_one_that_hangs_is_named_and_none_that_waited_in_vain
 def test_under_torchrun_one_rank_speaks_and_nobody_blames_another(tmp_path: Path) -> None:
     (tmp_path / "tampered.py").write_text(MODEL.format(tamper="os.kill(os.getpid(), signal.SIGKILL)", rank=3))
     run = (*TORCHRUN, "--nproc-per-node", "4", "-m", "megatron_run_cli", *words(TIMEOUT, 4))
-    lines = after_the_start(run_command(run, tmp_path, timeout=90).stderr)
-    told = [line.removeprefix("megatron-run: ") for line in lines if line.startswith("megatron-run: ")]
-    assert [line.partition(" (rank 2, log: ")[0] for line in told] == [
+    said = re.findall(r"^megatron-run: (.*)", run_command(run, tmp_path, timeout=90).stderr, re.MULTILINE)
+    assert [line.partition(" (rank 2, log: ")[0] for line in said] == [
         f"rank 3 (stage 3) is lost: its connection broke {LAST}"
     ]
     told = json.loads((tmp_path / "run" / "status.json").read_text())["message"]  # rank 0's, or that of its sidecar

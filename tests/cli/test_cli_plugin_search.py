@@ -116,12 +116,16 @@ def test_where_none_is_published_it_knows_what_this_version_does(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also of what is not installed, and how to have it."""
+    says = "The GPipe pipeline schedule: all forwards, then all backwards."
     monkeypatch.setattr("megatron_run_cli.reports.listing.scan", lambda: Catalog(()))
     assert search(capsys, "gpipe") == (
         0,
-        ["schedule  gpipe  megatron-run-schedule-gpipe"],
+        [f"schedule  gpipe  megatron-run-schedule-gpipe    {says}"],
         f"megatron-run: to install the first: {how_to_install('megatron-run-schedule-gpipe')}\n",
     )
+    _, lines, _ = search(capsys, "checkpoint")
+    found = {tuple(line.split()[:2]) for line in lines}
+    assert found >= {("format", "distributed"), ("format", "megatron")}, "by what their packages say of themselves"
 
 
 @pytest.mark.usefixtures("unpublished")

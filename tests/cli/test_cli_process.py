@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -82,31 +83,47 @@ assert "torch" not in sys.modules
     assert not list(tmp_path.iterdir())
 
 
-def test_ctrl_c_while_torch_is_loaded_ends_the_command_afterwards(tmp_path: Path) -> None:
-    """torch hides it where it looks for NumPy, which is then broken."""
-    (tmp_path / "torch.py").write_text("""
-import os, signal
+#: Numbers of signals -> what a process prints that gets them while it loads torch, and its exit code.
+WHILE_LOADED = {
+    (signal.SIGINT,): ("loaded KeyboardInterrupt", 0),
+    (signal.SIGTERM,): ("loaded Terminated", 0),
+    (signal.SIGHUP,): ("loaded Terminated", 0),
+    (signal.SIGINT, signal.SIGINT): ("", -signal.SIGINT),
+    (signal.SIGINT, signal.SIGTERM): ("", -signal.SIGTERM),
+}
+
+
+@pytest.mark.parametrize("numbers", WHILE_LOADED)
+def test_a_signal_while_torch_is_loaded_ends_the_command_afterwards_and_a_second_at_once(
+    numbers: tuple[signal.Signals, ...], tmp_path: Path
+) -> None:
+    """torch hides the first where it looks for NumPy, which is then broken."""
+    (tmp_path / "torch.py").write_text(f"""
+import os
 try:
-    os.kill(os.getpid(), signal.SIGINT)
+    for number in {[*map(int, numbers)]}:
+        os.kill(os.getpid(), number)
     print("loaded")
-except KeyboardInterrupt:
+except BaseException:
     print("hidden")
 """)
     code = """
 import sys
 from megatron_run_cli.__main__ import BeforeTorch
+from megatron_run_cli.termination import ending_in_order
 
 sys.meta_path.insert(0, BeforeTorch())
-try:
-    import torch
-except KeyboardInterrupt:
-    print("ended")
+with ending_in_order():
+    try:
+        import torch
+    except BaseException as error:
+        print(type(error).__name__)
 """
     path = os.pathsep.join([str(tmp_path), *sys.path])
     environment = {**os.environ, "PYTHONPATH": path, "XDG_CACHE_HOME": str(tmp_path / "cache")}
-    command = ["env", "--default-signal=INT", sys.executable, "-c", code]
+    command = ["env", "--default-signal=INT,TERM,HUP", sys.executable, "-c", code]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.stdout.split() == ["loaded", "ended"], done.stderr
+    assert (" ".join(done.stdout.split()), done.returncode) == WHILE_LOADED[numbers], done.stderr
 
 
 def test_a_rank_of_torchrun_finds_them_too_and_more_ranks_than_cores_sleep_at_once(tmp_path: Path) -> None:

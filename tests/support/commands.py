@@ -11,8 +11,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from megatron_run_cli.commands.train import ANNOUNCED
-
 COMMAND = (sys.executable, "-m", "megatron_run_cli")
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
 
@@ -44,12 +42,6 @@ def run_command(
     with started(words, folder, **(variables or {})) as process:
         out, err = process.communicate(timeout=timeout)
     return subprocess.CompletedProcess(words, process.returncode, out, err)
-
-
-def after_the_start(error: str) -> list[str]:
-    """The lines on standard error after the one that says, before torch is loaded, what a training does."""
-    begun = f"megatron-run: {ANNOUNCED}"
-    return [line for line in error.splitlines() if line != begun]
 
 
 def world_of_two(rank: int, port: int, **others: str) -> dict[str, str]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from functools import cache
+from textwrap import wrap
 
 from megatron_run.config.fields import default_of
 from megatron_run.contracts.plugin import COMMAND, KINDS, entry_point_group
@@ -20,6 +21,8 @@ from tests.support.checkout import ENGINE, KERNEL, MEMBERS, ROOT
 
 #: Characters of a command's summary: more than a line of the help has room for.
 _SUMMARY = 90
+#: Characters of a line of the sources.
+_WIDTH = 120
 #: What a plugin of each kind decides.
 DECIDES = {
     "scaler": "the loss scale",
@@ -74,6 +77,26 @@ def suggestions() -> Iterator[str]:
     for each in plugins():
         if each.distribution != KERNEL.name and each.info.suggests:
             yield f'        "{each}": {json.dumps(dict(each.info.suggests))},'
+
+
+def summaries() -> Iterator[str]:
+    """For the kernel: what the distribution of each plugin that may be missing says of itself."""
+    holding = {each.distribution for each in plugins() if not _built_in(each)}
+    for member in MEMBERS:
+        if member.name in holding:
+            yield from _entry(member.name, member.project["description"])
+
+
+def _entry(key: str, text: str) -> Iterator[str]:
+    """An entry of a mapping, in as many lines as it takes."""
+    line = f'        "{key}": "{text}",'
+    if len(line) <= _WIDTH:
+        yield line
+        return
+    parts = wrap(text, _WIDTH - len('            " "'))
+    yield f'        "{key}": ('
+    yield from (f'            "{part} "' for part in parts[:-1])
+    yield from (f'            "{parts[-1]}"', "        ),")
 
 
 def _vocabulary(plugin: Plugin) -> int:

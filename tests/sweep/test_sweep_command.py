@@ -65,7 +65,6 @@ def test_a_fault_of_a_key_that_only_begins_like_a_swept_one_is_told_once(capsys:
         ((*LR, "--set", "train.lr=1"), "train.lr is set and swept"),
         ((*LR, "--set", "run.folder=x"), "a folder of its own"),
         ((*LR, "--metric", "eval."), "is no metric"),
-        ((*LR, "--metric", "eval.los"), "did you mean eval.loss?"),
         (("--table",), "holds no sweep"),
         (("--over", "train.seed=1..1000,1000", *LR), "2,000 runs: a sweep has at most 1,000"),
     ],

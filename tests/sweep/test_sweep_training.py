@@ -35,6 +35,7 @@ class Runs:
     def __init__(self) -> None:
         self.began: list[str] = []
         self.ends: dict[str, int | type[BaseException]] = {}
+        self.line: str | None = None  # of the evaluation; else a loss
 
     def __call__(self, words: Sequence[str], output: BinaryIO, advice: str) -> int:
         assert words[0] == "train"
@@ -47,7 +48,8 @@ class Runs:
         state = "stopped" if isinstance(end, type) else "failed" if end else "finished"
         loss = float(values["train.lr"]) * 100 + float(values.get("model.dropout", 0))
         (folder / "status.json").write_text(json.dumps({"state": state, "step": 4}))
-        (folder / "eval.jsonl").write_text(json.dumps({"step": 4, "split": "validation", "loss": loss}) + "\n")
+        line = json.dumps({"step": 4, "split": "validation", "loss": loss}) + "\n" if self.line is None else self.line
+        (folder / "eval.jsonl").write_text(line)
         if isinstance(end, type):
             error = end()
             error.add_note(advice)
@@ -108,18 +110,45 @@ def test_a_metric_that_no_plugin_adds_ends_the_sweep_after_one_run(
     assert runs.began == [run_name(index) for index in range(4)]
 
 
-def test_a_metric_of_which_runs_have_no_finite_number_is_there(runs: Runs) -> None:
-    """As the loss of runs that diverged."""
-    assert main(GRID) == 0
-    for index in range(4):
-        (HOME / run_name(index) / "eval.jsonl").write_text('{"split": "validation", "extra": {"accuracy": NaN}}\n')
-    assert main((*GRID, "--metric", "accuracy")) == 0
+@pytest.mark.parametrize("value", ["NaN", "null"])
+def test_a_metric_that_is_null_in_one_run_compares_the_others_and_in_all_is_told(
+    runs: Runs, value: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As the loss of runs that diverged: each is a number of that name, and the sweep goes on."""
+    name = ("--metric", "accuracy")
+    runs.line = f'{{"split": "validation", "extra": {{"accuracy": {value}}}}}\n'
+    assert main((*GRID, *name)) == 2
+    assert runs.began == [run_name(index) for index in range(4)]
+    assert capsys.readouterr().err.splitlines()[-1] == (
+        "megatron-run: no run has eval.accuracy: its last value is null or not finite (from --metric); "
+        "name another; the same command goes on with it"
+    )
+    (HOME / "run-002" / "eval.jsonl").write_text('{"split": "validation", "extra": {"accuracy": 0.5}}\n')
+    assert main((*GRID, *name)) == 0
+    assert capsys.readouterr().out.splitlines()[1].startswith("run-002 ")
 
 
-def test_a_sweep_of_runs_without_any_number_ends_with_a_code(runs: Runs, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main((*GRID, "--metric", "train.loss")) == 2
-    assert "no run has train.loss: its metrics.jsonl has no number" in capsys.readouterr().err
-    assert len(runs.began) == 4
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        ((), "run-000 has no eval.loss: its eval.jsonl has no number (from --metric); name one of the steps, "),
+        (("--metric", "train.loss"), "run-000 has no train.loss: its metrics.jsonl has no number"),
+    ],
+)
+def test_a_first_run_without_any_number_ends_the_sweep(
+    runs: Runs, words: tuple[str, ...], line: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As of data without a validation split, which nothing evaluates."""
+    runs.line = ""
+    assert main((*GRID, *words)) == 2
+    assert line in capsys.readouterr().err
+    assert runs.began == ["run-000"]
+
+
+def test_a_name_that_is_nearly_another_is_told_and_may_be_there(runs: Runs, capsys: pytest.CaptureFixture[str]) -> None:
+    runs.line = '{"split": "validation", "loss": 2.0, "extra": {"loss2": 1.0}}\n'
+    assert main((*GRID, "--metric", "eval.loss2")) == 0
+    assert "did you mean eval.loss?" in capsys.readouterr().err.splitlines()[0]
 
 
 def test_a_sweep_that_is_stopped_goes_on(runs: Runs, capsys: pytest.CaptureFixture[str]) -> None:

@@ -24,8 +24,8 @@ if RANK_VARIABLES.isdisjoint(os.environ):
 from megatron_run.errors import ExitCode
 from megatron_run_cli.main import main
 from megatron_run_cli.output import tell_error
-from megatron_run_cli.streams import flush_output, full_disk, open_streams
-from megatron_run_cli.termination import interrupts_kept
+from megatron_run_cli.streams import erase, flush_output, full_disk, open_streams
+from megatron_run_cli.termination import signals_kept
 
 
 class BeforeTorch:
@@ -50,7 +50,7 @@ def _load_prepared(load: Callable[[ModuleType], None], module: ModuleType) -> No
         from megatron_run_engine.host.rank_environment import prepare_process
 
         prepare_process(os.environ)
-    with interrupts_kept():
+    with signals_kept():
         load(module)
 
 
@@ -63,6 +63,7 @@ def program() -> None:
     open_streams()
     sys.meta_path.insert(0, BeforeTorch())
     code = main()
+    erase()
     failed = flush_output()
     if failed is not None and not code and not isinstance(failed, BrokenPipeError):  # else nobody reads any more
         tell_error(str(full_disk(failed) or failed))

@@ -1,4 +1,7 @@
-"""The surroundings of a command: streams that may be closed, a disk that may be full, a folder that may be gone."""
+"""The surroundings of a command: streams that may be closed, a disk that may be full, a folder that may be gone.
+
+On a terminal a line may stand that says what is done, and is gone before this process prints anything else there.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +20,26 @@ from megatron_run.errors import DataError, InputError, RunError
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 
 
+#: To the beginning of the line, and erase it: https://en.wikipedia.org/wiki/ANSI_escape_code.
+_ERASE = b"\r\x1b[K"
+#: Columns of a terminal that does not say how many it has.
+_COLUMNS = 80
+#: The process that shows a line, which a fork of it does not; taken out by the one that erases it, of several threads.
+_shown_by: list[int] = []
 #: What an error of writing there has as its file.
 _OUTPUT = "standard output"
 
 
-class _Output(io.FileIO):
+class _Erasing(io.FileIO):
+    """A stream before whose next bytes the standing line goes."""
+
+    def write(self, data: Any, /) -> int:
+        """Write ``data``; its length in bytes."""
+        erase()
+        return super().write(data)
+
+
+class _Output(_Erasing):
     """Standard output, by whose name its errors are told from those of files."""
 
     def write(self, data: Any, /) -> int:
@@ -33,7 +51,7 @@ class _Output(io.FileIO):
             raise
 
 
-class _Heedless(io.FileIO):
+class _Heedless(_Erasing):
     """A file descriptor to which everything can be written: what it refuses is lost."""
 
     def write(self, data: Any, /) -> int:
@@ -68,6 +86,26 @@ def open_streams() -> None:
     raw = io.BufferedWriter(_Heedless(2, "w", closefd=False))
     encoding = getattr(sys.stderr, "encoding", "utf-8")
     sys.stderr = io.TextIOWrapper(raw, encoding, errors="backslashreplace", line_buffering=True)
+
+
+def stand(line: str) -> None:
+    """Show ``line``, cut to the width, if standard error is a terminal, and all that is printed can erase it."""
+    streams = (getattr(getattr(each, "buffer", None), "raw", None) for each in (sys.stdout, sys.stderr))
+    if not all(isinstance(each, _Erasing) for each in streams) or os.environ.get("TERM", "dumb") == "dumb":
+        return
+    with suppress(OSError):  # not a terminal
+        columns = os.get_terminal_size(2).columns or _COLUMNS
+        sys.stdout.flush()
+        sys.stderr.flush()
+        _shown_by.append(os.getpid())  # first: a signal may end this between the two
+        os.write(2, line[: columns - 1].encode(errors="replace"))
+
+
+def erase() -> None:
+    """Take the line away, if one stands."""
+    with suppress(IndexError, OSError):
+        if _shown_by.pop() == os.getpid():
+            os.write(2, _ERASE)
 
 
 def typed_text() -> str:

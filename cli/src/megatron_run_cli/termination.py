@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 
 from megatron_run.errors import ExitCode, ToldToEnd
 from megatron_run.signal_bell import SignalBell
+from megatron_run_cli.streams import erase
 
 _ENDING = (signal.SIGTERM, signal.SIGHUP)
 
@@ -53,23 +54,32 @@ def ending_in_order() -> Iterator[None]:
 
 
 @contextmanager
-def interrupts_kept() -> Iterator[None]:
-    """Within: Ctrl-C waits for the end of the block, in the main thread.
+def signals_kept() -> Iterator[None]:
+    """Within: a signal that would raise waits for the end of the block, in the main thread; a second ends the process.
 
     A library that is interrupted while it is loaded may hide that, and be broken: torch goes on without NumPy.
     """
-    own = threading.current_thread() is threading.main_thread()
-    if not own or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+    if threading.current_thread() is not threading.main_thread():
         yield
         return
+    found = {number: signal.getsignal(number) for number in (signal.SIGINT, *_ENDING)}
+    handlers = {number: handler for number, handler in found.items() if callable(handler)}
     came: list[int] = []
-    signal.signal(signal.SIGINT, lambda number, _: came.append(number))
+
+    def keep(number: int, _: FrameType | None) -> None:
+        came.append(number)
+        for each in handlers:
+            signal.signal(each, signal.SIG_DFL)
+
+    for number in handlers:
+        signal.signal(number, keep)
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        if came:
-            raise KeyboardInterrupt
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        for first in came:
+            handlers[signal.Signals(first)](first, None)
 
 
 class _Deadline(SignalBell):
@@ -99,6 +109,7 @@ class _Deadline(SignalBell):
         with suppress(TimeoutError):
             self._hear()  # a second one
         if not self.met.wait(self.AT_ONCE):
+            erase()
             with suppress(OSError):
                 os.write(2, f"megatron-run: {Terminated(first)}\n".encode())
             os._exit(ExitCode.SIGTERM)

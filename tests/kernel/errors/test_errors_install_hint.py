@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import re
 from pathlib import Path
@@ -49,6 +50,15 @@ def test_the_libraries_of_an_extra_are_named_as_the_index_has_them() -> None:
     found = how_to_add("megatron-run-parallel-layer-te", "engine", "--no-build-isolation")
     assert found.startswith("pip install --no-build-isolation 'transformer-engine[pytorch]")
     assert how_to_add("megatron-run-nothing", "zst") == "pip install megatron-run-nothing"
+
+
+@pytest.mark.parametrize("asked", [[], ["click>=8"], ["hub-library>=1; extra == 'hub' and python_version < '3.13'"]])
+def test_an_extra_of_which_the_metadata_name_no_library_is_asked_for_itself(
+    asked: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Never a bare ``pip install``: as of an older version, or with a condition more."""
+    monkeypatch.setattr(importlib.metadata, "requires", lambda _: asked)
+    assert how_to_add("a-plugin", "hub", "--no-deps") == "pip install --no-deps 'a-plugin[hub]'"
 
 
 @pytest.mark.parametrize("member", MEMBERS, ids=lambda member: member.name)

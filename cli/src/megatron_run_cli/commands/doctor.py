@@ -47,7 +47,8 @@ State = Literal["ok", "cannot run", "AMBIGUOUS", "BROKEN", "FAILED"]
 class Finding:
     """One thing looked at. ``FAILED`` keeps every run from starting, ``BROKEN`` those that choose the plugin.
 
-    ``cannot run``: a sound plugin without the library or device that it needs, as on most machines.
+    ``cannot run``: a sound plugin without the library or device that it needs, as on most machines; or CUDA's libraries
+    that do not load, which keep no run from the CPU.
     """
 
     topic: str
@@ -161,8 +162,10 @@ def _cuda_libraries() -> Iterator[Finding]:
     """The files of CUDA's libraries that torch and Transformer Engine use. ``AMBIGUOUS``: two of one are loaded."""
     if find_spec("megatron_run_engine") is None:
         return
-    import torch
-
+    try:
+        import torch
+    except Exception:  # the topic torch says why
+        return
     from megatron_run_cli.reports.library_report import report_libraries
     from megatron_run_engine.runtime.cuda_libraries import LIBRARIES
 
@@ -171,7 +174,7 @@ def _cuda_libraries() -> Iterator[Finding]:
     try:
         report = report_libraries()
     except RuntimeError as error:
-        yield Finding("cuda", "FAILED", str(error))
+        yield Finding("cuda", "cannot run", str(error))
         return
     if report.version:
         why = f" cannot be imported: {report.problem}" if report.problem else ""

@@ -9,9 +9,7 @@ import hashlib
 import os
 import re
 import sys
-from contextlib import suppress
 from dataclasses import replace
-from importlib.util import find_spec
 from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING, Any
@@ -19,10 +17,12 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from megatron_run.errors import NOT_BEGUN, CheckpointError, DataError, InputError, ended_with, refuse_input
+from megatron_run_cli import RANK_VARIABLES
 from megatron_run_cli.command_groups import example
 from megatron_run_cli.completion import words as places
 from megatron_run_cli.grammar import SavedStep, json_option, naming, run_options
 from megatron_run_cli.output import print_json, tell, tell_error
+from megatron_run_cli.streams import stand
 
 if TYPE_CHECKING:
     from megatron_run.config.request import Request
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from megatron_run_engine.launch import LaunchMode, RunResult
 
 _FILE = click.Path(path_type=Path, dir_okay=False)
-#: What is told before torch is loaded.
-ANNOUNCED = "loading torch and the plugins, then checking the run and starting it"
+#: What stands on a terminal in the seconds in which there is nothing else to say.
+_BEGINNING = "megatron-run: loading torch and the plugins, checking the run, starting it"
 
 
 @click.command()
@@ -134,7 +134,7 @@ def train(  # noqa: PLR0913  # one argument an option: so click calls it
     silent = (lambda _: None) if quiet else tell
     with ended_with(NOT_BEGUN):
         if not (quiet or as_json):
-            _announce(request, mode)
+            _announce()
         from megatron_run_engine.launch import LaunchOptions, launch
     options = LaunchOptions(sys.argv[1:], quiet=quiet or as_json, debug=debug, max_restarts=max_restarts, tell=silent)
     result = launch(request, options, mode)
@@ -145,20 +145,10 @@ def train(  # noqa: PLR0913  # one argument an option: so click calls it
     return int(result.code)
 
 
-def _announce(request: Request, mode: LaunchMode) -> None:
-    """Say what is done, before the seconds in which nothing else can be said; a misspelt key is refused first.
-
-    Of the ranks of torchrun and Slurm the first says it; there each checks, and refuses, the whole.
-    """
-    from megatron_run.planning import check_keys
-    from megatron_run_engine.host.environments import find_world
-
-    world = find_world(os.environ, mode)
-    if world is None:
-        check_keys(request)
-    with suppress(ModuleNotFoundError):  # what lacks is told by what needs it
-        if find_spec("torch") and (world is None or world.rank == 0):
-            tell(ANNOUNCED)
+def _announce() -> None:
+    """Say what is done, before the seconds in which nothing else can be said; not of ranks that share a terminal."""
+    if RANK_VARIABLES.isdisjoint(os.environ):
+        stand(_BEGINNING)
 
 
 def _as_json(result: RunResult) -> dict[str, object]:

@@ -101,7 +101,10 @@ def known_here() -> tuple[Published, ...]:
     """The catalogue without a network: what the kernel knows of this project, and a checkout of others."""
     from megatron_run.registry.known import COMMAND_SUMMARIES, KNOWN, KNOWN_COMMANDS
 
-    found = [Published(kind=each.kind, name=each.name, distribution=each.distribution) for each in KNOWN]
+    found = [
+        Published(kind=each.kind, name=each.name, distribution=each.distribution, summary=each.summary)
+        for each in KNOWN
+    ]
     found += [
         Published(kind=COMMAND, name=name, distribution=distribution, summary=COMMAND_SUMMARIES.get(name, ""))
         for name, distribution in KNOWN_COMMANDS.items()

@@ -1,7 +1,8 @@
-"""The number by which the runs of a sweep are compared: as it is typed, checked before the first run where one can.
+"""The number by which the runs of a sweep are compared, as it is typed.
 
-What every run has is known here. A model, the data or another plugin may add numbers, which only a run tells; so a
-sweep ends after the first run that has none of that name, and goes on by the same command with another one.
+Only a run tells which numbers there are: a model, the data or another plugin may add some, and data may have no
+validation split. So a sweep ends after the first run that has none of that name, and goes on with another by the same
+command.
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ from megatron_run.errors.wording import LONGEST_WORD
 FILES: Mapping[str, str] = {"eval": "eval.jsonl", "train": "metrics.jsonl"}
 #: What lines have that compares nothing.
 _NO_METRICS = frozenset({"v", "step", "attempt", "time", "split", "extra", "skipped", "resumed", "changes"})
-#: The numbers that a line of every run has, by the word before their names.
+#: The fields that every line has, by the word before their names; one may be null, as ``mfu`` of an unknown device.
 ALWAYS: Mapping[str, tuple[str, ...]] = {
     source: tuple(each.name for each in fields(line) if each.name not in _NO_METRICS)
     for source, line in (("eval", EvalMetrics), ("train", StepMetrics))
 }
-#: How alike a name must be to one of those that it is refused as mistyped: "los" is, "lm_loss" and "losses" are not.
+#: How alike a name must be to one of those that it is told as maybe mistyped: "los" is, "lm_loss" and "losses" are not.
 _MISTYPED = 0.85
 
 
@@ -38,9 +39,15 @@ class Metric:
         return f"{self.source}.{self.name}"
 
     @property
-    def is_certain(self) -> bool:
-        """Whether every run has it; else a plugin may add it."""
-        return self.name in ALWAYS[self.source]
+    def doubt(self) -> str:
+        """A line where it is nearly a field of every line, and so maybe mistyped; else empty."""
+        known = ALWAYS[self.source]
+        if self.name in known:
+            return ""
+        near = get_close_matches(self.name[:LONGEST_WORD], known, n=1, cutoff=_MISTYPED)
+        if not near:
+            return ""
+        return f"{self} is not among what every line has, {self.among(known)}; did you mean {self.among(near)}?"
 
     def among(self, names: Sequence[str]) -> str:
         """``names`` of the same lines, as they are typed."""
@@ -50,21 +57,12 @@ class Metric:
 def read_metric(text: str) -> Metric:
     """``eval.loss`` or ``train.loss``; a name alone is one of ``eval``.
 
-    Raises :class:`InputError` for no name, and for one that is nearly a name of what every run has.
+    Raises :class:`InputError` for no name.
     """
     first, _, rest = text.partition(".")
     found = Metric(first, rest) if first in FILES else Metric("eval", text)
     if not found.name:
         raise InputError(f"{text!r} is no metric", origin="--metric", fix="write eval.loss or train.loss")
-    known = ALWAYS[found.source]
-    near = get_close_matches(found.name[:LONGEST_WORD], known, n=1, cutoff=_MISTYPED)
-    if near and not found.is_certain:
-        raise InputError(
-            f"there is no {found}",
-            why=f"every run has {found.among(known)}",
-            origin="--metric",
-            fix=f"did you mean {found.among(near)}?",
-        )
     return found
 
 
@@ -75,6 +73,13 @@ def is_number_of(name: str) -> bool:
 
 def without(metric: Metric, who: str, names: Sequence[str], *, drawn: bool) -> InputError:
     """The message where ``who``, as "run-000 has no", has no such number, but ``names``; ``drawn``: by a sampler."""
-    why = f"there is {metric.among(names)}" if names else f"its {FILES[metric.source]} has no number"
     go_on = "begin another sweep with it: --folder NEW" if drawn else "the same command goes on with it"
-    return InputError(f"{who} {metric}", why=why, origin="--metric", fix=f"name one that is there; {go_on}")
+    fix = "name one that is there"
+    if metric.name in names:
+        why, fix = "its last value is null or not finite", "name another"
+    elif names:
+        why = f"there is {metric.among(names)}"
+    else:
+        why = f"its {FILES[metric.source]} has no number"
+        fix = "name one of the steps, as train.loss" if metric.source == "eval" else fix
+    return InputError(f"{who} {metric}", why=why, origin="--metric", fix=f"{fix}; {go_on}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import sys
@@ -85,7 +86,7 @@ class _Both:
 
 def _log(log: RawIOBase, text: str) -> None:
     with suppress(OSError, ValueError):  # a full disk ends no training; what a library has kept of a stream outlives it
-        _write(log.fileno(), text.encode(errors="backslashreplace"))
+        _write(log.write, text.encode(errors="backslashreplace"))
 
 
 def terminal_environment() -> dict[str, str]:
@@ -172,7 +173,7 @@ class Relay:
 
 
 def terminal_writer() -> Callable[[bytes], None]:
-    """Write bytes to standard output: unbuffered to its descriptor, else as text (a notebook has none)."""
+    """Write bytes to standard output: unbuffered, else as text (a notebook has no descriptor)."""
     try:
         descriptor = sys.stdout.fileno()
     except (OSError, ValueError, AttributeError):
@@ -180,12 +181,16 @@ def terminal_writer() -> Callable[[bytes], None]:
         return lambda data: print(text.decode(data), end="", flush=True)  # noqa: T201  # the only way there
 
     sys.stdout.flush()
-    return partial(_write, descriptor)
+    raw = getattr(getattr(sys.stdout, "buffer", None), "raw", None)  # which may do more than its descriptor does
+    return partial(_write, raw.write if raw else partial(os.write, descriptor))
 
 
-def _write(descriptor: int, data: bytes) -> None:
+def _write(write: Callable[[bytes], int | None], data: bytes) -> None:
     while data:
-        data = data[os.write(descriptor, data) :]
+        done = write(data)
+        if done is None:  # as a raw stream says it
+            raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+        data = data[done:]
 
 
 def last_log_line(log: Path, window: int = 8192) -> str:

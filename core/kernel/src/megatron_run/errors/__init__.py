@@ -145,7 +145,7 @@ class ToldToEnd(BaseException):
     """The exception of a handler of a signal. Not an Exception, which a library might take for its own."""
 
 
-#: What who ends a training reads before its ranks were started.
+#: The note for whoever ends a training before its ranks start.
 NOT_BEGUN = "no step has begun, and nothing was saved"
 
 

@@ -66,7 +66,8 @@ def how_to_install(distribution: str, kernel: Path = Path(__file__)) -> str:
 def how_to_add(distribution: str, extra: str, options: str = "") -> str:
     """The command that brings what ``extra`` of a ``distribution`` asks for, by the names that the index has.
 
-    ``options`` are pip's. Without the distribution, it brings that.
+    ``options`` are pip's. Without the distribution, it brings that. Where its metadata name nothing for the extra,
+    as those of an older version, pip is left to find out.
     """
     from importlib.metadata import PackageNotFoundError, requires
 
@@ -76,13 +77,13 @@ def how_to_add(distribution: str, extra: str, options: str = "") -> str:
         return how_to_install(distribution)
     wanted = (f"extra == '{extra}'", f'extra == "{extra}"')
     names = [quote(name.strip()) for name, _, condition in asked if condition.strip() in wanted]
-    return " ".join(("pip install", *filter(None, [options]), *names))
+    return " ".join(("pip install", *filter(None, [options]), *(names or [quote(f"{distribution}[{extra}]")])))
 
 
 def checkout(kernel: Path = Path(__file__)) -> Path | None:
-    """The checkout whose kernel runs, from there or as a copy that pip made; None of one from an index, or of no more.
+    """The checkout whose kernel runs, from there or as a copy that pip made.
 
-    Of a folder that it installs pip keeps the address: https://peps.python.org/pep-0610/.
+    None for a kernel from an index, or of a checkout that is gone. Of a folder that it installs pip keeps the address: https://peps.python.org/pep-0610/.
     """
     import json
     from urllib.parse import unquote, urlsplit

@@ -36,6 +36,11 @@ class Known:
         return SUGGESTS.get(f"{self.kind}={self.name}", {})
 
     @property
+    def summary(self) -> str:
+        """The line that its distribution says of itself; empty for those of the engine."""
+        return SUMMARIES.get(self.distribution, "")
+
+    @property
     def how_to_get(self) -> str:
         """The command that brings it."""
         return how_to_install(self.distribution)
@@ -99,6 +104,85 @@ SUGGESTS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         "schedule=zero-bubble": {"parallel.pipeline": 2},
         "parallel-layer=tensor": {"parallel.tensor": 2},
         "data=instruct": {"train.loss_mean": "token"},
+        # [[[end]]]
+    }
+)
+
+
+#: What each distribution of plugins says of itself, for those who look for one that is not installed.
+SUMMARIES: Mapping[str, str] = MappingProxyType(
+    {
+        # [[[cog from tests.support import first_party; cog.outl('\n'.join(first_party.summaries())) ]]]
+        "megatron-run-data-indexed": (
+            "Datasets in Megatron's .bin and .idx files: memory-mapped, shuffled, split by document and blended."
+        ),
+        "megatron-run-data-instruct": (
+            "Conversations as JSON lines, through a chat template, packed; loss on responses only."
+        ),
+        "megatron-run-data-nlu": (
+            "MNLI, QQP, SQuAD 1.1 and 2.0 and RACE from their published files, with their official metrics."
+        ),
+        "megatron-run-data-sentence-pairs": (
+            "Pairs of text in or out of order, with whole-word n-gram masking, from Megatron's indexed datasets."
+        ),
+        "megatron-run-data-span-corruption": (
+            "What T5 learns from: runs of tokens that the decoder restores, from indexed datasets."
+        ),
+        "megatron-run-format-distributed": "Folders of torch.distributed.checkpoint, with masters and moments.",
+        "megatron-run-format-huggingface": (
+            "Models of Hugging Face: GPT-2, Llama and their relatives, read and written as transformers does; their "
+            "adapters, as PEFT does."
+        ),
+        "megatron-run-format-megatron": (
+            "Megatron-LM: import its checkpoints, turn its launch scripts into configurations."
+        ),
+        "megatron-run-graph-capture-compile": "Compiles parts of each layer with torch.compile.",
+        "megatron-run-graph-capture-partial": (
+            "Captures parts of each layer as graphs and replays them: CUDA graphs, or tapes on a CPU."
+        ),
+        "megatron-run-graph-capture-te": (
+            "Captures parts of each layer with Transformer Engine's make_graphed_callables."
+        ),
+        "megatron-run-model-bert": (
+            "BERT: a bidirectional encoder with masked-token and sentence-order losses, and its heads for fine-tuning."
+        ),
+        "megatron-run-model-deepseek": (
+            "A decoder with multi-head latent attention and multi-token prediction, as in DeepSeek-V2 and V3."
+        ),
+        "megatron-run-model-t5": "T5: an encoder and a decoder of different lengths, with relative position biases.",
+        "megatron-run-observer-mlflow": "Losses, rates and the resolved run on an MLflow server.",
+        "megatron-run-observer-profiler": (
+            "torch's profiler over chosen steps: operators, memory, ranges for NVIDIA's tools."
+        ),
+        "megatron-run-observer-tensorboard": (
+            "Losses, rates, the resolved run and the pipeline timeline in TensorBoard."
+        ),
+        "megatron-run-observer-trace": "A step of the pipeline as it really ran, beside its plan, for Perfetto.",
+        "megatron-run-observer-wandb": "Losses, rates and the resolved run in Weights & Biases.",
+        "megatron-run-optimizer-deepspeed": (
+            "DeepSpeed's ZeRO stages 1 and 2 as the data-parallel optimizer, without its engine."
+        ),
+        "megatron-run-optimizer-zero1": (
+            "The distributed optimizer (ZeRO-1): every data-parallel rank updates its share of the parameters."
+        ),
+        "megatron-run-parallel-layer-fp8": "Linear layers that multiply in FP8, without another library.",
+        "megatron-run-parallel-layer-lora": "Low-rank adapters (LoRA) on the layers of any other factory.",
+        "megatron-run-parallel-layer-te": (
+            "Tensor-parallel layers of NVIDIA Transformer Engine: fused norm and product, fused attention, FP8."
+        ),
+        "megatron-run-parallel-layer-tensor": "Tensor-parallel layers as in Megatron-LM, with sequence parallelism.",
+        "megatron-run-scaler-constant": "The loss scale of your choice, for the whole run.",
+        "megatron-run-scaler-dynamic": (
+            "The largest loss scale at which 16-bit gradients stay finite, found as the run goes."
+        ),
+        "megatron-run-schedule-1f1b": "The 1F1B pipeline schedule: one forward, one backward.",
+        "megatron-run-schedule-gpipe": "The GPipe pipeline schedule: all forwards, then all backwards.",
+        "megatron-run-schedule-interleaved": (
+            "The interleaved 1F1B pipeline schedule: several chunks a stage, a smaller bubble."
+        ),
+        "megatron-run-schedule-zero-bubble": (
+            "Zero-bubble pipeline schedules: weight gradients fill the time that stages would wait."
+        ),
         # [[[end]]]
     }
 )

@@ -131,7 +131,7 @@ class Started:
 
     def _check_metric(self, outcome: Outcome, metric: Metric) -> None:
         """Raise :class:`InputError` where a run has ended without the number by which all are to be compared."""
-        if outcome.state == "finished" and not metric.is_certain and metric.name not in outcome.names:
+        if outcome.state == "finished" and metric.name not in outcome.names:
             raise without(metric, f"{outcome.run} has no", outcome.names, drawn=self.sweep.sampler != "grid")
 
     def _wait_for(self, name: str) -> None:

@@ -89,6 +89,8 @@ def sweep(  # noqa: PLR0913  # one argument an option: so click calls it
         return 0
     _check_words(request, over, sampler, drawn=runs is not None or seed is not None, print_commands=print_commands)
     asked = _as_sweep(request, over, sampler, _SEED if seed is None else seed, str(compared), maximize)
+    if compared.doubt:  # only a run tells: a plugin may add a number of that name
+        tell(compared.doubt)
     from megatron_run_sweep.commands.starting import begin
 
     with begin(asked, request, home, 20 if runs is None else runs) as started:
@@ -188,10 +190,10 @@ def _tell_faults(found: Sequence[Outcome], home: Path) -> None:
 
 
 def _check_compared(found: Sequence[Outcome], metric: Metric, *, drawn: bool) -> None:
-    """Raise :class:`InputError` where no run has the metric but others, or has ended without any."""
+    """Raise :class:`InputError` where no run has the metric, but has another or has ended."""
     from megatron_run_sweep.metric import without
 
     names = tuple(dict.fromkeys(name for each in found for name in each.names))
-    is_known = names or (found and all(each.state == "finished" for each in found))
-    if is_known and metric.name not in names and all(each.metric is None for each in found):
+    is_known = any(each.state == "finished" for each in found) or (names and metric.name not in names)
+    if is_known and all(each.metric is None for each in found):
         raise without(metric, "no run has", names, drawn=drawn)
