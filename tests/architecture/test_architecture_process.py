@@ -29,7 +29,7 @@ ALLOWED: dict[str, set[str]] = {
     "plugins/observer/wandb/src/megatron_run_observer_wandb/__init__.py": {"sys"},
     # The process is theirs, from its first line to its end.
     f"{ENGINE}/launch/fork_server.py": {"environment", "signal", "sys"},
-    f"{ENGINE}/launch/rank.py": {"signal"},
+    f"{ENGINE}/launch/start.py": {"signal"},
     f"{ENGINE}/launch/watchdog/sidecar.py": {"signal"},
     f"{ENGINE}/estimate/calibration/on_ranks.py": {"environment", "torch"},
     f"{SUITES}/data/elsewhere.py": {"environment", "sys"},

@@ -99,10 +99,10 @@ def test_without_a_name_it_is_the_latest_run(capsys: Output) -> None:
     ("words", "line"),
     [
         ("runs/ome", "there is no run in runs/ome: there is no such folder; did you mean 'one'?"),
-        ("runs", "there is no run in runs: it has no run.json; name a run folder, as runs/latest"),
+        ("runs", "there is no run in runs: it has no run.json; name a run folder, as runs/first"),
         (
             "runs/one runs/two other",
-            "there is no run in other: there is no such folder; name a run folder, as runs/latest",
+            "there is no run in other: there is no such folder; name a run folder, as runs/first",
         ),
         (
             "runs/one --output no/page.html",

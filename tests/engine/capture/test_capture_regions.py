@@ -105,6 +105,8 @@ def test_a_name_that_no_layer_publishes_is_refused_with_the_nearest() -> None:
     check_scope(("attn",), [DENSE], context)
     with pytest.raises(InputError, match=r"names 'atn', which no layer publishes; did you mean 'attn'\? the model pub"):
         check_scope(("atn",), [DENSE], context)
+    with pytest.raises(InputError, match="did you mean 'step'"):
+        check_scope(("stepp",), [DENSE], context)
 
 
 class Stages(Groups):

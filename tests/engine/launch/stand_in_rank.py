@@ -21,6 +21,7 @@ from pathlib import Path
 from types import FrameType
 
 RANK = int(os.environ.get("RANK", "0"))
+signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # as a rank does
 
 
 def without_launcher() -> None:

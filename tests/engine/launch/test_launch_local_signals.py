@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,7 @@ import pytest
 from megatron_run.errors import ExitCode
 from megatron_run_engine.launch.job import RankTask
 from megatron_run_engine.launch.signals import SAVING, STARTING
+from megatron_run_engine.launch.start import spawn
 from tests.engine.launch.launcher import Launcher, no_process_left, send_when
 from tests.support.processes import on_signals
 
@@ -33,6 +36,16 @@ def test_a_polite_signal_is_forwarded_and_has_its_code(
         result = launcher("*:polite")
         sender.join()
     assert (result.code, result.message) == (code, f"stopped by {number.name}")
+
+
+def test_an_interrupt_within_the_first_imports_of_a_rank_waits(tmp_path: Path) -> None:
+    """Python would raise it there: with a traceback, and lost where an import swallows it."""
+    attends = "from megatron_run_engine.launch.start import heed_interrupts; heed_interrupts()"
+    words = [sys.executable, "-c", f"import time; time.sleep(0.3); {attends}; time.sleep(50)"]
+    rank = spawn(words, os.environ, tmp_path / "log", ())
+    rank.send_signal(signal.SIGINT)
+    assert rank.wait() == -signal.SIGINT
+    assert (tmp_path / "log").read_text() == ""
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

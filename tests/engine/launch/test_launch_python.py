@@ -215,3 +215,8 @@ def test_every_task_of_a_slurm_step_ends_with_the_code_and_one_speaks(tmp_path: 
     assert (first, second) == (3, 3)
     assert "train.seed: 0 on rank 0 (" in said
     assert silent == ""
+
+
+def test_a_configuration_is_no_run_yet() -> None:
+    with pytest.raises(InputError, match="train takes a run, and was given a configuration; pass it to load_config"):
+        train("preset:tiny")  # as somebody may call it

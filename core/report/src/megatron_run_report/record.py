@@ -72,7 +72,7 @@ class Record:
             raise InputError(
                 f"there is no run in {folder}",
                 why=self._without_run(),
-                fix=near_path(self.folder) or "name a run folder, as runs/latest",
+                fix=near_path(self.folder) or "name a run folder, as runs/first",
             )
         self._files = SafeFolder(self.folder)
         self.time = time.time()

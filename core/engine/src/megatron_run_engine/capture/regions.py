@@ -89,7 +89,10 @@ def check_scope(scope: Sequence[str], chunks: Sequence[Sequence[Segment]], conte
     if missing:
         raise InputError(
             f"graph-capture.scope names {missing[0]!r}, which no layer publishes",
-            fix=advice(did_you_mean(missing[0], published), f"the model publishes {', '.join(published)}"),
+            fix=advice(
+                did_you_mean(missing[0], [*published, STEP]),
+                f"the model publishes {', '.join(published)}; {STEP} stands for the whole step",
+            ),
         )
 
 

@@ -117,6 +117,8 @@ def train(
     In a program that torchrun or srun has started, this process is one rank of its world. Raises what training raises
     in this process, and :class:`FailedRunError` for ranks elsewhere.
     """
+    if isinstance(run, str | os.PathLike | Mapping):
+        raise InputError("train takes a run, and was given a configuration", fix="pass it to load_config first")
     request = replace(
         run.request,
         resume=str(resume),

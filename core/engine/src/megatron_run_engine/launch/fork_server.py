@@ -31,7 +31,7 @@ from megatron_run.errors import ExitCode
 from megatron_run_engine.launch.job import Job
 from megatron_run_engine.launch.rank import failed_start, main
 from megatron_run_engine.launch.rank_output import flush_output, redirect_output
-from megatron_run_engine.launch.start import RANK_PROGRAM, spawn
+from megatron_run_engine.launch.start import RANK_PROGRAM, heed_interrupts, spawn
 
 if TYPE_CHECKING:
     from megatron_run.planning import ResolvedRun
@@ -195,6 +195,6 @@ def _tell(control: socket.socket, event: str, rank: int, number: int) -> None:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # no traceback when Ctrl-C comes during the imports
+    heed_interrupts()
     status = serve(Path(sys.argv[1]), socket.socket(fileno=int(sys.argv[2])), int(sys.argv[3]))
     os._exit(status)  # nothing is left to do, and finalizers of what was imported take a while

@@ -18,6 +18,7 @@ from megatron_run.errors import ExitCode
 from megatron_run.errors.machine_limits import system_limit
 from megatron_run_engine.launch.job import Job, LaunchOptions, page_path
 from megatron_run_engine.launch.rank_output import flush_output
+from megatron_run_engine.launch.start import heed_interrupts
 from megatron_run_engine.run_folder.folder import RunFolder
 
 if TYPE_CHECKING:
@@ -28,8 +29,7 @@ if TYPE_CHECKING:
 
 def main(path: Path, run: ResolvedRun | None = None) -> int:
     """Run the rank that the environment names for the job at ``path``, whose ``run`` may be known; its exit code."""
-    # No traceback when Ctrl-C comes before the training, which handles it, or after.
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    heed_interrupts()  # the training handles them itself
     job = Job.read(path)
     hold_lifeline(job.lifeline)
 

@@ -63,8 +63,12 @@ class SpawnedRank(subprocess.Popen[bytes]):
 
 
 def spawn(words: Sequence[str], environment: Mapping[str, str], log: Path, inherited: Sequence[int]) -> SpawnedRank:
-    """Start ``words`` as the leader of a process group, so that Ctrl-C at the terminal reaches only the launcher."""
-    with os.fdopen(open_log(log), "ab") as file:
+    """Start ``words`` as the leader of a process group, so that Ctrl-C at the terminal reaches only the launcher.
+
+    A SIGINT that is forwarded waits until the process attends to it (:func:`heed_interrupts`): one that Python raises
+    within its first imports may be lost there.
+    """
+    with os.fdopen(open_log(log), "ab") as file, _held_back(signal.SIGINT):
         return SpawnedRank(
             words,
             stdin=subprocess.DEVNULL,
@@ -74,6 +78,22 @@ def spawn(words: Sequence[str], environment: Mapping[str, str], log: Path, inher
             pass_fds=inherited,
             start_new_session=True,
         )
+
+
+@contextmanager
+def _held_back(number: signal.Signals) -> Iterator[None]:
+    """Within: processes that this thread starts begin with ``number`` blocked."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {number})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def heed_interrupts() -> None:
+    """Let SIGINT end this process without a traceback, from now on, as one does that has come since its start."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
 
 #: What the names of launchers' temporary folders begin with, and the file in each that its launcher has locked.
