@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -40,9 +41,11 @@ def test_a_polite_signal_is_forwarded_and_has_its_code(
 
 def test_an_interrupt_within_the_first_imports_of_a_rank_waits(tmp_path: Path) -> None:
     """Python would raise it there: with a traceback, and lost where an import swallows it."""
-    attends = "from megatron_run_engine.launch.start import heed_interrupts; heed_interrupts()"
-    words = [sys.executable, "-c", f"import time; time.sleep(0.3); {attends}; time.sleep(50)"]
-    rank = spawn(words, os.environ, tmp_path / "log", ())
+    up, attends = tmp_path / "up", "from megatron_run_engine.launch.start import heed_interrupts; heed_interrupts()"
+    imports = f"import pathlib, time; pathlib.Path({str(up)!r}).touch(); time.sleep(0.5)"
+    rank = spawn([sys.executable, "-c", f"{imports}; {attends}; time.sleep(50)"], os.environ, tmp_path / "log", ())
+    while not up.exists():
+        time.sleep(0.01)
     rank.send_signal(signal.SIGINT)
     assert rank.wait() == -signal.SIGINT
     assert (tmp_path / "log").read_text() == ""
