@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import re
 from dataclasses import replace
+from functools import partial
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -18,6 +20,7 @@ from megatron_run_engine.builtin.observer.console import (
     comparison,
     megatron_run_create_observer,
 )
+from megatron_run_engine.host import in_place
 from megatron_run_testing.observer import example_run, example_step
 from tests.support.notebook_cell import Cell
 
@@ -63,7 +66,8 @@ def test_plain_output_has_no_control_characters(tmp_path: Path) -> None:
         assert not re.search(r"[\x00-\x09\x0b-\x1f]", shown(tmp_path, 10, terminal=terminal, plain=plain))
 
 
-def test_a_terminal_gets_a_bar_that_fits_80_columns(tmp_path: Path) -> None:
+def test_a_terminal_gets_a_bar_that_fits_80_columns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(in_place, "monotonic", partial(next, count(0.0, 1e-3)))  # however fast this machine is
     text = shown(tmp_path, 12_000, terminal=True)
     drawn = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", text)
     assert "step 12000/12000" in drawn
