@@ -145,6 +145,6 @@ def sharded(ranks: Ranks, shape: Shape, batch: Batch, *, overlap: bool = True) -
 
 def silent(ranks: Ranks, shape: Shape, batch: Batch) -> OurSide:
     """The work of ``zero1`` without its communication."""
-    peers, context = ranks.groups.parallel_group(ranks.topology, "data"), ranks.context(shape, Groups())
+    peers, context = ranks.groups.parallel_group(ranks.topology, "replicas"), ranks.context(shape, Groups())
     optimizer = FlatOptimizer(context, UpdateOptions(**_NUMBERS), lambda _: _Silent(Sharded(peers)))
     return OurSide(context, shape, batch, optimizer)

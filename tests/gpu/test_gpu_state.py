@@ -81,15 +81,15 @@ def one_rank(rank: int, world: int, backend: str, store: str) -> list[list[float
         device_id=device if backend == "nccl" else None,
     )
     group = dist.new_group([0], timeout=timedelta(seconds=60))
-    groups = Groups({"data": group}, None, dist.group.WORLD)
+    groups = Groups({"replicas": group}, None, dist.group.WORLD)
 
     class Alone(ParallelGroup):
         _several = True  # torch's collectives are called all the same
 
-    peers, x = Alone(0, 1, group, "data"), torch.arange(4.0, device=device)
+    peers, x = Alone(0, 1, group, "replicas"), torch.arange(4.0, device=device)
     every = [range(4)]
     found = [
-        groups.sum_(x.clone(), "data"),
+        groups.sum_(x.clone(), "replicas"),
         groups.max_(x.clone(), "world"),
         groups.broadcast_(x.clone(), 0, "world"),
         peers.sum_(x.clone()),
@@ -104,7 +104,7 @@ def one_rank(rank: int, world: int, backend: str, store: str) -> list[list[float
     groups.gather_(x, rows)
     assert groups.gather_names(["a", "b"], device) == [["a", "b"]]
     topology = Topology(Sizes(), 0)
-    assert groups.parallel_group(topology, "data").size == 1
+    assert groups.parallel_group(topology, "replicas").size == 1
     return [each.tolist() for each in (*found, *rows)]
 
 

@@ -79,9 +79,9 @@ def test_the_owner_of_a_tied_parameter_is_the_same_on_stages_of_other_loads() ->
 def test_experts_lie_apart_and_are_shared_among_those_that_hold_them(whole: bool) -> None:  # pytest's
     chunk = described(100, 300)
     expert = next(iter(chunk))
-    chunk[expert] = replace(chunk[expert], replicas="expert_data")
+    chunk[expert] = replace(chunk[expert], replicas="expert_replicas")
     buckets = {bucket.replicas: bucket for bucket in build_buckets([chunk], 4, whole=whole, expert_shards=2)}
-    assert buckets["expert_data"].parameters == (expert,)
-    assert {axis: len(bucket.shares) for axis, bucket in buckets.items()} == {"data": 4, "expert_data": 2}
+    assert buckets["expert_replicas"].parameters == (expert,)
+    assert {axis: len(bucket.shares) for axis, bucket in buckets.items()} == {"replicas": 4, "expert_replicas": 2}
     for bucket in buckets.values():
         assert sum(map(len, bucket.shares)) == len(bucket.grad)

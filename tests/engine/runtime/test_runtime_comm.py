@@ -16,7 +16,7 @@ from tests.support.ranks import run_ranks
 def test_collectives_of_a_world_of_one_change_nothing() -> None:
     groups, tensor = Groups(), torch.tensor([3.0])
     assert groups.sum_(tensor, "world") is tensor
-    assert groups.max_(tensor, "data").item() == 3.0
+    assert groups.max_(tensor, "replicas").item() == 3.0
     assert groups.broadcast_(tensor, 0, "pipeline").item() == 3.0
     assert groups.gather_names(["a"], tensor.device) == [["a"]]
 
@@ -24,21 +24,21 @@ def test_collectives_of_a_world_of_one_change_nothing() -> None:
 def sums(rank: int, world: int) -> dict[str, Any]:
     topology = Topology(Sizes(data=2, pipeline=2), rank)
     groups = create_groups(topology, timedelta(seconds=20))
-    scopes = ("tensor", "data", "pipeline", "tie", "world")
+    scopes = ("tensor", "replicas", "pipeline", "tie", "world")
     found = {scope: groups.sum_(torch.tensor([10.0**rank]), scope).item() for scope in scopes}  # type: ignore[arg-type]
     named = groups.gather_names(["é", "bc"][:rank], torch.device("cpu"))
     assert named == [["é", "bc"][:each] for each in range(world)]
     channels = groups.channels is not None and groups.channels.up is not groups.channels.down
-    return {**found, "channels": channels, "max": groups.max_(torch.tensor([rank]), "data").item()}
+    return {**found, "channels": channels, "max": groups.max_(torch.tensor([rank]), "replicas").item()}
 
 
 @pytest.mark.multiproc
 def test_each_axis_reduces_over_its_own_ranks() -> None:
     assert run_ranks(sums, 4) == [
-        {"tensor": 1, "data": 11, "pipeline": 101, "tie": 101, "world": 1111, "channels": True, "max": 1},
-        {"tensor": 10, "data": 11, "pipeline": 1010, "tie": 1010, "world": 1111, "channels": True, "max": 1},
-        {"tensor": 100, "data": 1100, "pipeline": 101, "tie": 101, "world": 1111, "channels": True, "max": 3},
-        {"tensor": 1000, "data": 1100, "pipeline": 1010, "tie": 1010, "world": 1111, "channels": True, "max": 3},
+        {"tensor": 1, "replicas": 11, "pipeline": 101, "tie": 101, "world": 1111, "channels": True, "max": 1},
+        {"tensor": 10, "replicas": 11, "pipeline": 1010, "tie": 1010, "world": 1111, "channels": True, "max": 1},
+        {"tensor": 100, "replicas": 1100, "pipeline": 101, "tie": 101, "world": 1111, "channels": True, "max": 3},
+        {"tensor": 1000, "replicas": 1100, "pipeline": 1010, "tie": 1010, "world": 1111, "channels": True, "max": 3},
     ]
 
 
@@ -58,8 +58,8 @@ def test_where_the_whole_world_makes_every_group_a_rank_keeps_those_that_it_is_i
     monkeypatch.setattr(dist, "new_group", new_group)
     topology = Topology(Sizes(data=2, pipeline=2), rank)
     groups = create_groups(topology, timedelta(seconds=20))
-    kept: list[Any] = [groups.group("data"), groups.group("pipeline")]
-    assert kept == [topology.peers("data"), topology.peers("pipeline")]
+    kept: list[Any] = [groups.group("replicas"), groups.group("pipeline")]
+    assert kept == [topology.peers("replicas"), topology.peers("pipeline")]
     assert set(made) == {(0, 1), (2, 3), (0, 2), (1, 3)}
 
 

@@ -39,14 +39,14 @@ def as_on_gpus() -> Iterator[list[int]]:
 
 def collectives(rank: int, world: int) -> list[list[float]]:
     made = create_groups(Topology(Sizes(data=world), rank), timedelta(seconds=20))
-    peers, mine = made.parallel_group(Topology(Sizes(data=world), rank), "data"), 10.0**rank
+    peers, mine = made.parallel_group(Topology(Sizes(data=world), rank), "replicas"), 10.0**rank
     halves = [range(2), range(2, 4)]
     owned = [range(4), range(0)]
     with as_on_gpus() as copied:
         summed = peers.start_sum_shares(torch.full((4,), mine), halves).wait()[2 * rank : 2 * rank + 2]
         owner = peers.start_sum_shares(torch.full((4,), mine), owned).wait()
         found = [
-            made.sum_(torch.full((2,), mine), "data"),
+            made.sum_(torch.full((2,), mine), "replicas"),
             made.max_(torch.full((2,), mine), "world"),
             made.broadcast_(torch.full((2,), mine), 1, "world"),
             peers.sum_(torch.full((2,), mine)),

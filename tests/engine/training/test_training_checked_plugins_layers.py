@@ -16,6 +16,7 @@ from megatron_run.contracts import (
     LinearSpec,
     ParallelLayers,
     ParameterSpec,
+    Pieces,
     StackedLayers,
 )
 from megatron_run.errors import ExitCode, PluginError
@@ -85,11 +86,11 @@ def test_every_method_that_makes_a_layer_is_checked() -> None:
     context = single_process_context()
     for name, (arguments, options) in MAKERS.items():
         dense = DenseLayers(context)
-        made = getattr(CheckedLayers(dense, "mine"), name)(*arguments, **options)
+        made = getattr(CheckedLayers(dense, "mine", Pieces()), name)(*arguments, **options)
         assert isinstance(made, nn.Module)
         setattr(dense, name, lambda *_, **__: nn.Sequential(nn.LayerNorm(4)))
         with pytest.raises(PluginError, match=f"^{name} of mine returned Sequential, .* what 0.weight is: "):
-            getattr(CheckedLayers(dense, "mine"), name)(*arguments, **options)
+            getattr(CheckedLayers(dense, "mine", Pieces()), name)(*arguments, **options)
 
 
 class Bare(StackedLayers):
@@ -124,7 +125,7 @@ def test_the_first_owner_of_a_parameter_speaks_of_it() -> None:
 
 
 def test_what_is_passed_on_works_as_before() -> None:
-    layers = CheckedLayers(DenseLayers(single_process_context()), "mine")
+    layers = CheckedLayers(DenseLayers(single_process_context()), "mine", Pieces())
     x: Tensor = torch.ones(2, 1, 4)
     assert layers.enter_region(x) is x
     assert layers.leave_region(x) is x

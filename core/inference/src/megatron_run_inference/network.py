@@ -22,6 +22,7 @@ from megatron_run_engine.runtime.execute import Executor
 from megatron_run_engine.runtime.generation import Network
 from megatron_run_engine.runtime.messages import Messenger
 from megatron_run_engine.runtime.parameter_init import describe_parameters, fill
+from megatron_run_engine.runtime.sample_cut import SampleCut
 from megatron_run_engine.training.build import (
     Programs,
     build_chunks,
@@ -114,6 +115,9 @@ def plan(source: Source, request: Request) -> ResolvedRun:
     run = resolve(replace(request, configs=(base, found)), [_ForwardOnly(), *([_NoText()] if silent else [])])
     if run.config.parallel.sequence:
         raise InputError("parallel.sequence=true splits nothing here: a step reads one token of a text")
+    if run.config.parallel.context > 1:
+        what = f"parallel.context={run.config.parallel.context} splits nothing here: a step reads one token of a text"
+        raise InputError(what, fix="leave it at 1")
     if run.config.parallel.chunks > 1:
         raise InputError(f"parallel.chunks={run.config.parallel.chunks} interleaves nothing here", fix="leave it at 1")
     return run
@@ -177,7 +181,7 @@ def build_network(
     executor = _RoundingExecutor(precision, chunks, context.gradients, messenger, world.rank, activity)
     forwards = Programs(run, topology.stage, world.backend).forward_only
     reads = read_fields(run, model, positions)
-    return Network(context, model, chunks, executor, forwards, reads, run.layout[-1].stage), data
+    return Network(context, model, chunks, executor, forwards, reads, SampleCut(), run.layout[-1].stage), data
 
 
 def _watched(

@@ -86,7 +86,7 @@ def context_at(
     device = current_device() if device is None else torch.device(device)
     if device.type == "cuda":
         _start_backwards(device)
-    rng, metrics = RandomStreams(section.seed, device, shard=topology.tensor_rank), Metrics(device)
+    rng, metrics = RandomStreams(section.seed, device, topology.tensor_rank, topology.context_rank), Metrics(device)
     return BuildContext(
         topology=topology,
         groups=groups,

@@ -64,7 +64,9 @@ def share_over_data(rank: int, world: int) -> list[dict[str, Any]]:
     groups, found = create_groups(topology, timedelta(seconds=20)), []
     for sequence in (False, True):
         context = context_at(topology, groups)
-        layers = TensorLayers(context, LayerSplit(groups.parallel_group(topology, "data"), sequence, axis="data"))
+        layers = TensorLayers(
+            context, LayerSplit(groups.parallel_group(topology, "replicas"), sequence, axis="replicas")
+        )
         mine = [tensor.chunk(world)[rank] if sequence else tensor for tensor in example()]
         found.append(trained(layers, context, *(tensor.clone() for tensor in mine)))
     return found
@@ -85,7 +87,7 @@ def test_layers_that_data_ranks_share_compute_what_one_rank_does() -> None:
 
 def test_what_does_not_divide_names_the_axis() -> None:
     with pytest.raises(InputError) as caught:
-        LayerSplit(ParallelGroup(0, 4), axis="data").part(18, "tokens")
+        LayerSplit(ParallelGroup(0, 4), axis="replicas").part(18, "tokens")
     assert str(caught.value) == (
         "18 tokens do not split over 4 data-parallel ranks: 18 / 4 = 4.5; "
         "set parallel.data to 3 or 6, or choose 16 or 20 tokens"

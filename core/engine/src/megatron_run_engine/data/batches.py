@@ -12,10 +12,13 @@ from megatron_run.contracts.data import Dataset
 from megatron_run.errors import DataError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from numpy.typing import NDArray
     from torch import Tensor
+
+    #: Takes from the rows of a field [b, *shape], given by name, what this rank computes.
+    Cut = Callable[[str, Tensor], Tensor]
 
 
 @lru_cache(maxsize=4)  # train and validation each read one epoch, and two where a batch crosses into the next
@@ -46,10 +49,13 @@ def sample_at(dataset: RunSamples, seed: int, position: int) -> int:
 
 
 class SampleStream:
-    """An endless stream over a dataset, read by position. ``seed`` shuffles every epoch of data without an order."""
+    """An endless stream over a dataset, read by position. ``seed`` shuffles every epoch of data without an order.
 
-    def __init__(self, dataset: RunSamples, seed: int) -> None:
-        self._dataset, self._seed = dataset, seed
+    ``cut`` is what this rank takes of each sample, as in :func:`fields`.
+    """
+
+    def __init__(self, dataset: RunSamples, seed: int, cut: Cut | None = None) -> None:
+        self._dataset, self._seed, self._cut = dataset, seed, cut
 
     def fields(self, positions: Iterable[int], names: Sequence[str], device: torch.device) -> dict[str, Tensor]:
         """Return the fields ``names`` of the samples at ``positions``, each [b, *shape] on ``device``.
@@ -57,17 +63,25 @@ class SampleStream:
         Raises :class:`DataError` if a sample lacks a field, or has it in another shape or type than the first.
         """
         indices = [sample_at(self._dataset, self._seed, position) for position in positions]
-        return fields(self._dataset, indices, names, device)
+        return fields(self._dataset, indices, names, device, self._cut)
 
 
-def fields(dataset: Dataset, indices: Sequence[int], names: Sequence[str], device: torch.device) -> dict[str, Tensor]:
-    """Return the fields ``names`` of samples ``indices``, each [b, *shape] on ``device``.
+def fields(
+    dataset: Dataset,
+    indices: Sequence[int],
+    names: Sequence[str],
+    device: torch.device,
+    cut: Cut | None = None,
+) -> dict[str, Tensor]:
+    """Return the fields ``names`` of samples ``indices``, each [b, *shape] on ``device``; None cuts none of them.
 
     Raises :class:`DataError` if a sample lacks a field, or has it in another shape or type than the first.
     """
     if not names:  # a middle pipeline stage, where nothing is packed: read no sample
         return {}
     stacked = {name: torch.from_numpy(rows) for name, rows in _stacked(dataset, indices, names).items()}
+    if cut is not None:
+        stacked = {name: cut(name, rows) for name, rows in stacked.items()}
     if device.type == "cuda":  # a copy from other memory would make the host wait for all that it has launched so far
         return {name: field.pin_memory().to(device, non_blocking=True) for name, field in stacked.items()}
     return {name: field.to(device) for name, field in stacked.items()}

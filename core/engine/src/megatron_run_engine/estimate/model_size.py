@@ -170,7 +170,7 @@ class _Built(NamedTuple):
 def _build(run: ResolvedRun, options: BaseModel, data: DataSource, stage: int, expert: int) -> _Built:
     """Build the first tensor-parallel rank of ``stage`` that holds the experts of expert-parallel rank ``expert``."""
     first = Topology(run.sizes, 0)
-    topology = Topology(run.sizes, first.rank_at(tensor=0, data=expert, stage=stage))
+    topology = Topology(run.sizes, first.rank_at(data=expert, stage=stage))
     context = make_context(run, topology, Groups(), torch.device("meta"), options, data.fields)
     model, _, chunks = build_chunks(run, context, make_layers(run, context))
     check_fields(run, model, data)
@@ -180,7 +180,8 @@ def _build(run: ResolvedRun, options: BaseModel, data: DataSource, stage: int, e
 def _beside(run: ResolvedRun, model: Model) -> int:
     """Bytes beside the stream in a message of a step's first microbatch; sizes that only senders know count as 1."""
     train = run.config.train
-    boundary = model.boundary(Microbatch(0, 1, 0, {}), train.micro_batch_size, train.sequence_length)
+    length = train.sequence_length // run.sizes.context
+    boundary = model.boundary(Microbatch(0, 1, 0, {}), train.micro_batch_size, length)
     return sum(prod(size or 1 for size in each.shape) * each.dtype.itemsize for each in boundary.beside.values())
 
 
@@ -191,7 +192,7 @@ def _mixture(options: BaseModel, ranks: Sequence[_Built]) -> Mixture | None:
         return None
     layers, parameters = set[int](), 0
     for rank in ranks:
-        split = {parameter: info for parameter, info in rank.held.items() if info.replicas == "expert_data"}
+        split = {parameter: info for parameter, info in rank.held.items() if info.replicas == "expert_replicas"}
         segments = (segment for chunk in rank.chunks for segment in chunk.segments())
         layers |= {segment.layer for segment in segments if not split.keys().isdisjoint(segment.params)}
         parameters += count_parameters(split.values())

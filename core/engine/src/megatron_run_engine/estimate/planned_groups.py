@@ -27,6 +27,10 @@ class PlannedGroup(ParallelGroup):
         """One peer's rows."""
         return Pending(whole.new_empty((whole.shape[0] // self.size, *whole.shape[1:])))
 
+    def start_pass_on(self, part: Tensor) -> Pending:
+        """A message of this size."""
+        return Pending(torch.empty_like(part))
+
     @property
     def _several(self) -> bool:
         return False  # the other collectives keep the shape of what they are given

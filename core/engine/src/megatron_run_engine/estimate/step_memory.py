@@ -130,7 +130,8 @@ def step_memory(run: ResolvedRun, *, gpu: bool | None = None) -> list[dict[str, 
         return None
     data = run.make_data()
     train = run.config.train
-    fields = sum(microbatch_field(field, train.micro_batch_size, train.sequence_length).nbytes for field in data.fields)
+    length = train.sequence_length // run.sizes.context
+    fields = sum(microbatch_field(field, train.micro_batch_size, length).nbytes for field in data.fields)
     found = []
     for stage, chunks in enumerate(counted):
         ends = {place.stage for place in (run.layout[0], run.layout[-1])}
@@ -186,7 +187,7 @@ def count_chunks(
     data = run.make_data()
     options = with_vocabulary(run, data)
     first = Topology(run.sizes, 0)
-    topology = Topology(run.sizes, first.rank_at(tensor=0, data=0, stage=stage))
+    topology = Topology(run.sizes, first.rank_at(stage=stage))
     dtypes = DTYPES[run.config.train.precision]
     can_widen(torch.empty(0, dtype=dtypes.param), dtypes.main)  # it computes once, which fake tensors cannot
     with PlannedMode(gpu=gpu):
@@ -203,7 +204,7 @@ def count_chunks(
         own_type = getattr(run.one("optimizer").options, "grad_dtype", "main") == "param"
         build_buckets([trained(described) for described in infos], 1, None if own_type else dtypes.main)
         train = run.config.train
-        size, length = train.micro_batch_size, train.sequence_length
+        size, length = train.micro_batch_size, context.pieces.part(train.sequence_length)
         fields = {field.name: microbatch_field(field, size, length) for field in data.fields}
         microbatch = Microbatch(0, 1, 0, fields)
         ops = {action.op for actions in run.plans[max(run.plans)].lists for action in actions}

@@ -42,7 +42,7 @@ def answers(network: Network, dataset: Dataset, names: Sequence[str], batch: int
     is one that every tensor-parallel rank computes whole.
     """
     topology, device = network.context.topology, network.context.device
-    copies, copy = topology.sizes.data, topology.peers("data").index(topology.rank)
+    copies, copy = topology.sizes.data, topology.data_rank
     given = [name for name in names if name not in _ANSWERS]
     firsts = range(0, len(dataset), batch)
     found = torch.empty(0)
@@ -50,13 +50,13 @@ def answers(network: Network, dataset: Dataset, names: Sequence[str], batch: int
         first = firsts[min(turn + copy, len(firsts) - 1)]
         # Rows are filled with the last sample: passes of one shape, which sequence and schedule were planned for.
         numbers = [min(first + row, len(dataset) - 1) for row in range(batch)]
-        logits = _pass(network, Microbatch(0, 0, 0, fields(dataset, numbers, given, device), train=False))
+        logits = _pass(network, Microbatch(0, 0, 0, fields(dataset, numbers, given, device, network.cut), train=False))
         if not found.numel():
             found = torch.zeros(len(dataset), *_shape(network, logits), dtype=torch.float32, device=device)
-        if logits is not None and turn + copy < len(firsts):
+        if logits is not None and turn + copy < len(firsts) and not topology.context_rank:
             found[first : first + batch] = logits[: len(dataset) - first]
     if topology.stage == network.last:
-        network.context.groups.sum_(found, "data")
+        network.context.groups.sum_(found, "replicas")
     return network.share(found).cpu()
 
 
@@ -65,7 +65,7 @@ def _pass(network: Network, microbatch: Microbatch) -> Tensor | None:
     rows, columns = microbatch.fields["tokens"].shape
     boundary = partial(network.model.boundary, micro_batch_size=rows, sequence_length=columns)
     record = network.executor.run(network.forwards(1), StepInputs(lambda _: microbatch, boundary))
-    return record.logits[0].transpose(0, 1).float() if record.logits else None
+    return network.whole(record.logits[0]).transpose(0, 1).float() if record.logits else None
 
 
 def _shape(network: Network, logits: Tensor | None) -> tuple[int, ...]:

@@ -47,7 +47,8 @@ def score_samples(
     context, model = network.context, network.model
     metrics = Metrics(context.device)
     report = Losses(model, metrics).report
-    boundary = partial(model.boundary, micro_batch_size=rows, sequence_length=network.positions)
+    length = network.context.pieces.part(network.positions)
+    boundary = partial(model.boundary, micro_batch_size=rows, sequence_length=length)
     turn = rows * context.topology.sizes.data
     turns = -(-len(samples) // turn)
     for first in range(0, turns, at_once):
@@ -67,7 +68,7 @@ def _microbatch(network: Network, dataset: Dataset, samples: Sequence[int], rows
     sample0 = (index * topology.sizes.data + topology.data_rank) * rows
     indices = samples[sample0 : sample0 + rows]
     filled = [*indices, *[samples[0]] * (rows - len(indices))]
-    loaded = fields(dataset, filled, network.reads, network.context.device)
+    loaded = fields(dataset, filled, network.reads, network.context.device, network.cut)
     if len(indices) < rows and LOSS_MASK.name in loaded:
         loaded[LOSS_MASK.name][len(indices) :] = 0
     return Microbatch(index, 0, sample0, loaded, train=False)

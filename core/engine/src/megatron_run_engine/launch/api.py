@@ -168,15 +168,16 @@ def _checked(run: ResolvedRun) -> ResolvedRun:
     """``run``, once its initial weights are known to exist and its layers to split over its ranks.
 
     Only the layers know what they divide, and which segments they have, so the model is built on the meta device,
-    and a refusal comes before anything is written. Layers that do not serve ``parallel.tensor`` divide nothing. What
-    fails for any other reason is left to the ranks.
+    and a refusal comes before anything is written. Layers that serve neither ``parallel.tensor`` nor
+    ``parallel.context`` divide nothing. What fails for any other reason is left to the ranks.
     """
     from megatron_run_engine.training.state.init_from import check_source, unloaded_weights
 
     check_source(run)
     if notice := unloaded_weights(run):
         run = replace(run, notices=(*run.notices, notice))
-    divides = any("parallel.tensor" in plugin.provides for plugin in chain.from_iterable(run.plugins.values()))
+    dividing = {"parallel.tensor", "parallel.context"}
+    divides = any(dividing & plugin.provides for plugin in chain.from_iterable(run.plugins.values()))
     train = run.config.train
     named = isinstance(train.recompute, tuple) or isinstance(train.offload, tuple)
     if divides or named or run.one("graph-capture").name != "none":

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from megatron_run_engine.nn.chunk import ForwardPass as ForwardPass
     from megatron_run_engine.nn.cross_entropy import CrossEntropy as CrossEntropy
     from megatron_run_engine.nn.cross_entropy import LinearCrossEntropy as LinearCrossEntropy
+    from megatron_run_engine.nn.device import on_cpu as on_cpu
+    from megatron_run_engine.nn.device import on_gpu as on_gpu
     from megatron_run_engine.nn.dropout import Dropout as Dropout
     from megatron_run_engine.nn.embedding import WORD as WORD
     from megatron_run_engine.nn.embedding import Embedding as Embedding

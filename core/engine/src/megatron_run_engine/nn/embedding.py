@@ -16,6 +16,7 @@ from megatron_run.contracts import ParameterSpec, Segment
 from megatron_run.errors import InputError
 from megatron_run_engine.nn.parameter import empty_parameter
 from megatron_run_engine.runtime.gradients import main_grad
+from megatron_run_engine.runtime.sample_cut import held
 
 if TYPE_CHECKING:
     from torch.nn import Parameter
@@ -69,7 +70,8 @@ class Positions(nn.Module):
     def __init__(self, context: BuildContext, spec: TransformerSpec) -> None:
         super().__init__()
         split = context.sequence_shards > 1
-        self.shard = context.topology.tensor_rank if split else 0
+        self.shard, self.pieces = context.topology.tensor_rank if split else 0, context.pieces
+        self.parts = context.sequence_shards * context.pieces.ranks
         self.weight = empty_parameter(context, spec.sequence_length, spec.hidden)
         self.parameter_specs = {"weight": ParameterSpec(spec.init, partial_over="tensor" if split else None)}
 
@@ -80,7 +82,10 @@ class Positions(nn.Module):
         if positions is not None:
             local = positions if decoding is not None else positions[:, first : first + len(x)]
             return x + F.embedding(local.t(), self.weight)  # [b, s] -> [s, b, h]
-        return x + self.weight[first : first + len(x), None]
+        if self.pieces.ranks == 1:
+            return x + self.weight[first : first + len(x), None]
+        rows = held(self.weight[: self.parts * len(x)], self.pieces)  # [s/C, h]
+        return x + rows[first : first + len(x), None]
 
 
 class Embedding(nn.Module):

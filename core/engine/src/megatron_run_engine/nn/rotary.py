@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from megatron_run_engine.nn.fused import fuses, rotated
 from megatron_run_engine.nn.parameter import build_device
+from megatron_run_engine.runtime.sample_cut import held
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -37,6 +38,7 @@ class Rotary(nn.Module):
     def __init__(self, context: BuildContext, spec: TransformerSpec, *, local: bool = False) -> None:
         super().__init__()
         device, self.features = build_device(context), spec.rotated_features
+        self.pieces = context.pieces
         theta, scaling = spec.rope_theta, spec.rope_scaling
         if local and spec.window_rope_theta is not None:
             theta, scaling = spec.window_rope_theta, None
@@ -64,13 +66,14 @@ class Rotary(nn.Module):
         return torch.cat(turned if self.features == x.shape[-1] else (*turned, x[..., self.features :]), dim=-1)
 
     def _turns(self, columns: int, decoding: Decoding | None, positions: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Cosines and sines of a pass over ``columns``. A text has the angles of its length so far."""
+        """Cosines and sines of a pass over ``columns`` of this rank. A text has the angles of its length so far."""
         positions = positions if decoding is None else decoding.positions
-        start = 0 if decoding is None else decoding.first
+        start, columns = 0 if decoding is None else decoding.first, columns * self.pieces.ranks
         if positions is None:
             short = self.switch is not None and start + columns <= self.switch
             cos, sin = (self.short_cos, self.short_sin) if short else (self.cos, self.sin)
-            return cos[start : start + columns], sin[start : start + columns]
+            cos, sin = cos[start : start + columns], sin[start : start + columns]
+            return held(cos, self.pieces), held(sin, self.pieces)
         places = positions.t()  # [s, b]
         cos, sin = self.cos[places, 0], self.sin[places, 0]
         if self.switch is None or (decoding is None and columns > self.switch):

@@ -92,8 +92,8 @@ def build_buckets(
     """
     buckets: list[Bucket] = []
     shares: dict[Replicas, _Shares] = {
-        "data": _Shares(shards, whole=whole),
-        "expert_data": _Shares(expert_shards or shards, whole=whole),
+        "replicas": _Shares(shards, whole=whole),
+        "expert_replicas": _Shares(expert_shards or shards, whole=whole),
     }
     seen: set[Parameter] = set()
     for chunk, described in enumerate(infos):

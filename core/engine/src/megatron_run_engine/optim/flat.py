@@ -62,11 +62,11 @@ class FlatOptimizer(Optimizer):
         dtype = self._main if self._options.grad_dtype == "main" else None
         self._buckets = build_buckets(
             infos,
-            self._peers["data"].size,
+            self._peers["replicas"].size,
             dtype,
             self._options.bucket_size,
             whole=self._rule.whole,
-            expert_shards=self._peers["expert_data"].size,
+            expert_shards=self._peers["expert_replicas"].size,
         )
         self._shards = [self._shard(bucket) for bucket in self._buckets]
         self._bucket_of = {parameter: bucket for bucket in self._buckets for parameter in bucket.parameters}

@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from megatron_run_engine.runtime.operands import tensors_in as tensors_in
     from megatron_run_engine.runtime.operands import with_tensors as with_tensors
     from megatron_run_engine.runtime.parameter_init import canonical as canonical
+    from megatron_run_engine.runtime.sample_cut import gathered as gathered
+    from megatron_run_engine.runtime.sample_cut import held as held
+    from megatron_run_engine.runtime.sample_cut import joined as joined
     from megatron_run_engine.runtime.transformer_engine import Need as Need
     from megatron_run_engine.runtime.transformer_engine import import_transformer_engine as import_transformer_engine
     from megatron_run_engine.runtime.transformer_engine import installed_version as installed_version

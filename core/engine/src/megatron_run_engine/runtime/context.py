@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from megatron_run.contracts.pieces import Pieces
+
 if TYPE_CHECKING:
     import logging
 
@@ -65,6 +67,11 @@ class BuildContext:
     log: logging.Logger
     sequence_shards: int = 1
     fields: frozenset[str] = frozenset({"tokens", "labels", "loss_mask"})
+
+    @property
+    def pieces(self) -> Pieces:
+        """The pieces of each sample that this rank holds."""
+        return Pieces(self.topology.context_rank, self.topology.sizes.context)
 
     @property
     def trains_on(self) -> torch.device:

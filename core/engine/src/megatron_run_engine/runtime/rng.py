@@ -35,13 +35,14 @@ def mix(*numbers: int) -> int:
 
 
 class RandomStreams:
-    """Positions the random streams of one rank; ``shard`` is its tensor-parallel rank.
+    """Positions the random streams of one rank; ``shard`` is its tensor-parallel rank, ``piece`` its context-parallel.
 
-    The sharded stream is the device's default generator; ``replicated`` is equal on every shard.
+    The sharded stream is the device's default generator; ``replicated`` is equal on every shard. Both differ between
+    pieces, which hold other tokens of the same samples.
     """
 
-    def __init__(self, seed: int, device: torch.device, shard: int = 0) -> None:
-        self._seed, self._shard = seed, shard
+    def __init__(self, seed: int, device: torch.device, shard: int = 0, piece: int = 0) -> None:
+        self._seed, self._shard, self._piece = seed, shard, piece
         self.sharded = _default_generator(device)
         self.replicated = torch.Generator(device if device.type == "cuda" else "cpu")
         self._positions = True
@@ -56,6 +57,8 @@ class RandomStreams:
         if not self._positions:
             return
         place = mix(self._seed, microbatch.step, microbatch.sample0, layer, segment)
+        if self._piece:
+            place = mix(place, -1, self._piece)  # no shard has this place
         self.sharded.manual_seed(mix(place, self._shard))
         self.replicated.manual_seed(place)
 

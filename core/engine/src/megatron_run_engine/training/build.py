@@ -29,6 +29,7 @@ from megatron_run_engine.runtime.metrics import Metrics
 from megatron_run_engine.runtime.offload import make_offload
 from megatron_run_engine.runtime.parameter_init import describe_parameters, initialise, trained
 from megatron_run_engine.runtime.rng import RandomStreams
+from megatron_run_engine.runtime.sample_cut import SampleCut
 from megatron_run_engine.runtime.segments import SegmentRunner
 from megatron_run_engine.training.checked_plugins import CheckedLayers, CheckedScaler, module_of
 
@@ -165,6 +166,7 @@ def build(run: ResolvedRun, world: World, activity: Activity | None = None) -> A
     executor = Executor(chunks, context.gradients, messenger, world.rank, groups.activity)
     programs = Programs(run, topology.stage, world.backend)
     reads, last = read_fields(run, model, positions), run.layout[-1].stage
+    cut = SampleCut.of(context.pieces, data.fields)
     return Assembly(
         context=context,
         data=data,
@@ -178,7 +180,7 @@ def build(run: ResolvedRun, world: World, activity: Activity | None = None) -> A
         graph_capture=run.make_graph_capture(context),
         executor=executor,
         programs=programs,
-        network=Network(context, model, chunks, executor, programs.forward_only, reads, last),
+        network=Network(context, model, chunks, executor, programs.forward_only, reads, cut, last),
     )
 
 
@@ -220,7 +222,10 @@ def make_context(
     fields: Iterable[Field] = (TOKENS, LABELS, LOSS_MASK),
 ) -> BuildContext:
     """Return the context that the plugin factories of this rank receive; ``fields`` are those of the data."""
-    rng, metrics = RandomStreams(run.config.train.seed, device, shard=topology.tensor_rank), Metrics(device)
+    rng, metrics = (
+        RandomStreams(run.config.train.seed, device, topology.tensor_rank, topology.context_rank),
+        Metrics(device),
+    )
     return BuildContext(
         topology=topology,
         groups=groups,
@@ -269,7 +274,8 @@ def make_layers(run: ResolvedRun, context: BuildContext) -> CheckedLayers:
     for plugin in run.plugins["parallel-layer"]:
         layers = plugin.create(context=context, base=layers)
     assert layers is not None  # planning adds the default factory
-    return CheckedLayers(layers, f"parallel-layer={'+'.join(plugin.name for plugin in run.plugins['parallel-layer'])}")
+    name = "+".join(plugin.name for plugin in run.plugins["parallel-layer"])
+    return CheckedLayers(layers, f"parallel-layer={name}", context.pieces)
 
 
 def build_chunks(
@@ -280,6 +286,12 @@ def build_chunks(
     Raises :class:`InputError` for a tensor whose size in bytes no 64-bit integer holds, on the meta device too.
     """
     model = run.make_model(context)
+    if context.pieces.ranks > 1 and not model.computes_pieces:
+        raise InputError(
+            f"model={run.one('model').name} computes whole samples, and parallel.context={context.pieces.ranks} splits "
+            "their tokens",
+            fix="set parallel.context=1, or choose a model that computes pieces, as gpt does",
+        )
     places = [(place.chunk, index) for index, place in enumerate(run.layout) if place.stage == context.topology.stage]
     positions = tuple(position for _, position in sorted(places))
     shared: dict[str, nn.Parameter] = {}  # tied parameters: one Parameter for all chunks of this rank that hold it

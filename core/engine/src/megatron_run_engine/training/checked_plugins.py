@@ -17,9 +17,9 @@ import numpy as np
 import torch
 from torch import nn
 
-from megatron_run.contracts import ParallelLayers, Scaler, StackedLayers
+from megatron_run.contracts import AttentionCore, ParallelLayers, Pieces, Scaler, StackedLayers
 from megatron_run.contracts.data import DOCUMENTS, LABELS, LOSS_MASK, POSITIONS, TOKENS
-from megatron_run.errors import DataError, PluginError, RunError
+from megatron_run.errors import DataError, InputError, PluginError, RunError
 from megatron_run.registry.hooks import in_one_line, said_type
 from megatron_run_engine.runtime.parameter_init import unspecified
 
@@ -66,12 +66,12 @@ class CheckedLayers(StackedLayers):
 
     That is what is no layer, what cannot be made, and a parameter without ``parameter_specs``: it would train, but with
     an undefined initialisation, and with a wrong gradient where its gradient is a partial sum, as under sequence
-    parallelism. ``name`` is the factory's name in errors.
+    parallelism. ``name`` is the factory's name in errors, and ``pieces`` what this rank holds of samples.
     """
 
-    def __init__(self, base: ParallelLayers, name: str) -> None:
+    def __init__(self, base: ParallelLayers, name: str, pieces: Pieces) -> None:
         super().__init__(base)
-        self._name = name
+        self._name, self._pieces = name, pieces
 
     def check(self, method: str, layer: nn.Module) -> nn.Module:
         """Return ``layer``, made by ``method``. Raises :class:`PluginError` if it is no layer, or lacks a spec."""
@@ -84,6 +84,12 @@ class CheckedLayers(StackedLayers):
                 why="parameter_specs, a dict on the module that owns a parameter, say how it starts, and over which "
                 "ranks its gradient is a part of a sum",
                 fix=f'set self.parameter_specs = {{"{missing.rpartition(".")[2]}": ParameterSpec(Init(...))}} there',
+            )
+        if method == "core_attention" and self._pieces.ranks > 1 and not AttentionCore.of(layer).pieces:
+            raise InputError(
+                f"the attention of {self._name} sees only the tokens of its own rank, and parallel.context="
+                f"{self._pieces.ranks} splits those of a sample",
+                fix="name context last, as in --plugin parallel-layer=tensor+context, or set parallel.context=1",
             )
         return layer
 

@@ -31,6 +31,7 @@ class BatchLoader:
         self._train = run.config.train
         self._device = assembly.context.device
         self._data_rank, self._data_size = assembly.context.topology.data_rank, run.sizes.data
+        self._cut = assembly.network.cut
         self._names = read_fields(run, assembly.model, assembly.positions)
         # On a CPU, the host would load later what it loads earlier. A mean over tokens needs all masks at first.
         ahead = AHEAD if self._train.loss_mean == "microbatch" else self._train.global_batch_size
@@ -61,7 +62,7 @@ class BatchLoader:
     def _fields(self, dataset: RunSamples, consumed: int, index: int) -> dict[str, Tensor]:
         first = consumed + self._first_sample(index)
         positions = range(first, first + self._train.micro_batch_size)
-        return SampleStream(dataset, self._train.seed).fields(positions, self._names, self._device)
+        return SampleStream(dataset, self._train.seed, self._cut).fields(positions, self._names, self._device)
 
     def _first_sample(self, index: int) -> int:
         """Return a microbatch's first index in the global batch. Data-parallel ranks take microbatches in turn."""

@@ -32,7 +32,7 @@ class LossWeights:
     """Weighs the losses of a step on one rank."""
 
     def __init__(self, run: ResolvedRun, assembly: Assembly) -> None:
-        self._assembly, self._copies = assembly, run.sizes.data
+        self._assembly, self._copies, self._pieces = assembly, run.sizes.data, run.sizes.context
         self._by_token = run.config.train.loss_mean == "token"
         self._has_head = len(run.layout) - 1 in assembly.positions
         #: What each loss counts in the global batch, fp32 scalars at fixed addresses: a graph of a step reads them.
@@ -41,7 +41,7 @@ class LossWeights:
     def start_step(self, microbatches: int, load: Callable[[int], Microbatch]) -> Callable[[int], Microbatch]:
         """Count what the losses of a step of ``microbatches`` count; the loader to use instead of ``load``.
 
-        Collective over the data-parallel ranks with the head, and only with ``loss_mean=token``.
+        Collective over the replicas of the head, and only with ``loss_mean=token``.
         """
         if not (self._by_token and self._has_head):
             return load
@@ -49,7 +49,7 @@ class LossWeights:
         counted = [self._assembly.model.counts(microbatch.fields) for microbatch in loaded.values()]
         names = list(counted[0])
         totals = torch.stack([torch.stack([each[name].double() for each in counted]).sum() for name in names])
-        self._assembly.context.groups.sum_(totals, "data")
+        self._assembly.context.groups.sum_(totals, "replicas")
         for name, total in zip(names, totals.clamp(min=1).float().unbind(), strict=True):
             self._counts.setdefault(name, torch.empty_like(total)).copy_(total)
         return loaded.pop
@@ -57,13 +57,17 @@ class LossWeights:
     def seed(self, microbatches: int, name: str, weight: Tensor) -> Tensor:
         """The gradient of the loss ``name`` of one microbatch, loss scale included: a scalar.
 
-        ``weight`` is what the microbatch counts. Gradients of the data-parallel ranks are averaged afterwards.
+        ``weight`` is what this rank counts of the microbatch. Gradients of the data-parallel ranks are averaged
+        afterwards, and those of context-parallel ranks summed: the loss over tokens is divided by what all of them
+        count, any other by their number. Collective over the context-parallel ranks.
         """
         scale = self._assembly.scaler.scale
         if name in self._counts:
             return (scale * (self._copies / self._counts[name])).reshape(())
-        per = torch.ones_like(weight, dtype=torch.float32)
+        per = torch.full_like(weight, self._pieces, dtype=torch.float32)
         if name == LANGUAGE_MODEL:
+            if self._pieces > 1:
+                weight = self._assembly.context.groups.sum_(weight.clone(), "context")
             # A microbatch whose loss mask is all zero has weight 0: clamp, or its gradient is 0/0.
             per = weight.clamp(min=1).float()
         return (scale / (microbatches * per)).reshape(())

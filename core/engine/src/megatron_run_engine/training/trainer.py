@@ -99,8 +99,9 @@ class Trainer:
         # Both ride on the all-reduce of the metrics, so that agreeing to stop or to recapture costs no collective.
         self._stop_meter = self._context.metrics.scalar(STOP)
         self._mismatches = self._context.metrics.scalar(MISMATCH)
+        length = self._context.pieces.part(train.sequence_length)
         self._boundary = partial(
-            assembly.model.boundary, micro_batch_size=train.micro_batch_size, sequence_length=train.sequence_length
+            assembly.model.boundary, micro_batch_size=train.micro_batch_size, sequence_length=length
         )
         self._loader = BatchLoader(run, assembly)
         opened = partial(open_split, run.one("data"), assembly.data, most_ids=assembly.context.vocab_size)

@@ -56,6 +56,7 @@ from megatron_run.contracts.parallel_layer import (
     StackedLayers,
 )
 from megatron_run.contracts.parameters import Init, ParameterSpec, ParamInfo, Part
+from megatron_run.contracts.pieces import Pieces
 from megatron_run.contracts.plugin import KINDS, RUN_KINDS, PluginInfo, entry_point_group
 from megatron_run.contracts.scaler import Scaler, scale_notices, scale_text
 from megatron_run.contracts.schedule import Action, LayoutSpec, Place, Schedule, ScheduleSpec
@@ -106,6 +107,7 @@ __all__ = [
     "ParamInfo",
     "ParameterSpec",
     "Part",
+    "Pieces",
     "Place",
     "PluginInfo",
     "Publisher",

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from torch.nn import Parameter
 
     from megatron_run.contracts.model import Microbatch, Segment
+    from megatron_run.contracts.pieces import Pieces
     from megatron_run.contracts.schema import RunSection, TrainSection
     from megatron_run.contracts.topology import Scope, Topology
 
@@ -81,6 +82,10 @@ class BuildContext(Protocol):
     @property
     def sequence_shards(self) -> int:
         """Ranks that split the sequence between blocks: the tensor ranks under sequence parallelism, else 1."""
+
+    @property
+    def pieces(self) -> Pieces:
+        """The pieces of each sample that this rank holds: its tokens are those of ``pieces.columns(length)``."""
 
     @property
     def fields(self) -> frozenset[str]:

@@ -257,6 +257,9 @@ class Model(ABC):
     metric_names: tuple[str, ...] = ("lm",)
     #: Whether logits are those of the next token, so that text can be generated and scored.
     predicts_next: bool = True
+    #: Whether chunks compute any pieces of a sample (``context.pieces``) as if the others were there. Its fields of
+    #: shape ``"s"`` are then cut into pieces, and ``parallel.context`` may be above 1.
+    computes_pieces: bool = False
 
     @abstractmethod
     def build_chunk(
@@ -284,8 +287,8 @@ class Model(ABC):
 
         Both ends of a message must compute the same boundary, and stages have different fields. So it may depend on
         ``index``, ``step``, ``sample0`` and ``train`` of the microbatch; a size that does not follow from these is
-        None. ``sequence_length`` is the length of a whole sample, of which a rank holds ``1 / context.sequence_shards``
-        between layers.
+        None. ``sequence_length`` are the tokens of a sample that this rank computes, all but those of other context-
+        parallel ranks; between layers it holds ``1 / context.sequence_shards`` of them.
         """
 
     def counts(self, fields: Mapping[str, Tensor]) -> Mapping[str, Tensor]:

@@ -126,6 +126,8 @@ class AttentionCore:
     #: It takes ``documents`` [b, d] after the mask, which is then None: attention is causal within each document
     #: (:data:`megatron_run.contracts.data.DOCUMENTS`).
     packs: bool = False
+    #: It attends to the tokens of all pieces of a sample (:class:`megatron_run.contracts.Pieces`), given its own.
+    pieces: bool = False
     #: Which of :data:`VARIANTS` it computes where a shape asks for them.
     variants: frozenset[str] = frozenset()
 
@@ -263,7 +265,7 @@ class ParallelLayers(ABC):
         counts on the device, which it does not read on the host, so that it can be captured with them.
 
         The logical tensors of expert e are named ``e.<part>.weight`` and ``e.<part>.bias``, and
-        ``ParameterSpec.replicas`` is ``expert_data``.
+        ``ParameterSpec.replicas`` is ``expert_replicas``.
         """
 
     @abstractmethod

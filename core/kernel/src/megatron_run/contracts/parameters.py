@@ -53,7 +53,7 @@ class ParameterSpec:
     tie: str = ""
     counted: bool = True
     name: str = ""
-    replicas: Replicas = "data"
+    replicas: Replicas = "replicas"
 
 
 @dataclass(frozen=True)
@@ -75,4 +75,4 @@ class ParamInfo:
     partial_over: Axis | None = None
     tie: str = ""
     counted: bool = True
-    replicas: Replicas = "data"
+    replicas: Replicas = "replicas"

@@ -82,8 +82,8 @@ class PluginInfo:
     an option of the plugin has a certain value: ``{"variant=v": {"parallel.chunks": 2}}``. ``decides`` are options of
     the plugin, None by default, that a run without them decides when it begins, and then keeps: today's date.
 
-    Layers that provide ``parallel.tensor`` are built once on the meta device, for any value of that key, before
-    anything is started or written. So their errors are reported early.
+    Layers that provide ``parallel.tensor`` or ``parallel.context`` are built once on the meta device, for any value of
+    that key, before anything is started or written. So their errors are reported early.
 
     ``check_config(config, options)`` is called wherever a run is planned, with the whole configuration, resolved and
     otherwise valid. It returns notices for the user, one line each, such as an option without effect. For an impossible

@@ -192,13 +192,14 @@ def _names_segment(names: SegmentNames, segment: str) -> bool:
 
 
 class ParallelSection(Section):
-    """How the work is split over ranks. The world size is tensor x pipeline x data."""
+    """How the work is split over ranks. The world size is tensor x context x pipeline x data."""
 
     tensor: int = Field(1, ge=1, description="ranks that split each layer")
+    context: int = Field(1, ge=1, description="ranks that split the tokens of each sample")
     pipeline: int = Field(1, ge=1, description="stages that split the layers")
     chunks: int = Field(1, ge=1, description="chunks of the model per stage")
     expert: int = Field(1, ge=1, description="data-parallel ranks that split the experts")
-    data: int | None = Field(None, ge=1, description="copies of the model; unset: world / (tensor x pipeline)")
+    data: int | None = Field(None, ge=1, description="copies of the model; unset: the rest of the world")
     sequence: bool = Field(False, description="sequence parallelism: split norms and dropout over tensor ranks")
     scatter_messages: bool = Field(
         False, description="tensor ranks send a part of each message, and gather it in the next stage"

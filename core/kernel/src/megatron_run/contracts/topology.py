@@ -1,22 +1,26 @@
 """The rank grid: coordinates of ranks, and groups along each axis. Pure arithmetic, no torch and no globals.
 
-Legend: T tensor, E expert, D data, P pipeline.
+Legend: T tensor, C context, E expert, D data, P pipeline.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import product
 from typing import Literal
 
 from megatron_run.errors import InputError
 
-#: Axes of groups: `tensor`, `data` and `pipeline`, from the fastest-varying to the slowest, and others. `expert` and
-#: `expert_data` split `data`; `tie` joins the stages at the ends of the pipeline.
-Axis = Literal["tensor", "data", "pipeline", "expert", "expert_data", "tie"]
+#: Axes of groups. Ranks along `tensor` split layers, along `context` the tokens of a sample, along `pipeline` the
+#: layers' order, and along `expert` experts. `replicas` are the ranks that hold the same parameters, context x data:
+#: those of other samples and of other pieces of the same. `expert_replicas` hold the same experts. `tie` joins the
+#: stages at the ends of the pipeline.
+Axis = Literal["tensor", "context", "replicas", "pipeline", "expert", "expert_replicas", "tie"]
 #: Where a collective runs: along one axis, or over every rank.
 Scope = Axis | Literal["world"]
-#: Axes whose ranks may hold the same parameter; an expert's parameters are on fewer ranks (``expert_data``).
-Replicas = Literal["data", "expert_data"]
+#: Axes whose ranks may hold the same parameter; an expert's parameters are on fewer ranks (``expert_replicas``).
+Replicas = Literal["replicas", "expert_replicas"]
 
 
 @dataclass(frozen=True)
@@ -27,6 +31,7 @@ class Sizes:
     data: int = 1
     pipeline: int = 1
     expert: int = 1
+    context: int = 1
 
     def __post_init__(self) -> None:
         if self.data % self.expert:
@@ -37,13 +42,13 @@ class Sizes:
 
     @property
     def world(self) -> int:
-        """Number of ranks: T*D*P."""
-        return self.tensor * self.data * self.pipeline
+        """Number of ranks: T*C*D*P."""
+        return self.tensor * self.context * self.data * self.pipeline
 
 
 @dataclass(frozen=True)
 class Topology:
-    """One rank's view of the grid. The order is ``tp-ep-dp-pp``, leftmost fastest, as in Megatron-LM.
+    """One rank's view of the grid. The order is ``tp-cp-ep-dp-pp``, leftmost fastest, as in Megatron-LM.
 
     ``ends`` are the stages of the layout's first and last position, which may share a tied parameter. None means the
     first and the last stage.
@@ -63,9 +68,14 @@ class Topology:
         return self.rank % self.sizes.tensor
 
     @property
+    def context_rank(self) -> int:
+        """Index within the context-parallel group."""
+        return self.rank // self.sizes.tensor % self.sizes.context
+
+    @property
     def data_rank(self) -> int:
-        """Index within the data-parallel group."""
-        return self.rank // self.sizes.tensor % self.sizes.data
+        """Index among the ranks that read other samples."""
+        return self.rank // (self.sizes.tensor * self.sizes.context) % self.sizes.data
 
     @property
     def expert_rank(self) -> int:
@@ -77,32 +87,30 @@ class Topology:
         """Index of this rank's pipeline stage."""
         return self.rank // (self.sizes.world // self.sizes.pipeline)
 
-    def rank_at(self, *, tensor: int, data: int, stage: int) -> int:
+    def rank_at(self, *, tensor: int = 0, context: int = 0, data: int = 0, stage: int = 0) -> int:
         """The rank at these coordinates."""
-        return tensor + self.sizes.tensor * (data + self.sizes.data * stage)
+        sizes = self.sizes
+        return tensor + sizes.tensor * (context + sizes.context * (data + sizes.data * stage))
 
     def peers(self, axis: Axis) -> tuple[int, ...]:
-        """The ranks that differ from this one only in their coordinate along ``axis``, in order.
+        """The ranks that differ from this one only in their coordinates along ``axis``, in ascending order.
 
         Along ``tie`` they are the stages at the ends of the layout, which may hold copies of one tied parameter.
         """
-        here = {
-            "tensor": self.tensor_rank,
-            "data": self.data_rank,
-            "stage": self.stage,
+        sizes, mate = self.sizes, self.data_rank - self.expert_rank
+        pieces, ends = range(sizes.context), self.ends or (0, sizes.pipeline - 1)
+        along: dict[Axis, dict[str, Iterable[int]]] = {
+            "tensor": {"tensor": range(sizes.tensor)},
+            "context": {"context": pieces},
+            "replicas": {"context": pieces, "data": range(sizes.data)},
+            "pipeline": {"stage": range(sizes.pipeline)},
+            "expert": {"data": range(mate, mate + sizes.expert)},
+            "expert_replicas": {"context": pieces, "data": range(self.expert_rank, sizes.data, sizes.expert)},
+            "tie": {"stage": set(ends)},
         }
-        expert_size = self.sizes.expert
-        group = self.data_rank - self.expert_rank
-        along: dict[str, tuple[str, list[int]]] = {
-            "tensor": ("tensor", list(range(self.sizes.tensor))),
-            "data": ("data", list(range(self.sizes.data))),
-            "pipeline": ("stage", list(range(self.sizes.pipeline))),
-            "expert": ("data", list(range(group, group + expert_size))),
-            "expert_data": ("data", list(range(self.expert_rank, self.sizes.data, expert_size))),
-            "tie": ("stage", sorted(set(self.ends or (0, self.sizes.pipeline - 1)))),
-        }
-        coordinate, values = along[axis]
-        return tuple(self.rank_at(**{**here, coordinate: value}) for value in values)
+        here = {"tensor": self.tensor_rank, "context": self.context_rank, "data": self.data_rank, "stage": self.stage}
+        places = product(*({name: [index] for name, index in here.items()} | along[axis]).values())
+        return tuple(sorted(self.rank_at(**dict(zip(here, place, strict=True))) for place in places))
 
     def all_groups(self, axis: Axis) -> tuple[tuple[int, ...], ...]:
         """Every group along ``axis`` in the world, in the same order on all ranks."""

@@ -40,6 +40,7 @@ def run_record(run: ResolvedRun) -> dict[str, Any]:
         "topology": {
             "world": run.sizes.world,
             "tensor": run.sizes.tensor,
+            "context": run.sizes.context,
             "pipeline": run.sizes.pipeline,
             "chunks": run.config.parallel.chunks,
             "data": run.sizes.data,
@@ -71,7 +72,8 @@ def _options(plugin: Plugin) -> str:
 
 def _topology(run: ResolvedRun) -> list[str]:
     sizes, chunks = run.sizes, run.config.parallel.chunks
-    head = f"world {sizes.world} = tensor {sizes.tensor} x pipeline {sizes.pipeline} x data {sizes.data}"
+    context = f" x context {sizes.context}" if sizes.context > 1 else ""
+    head = f"world {sizes.world} = tensor {sizes.tensor}{context} x pipeline {sizes.pipeline} x data {sizes.data}"
     pieces = f"; {chunks} chunks per stage" if chunks > 1 else ""
     pieces += f"; data ranks split a layer's experts {sizes.expert} ways" if sizes.expert > 1 else ""
     rows = [tuple(_held_alike(run, stage, expert)) for stage in range(sizes.pipeline) for expert in range(sizes.expert)]
@@ -81,13 +83,15 @@ def _topology(run: ResolvedRun) -> list[str]:
 def _held_alike(run: ResolvedRun, stage: int, expert: int) -> Iterator[str]:
     """The cells for the ranks of ``stage`` that hold the same experts: numbers along axes of more than one rank."""
     sizes = run.sizes
-    first = Topology(sizes, 0).rank_at(tensor=0, data=expert, stage=stage)
-    count = sizes.data // sizes.expert
-    ranks = "ranks" if sizes.tensor * count > 1 else "rank"
-    yield f"{ranks} {_numbers(first, sizes.tensor, sizes.tensor * sizes.expert, count)}"
+    first = Topology(sizes, 0).rank_at(data=expert, stage=stage)
+    count, copy = sizes.data // sizes.expert, sizes.tensor * sizes.context
+    ranks = "ranks" if copy * count > 1 else "rank"
+    yield f"{ranks} {_numbers(first, copy, copy * sizes.expert, count)}"
     yield f"stage {stage}"
     if sizes.tensor > 1:
         yield f"tensor {_numbers(0, sizes.tensor, sizes.tensor, 1)}"
+    if sizes.context > 1:
+        yield f"context {_numbers(0, sizes.context, sizes.context, 1)}"
     if sizes.data > 1:
         yield f"data {_numbers(expert, 1, sizes.expert, count)}"
     if sizes.expert > 1:
@@ -115,6 +119,7 @@ def _rank_records(run: ResolvedRun) -> Iterator[dict[str, Any]]:
             "rank": place.rank,
             "stage": place.stage,
             "tensor": place.tensor_rank,
+            "context": place.context_rank,
             "data": place.data_rank,
             "expert": place.expert_rank,
             "experts": experts[place.expert_rank],

@@ -24,12 +24,11 @@ def infer_sizes(parallel: ParallelSection, nproc: int | None) -> Sizes:
 
     Raises :class:`InputError` with the nearest worlds that divide, and for more than ``MAX_RANKS``.
     """
-    tensor, pipeline, data = parallel.tensor, parallel.pipeline, parallel.data
-    unit = tensor * pipeline
+    data, unit = parallel.data, _copy_ranks(parallel)
     if nproc is not None:
         if nproc < 1:
             raise InputError(f"--nproc {nproc} starts no rank", fix="start at least 1")
-        product = f"parallel.tensor {tensor} x parallel.pipeline {pipeline}"
+        product = " x ".join(f"parallel.{axis} {getattr(parallel, axis)}" for axis in _shown_axes(parallel))
         if data is not None and nproc != unit * data:
             raise InputError(
                 f"a world of {nproc} ranks was asked for",
@@ -46,10 +45,27 @@ def infer_sizes(parallel: ParallelSection, nproc: int | None) -> Sizes:
     world = nproc or unit * (data or parallel.expert)
     if world > MAX_RANKS:
         why = (
-            f"parallel.tensor={tensor}, parallel.pipeline={pipeline}, parallel.data={data} and --nproc ask for {world}"
+            f"{', '.join(f'parallel.{axis}={getattr(parallel, axis)}' for axis in _shown_axes(parallel))}, "
+            f"parallel.data={data} and --nproc ask for {world}"
         )
         raise InputError(f"a run has at most {MAX_RANKS} ranks", why=why, fix="ask for fewer")
-    return Sizes(tensor=tensor, pipeline=pipeline, data=world // unit, expert=parallel.expert)
+    return Sizes(
+        tensor=parallel.tensor,
+        context=parallel.context,
+        pipeline=parallel.pipeline,
+        data=world // unit,
+        expert=parallel.expert,
+    )
+
+
+def _copy_ranks(parallel: ParallelSection) -> int:
+    """The ranks that hold one copy of the model, each for its pieces of a sample."""
+    return parallel.tensor * parallel.context * parallel.pipeline
+
+
+def _shown_axes(parallel: ParallelSection) -> tuple[str, ...]:
+    """The axes of :func:`_copy_ranks` that a message names."""
+    return ("tensor", *(("context",) if parallel.context > 1 else ()), "pipeline")
 
 
 def source_of_data(parallel: ParallelSection, nproc: int | None) -> str:
@@ -126,7 +142,7 @@ class ExpertSplit:
 
     @property
     def _unit(self) -> int:
-        return self.parallel.tensor * self.parallel.pipeline
+        return _copy_ranks(self.parallel)
 
     @property
     def _data(self) -> int | None:

@@ -67,7 +67,7 @@ AnySection = TypeVar("AnySection", bound=Section)
 Plugins = Mapping[str, tuple[Plugin, ...]]
 
 #: Keys that mean something only when a chosen plugin serves them.
-_SERVED = ("tensor", "pipeline", "chunks", "expert", "sequence")
+_SERVED = ("tensor", "context", "pipeline", "chunks", "expert", "sequence")
 
 
 def load_config(

@@ -1,4 +1,4 @@
-"""Which rank is where: a row per pipeline stage, a group per replica of the data, a box per tensor rank."""
+"""Which rank is where: a row per pipeline stage, a group per replica of the data, a box per context and tensor rank."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from markupsafe import Markup
 
 from megatron_run.errors.wording import printable
 
-#: The most stages, replicas and tensor ranks that are drawn.
-STAGES, REPLICAS, TENSOR = 16, 8, 8
+#: The most stages, replicas, and ranks of a replica's stage that are drawn.
+STAGES, REPLICAS, COPY = 16, 8, 8
 #: Pixels: a box, the gap between groups, a row, the names of stages, a letter of their layers.
 BOX, GAP, ROW, NAME, LETTER = 38, 12, 40, 62, 7.0
 #: The most characters of what a stage holds.
@@ -23,11 +23,16 @@ def ranks_drawn(topology: Mapping[str, Any]) -> Markup | None:
     ranks = [each for each in listed if _is_place(each)] if isinstance(listed, list) else []
     if not ranks:
         return None
-    shown = [each for each in ranks if each["stage"] < STAGES and each["data"] < REPLICAS and each["tensor"] < TENSOR]
-    if not shown:
+    tensor = 1 + max(each["tensor"] for each in ranks)
+    places = [(each, each.get("context", 0) * tensor + each["tensor"]) for each in ranks]
+    drawn = [
+        (each, place) for each, place in places if each["stage"] < STAGES and each["data"] < REPLICAS and place < COPY
+    ]
+    if not drawn:
         return None
-    stages, replicas, tensor = (1 + max(each[axis] for each in shown) for axis in ("stage", "data", "tensor"))
-    group = tensor * BOX + GAP
+    shown = [each for each, _ in drawn]
+    stages, replicas = (1 + max(each[axis] for each in shown) for axis in ("stage", "data"))
+    group = (1 + max(place for _, place in drawn)) * BOX + GAP
     layers = {each["stage"]: _held(each) for each in reversed(shown)}
     width = NAME + replicas * group + max(map(len, layers.values())) * LETTER + GAP
     top = 20 if replicas > 1 else 4
@@ -35,10 +40,10 @@ def ranks_drawn(topology: Mapping[str, Any]) -> Markup | None:
         Markup('<svg class="drawn ranks" width="{0:.0f}" height="{1}" viewBox="0 0 {0:.0f} {1}" role="img" ').format(
             width, top + stages * ROW
         ),
-        Markup('aria-label="ranks by stage, data and tensor">'),
+        Markup('aria-label="ranks by stage, data, context and tensor">'),
         *(_replica(number, group) for number in range(replicas if replicas > 1 else 0)),
         *(_stage(stage, top, replicas * group, layers.get(stage, "")) for stage in range(stages)),
-        *(part for each in shown for part in _box(each, top, group)),
+        *(part for each, place in drawn for part in _box(each, place, top, group)),
         Markup("</svg>"),
     ]
     return Markup("").join(parts)
@@ -46,21 +51,26 @@ def ranks_drawn(topology: Mapping[str, Any]) -> Markup | None:
 
 def ranks_text(topology: Mapping[str, Any]) -> str:
     """``world 8 = tensor 2 x pipeline 2 x data 2``; empty where it is not known."""
-    sizes = {axis: topology[axis] for axis in ("tensor", "pipeline", "data") if type(topology.get(axis)) is int}
-    if type(topology.get("world")) is not int or len(sizes) < 3:
+    axes = ("tensor", "context", "pipeline", "data")
+    sizes = {axis: topology[axis] for axis in axes if type(topology.get(axis)) is int}
+    if type(topology.get("world")) is not int or len(sizes.keys() - {"context"}) < 3:
         return ""
+    if sizes.get("context") == 1:
+        del sizes["context"]
     chunks, expert = topology.get("chunks"), topology.get("expert")
     more = f"; {chunks} chunks per stage" if type(chunks) is int and chunks > 1 else ""
     more += f"; experts split {expert} ways" if type(expert) is int and expert > 1 else ""
-    limits = {"tensor": TENSOR, "pipeline": STAGES, "data": REPLICAS}
-    cut = [f"{limit} {axis}" for axis, limit in limits.items() if sizes[axis] > limit]
+    limits = {"tensor": COPY, "context": COPY, "pipeline": STAGES, "data": REPLICAS}
+    cut = [f"{limit} {axis}" for axis, limit in limits.items() if sizes.get(axis, 1) > limit]
     more += f"; drawn are the first {', '.join(cut)}" if cut else ""
     return f"world {topology['world']} = " + " x ".join(f"{axis} {size}" for axis, size in sizes.items()) + more
 
 
 def _is_place(each: object) -> bool:
     numbers = ("rank", "stage", "tensor", "data")
-    return isinstance(each, dict) and all(type(each.get(name)) is int and each[name] >= 0 for name in numbers)
+    return isinstance(each, dict) and all(
+        type(number) is int and number >= 0 for number in (*map(each.get, numbers), each.get("context", 0))
+    )
 
 
 def _held(each: Mapping[str, Any]) -> str:
@@ -79,9 +89,10 @@ def _stage(stage: int, top: int, right: int, layers: str) -> Markup:
     ).format(y, stage, NAME + right, layers)
 
 
-def _box(each: Mapping[str, Any], top: int, group: int) -> Iterator[Markup]:
-    x, y = NAME + each["data"] * group + each["tensor"] * BOX, top + each["stage"] * ROW
-    about = f"rank {each['rank']}: stage {each['stage']}, tensor {each['tensor']}, data {each['data']}; {_held(each)}"
+def _box(each: Mapping[str, Any], place: int, top: int, group: int) -> Iterator[Markup]:
+    x, y = NAME + each["data"] * group + place * BOX, top + each["stage"] * ROW
+    axes = [f"{axis} {each[axis]}" for axis in ("stage", "tensor", "context", "data") if axis in each]
+    about = f"rank {each['rank']}: {', '.join(axes)}; {_held(each)}"
     yield Markup('<g><title>{}</title><rect class="rank" x="{}" y="{}" width="{}" height="28" rx="4"/>').format(
         about, x, y + 2, BOX - 4
     )

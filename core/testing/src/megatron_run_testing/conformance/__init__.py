@@ -85,6 +85,7 @@ def _parallel_layer(*stack: Plugin) -> tuple[Check, ...]:
         made,
         ranks=(1, 2, 4) if "parallel.tensor" in provided else (1,),
         sequence="parallel.sequence" in provided,
+        context=(2,) if "parallel.context" in provided else (),
     )
 
 

@@ -2,7 +2,8 @@
 
 The suite starts the ranks itself, as processes on this machine that communicate over gloo. Reading order: ``member``
 (the part of a tensor that a rank holds), ``cases`` and ``attention`` (every layer with its inputs and its oracle),
-``trial`` (a layer against its oracle), ``promises`` (other properties of a factory).
+``trial`` (a layer against its oracle), ``promises`` (other properties of a factory), ``pieces`` (attention of
+samples that ranks split).
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from megatron_run_testing.build_contexts import current_device
 from megatron_run_testing.parallel_layer.attention import attentions
 from megatron_run_testing.parallel_layer.cases import cases
 from megatron_run_testing.parallel_layer.member import CreateLayers, Member, Rank
+from megatron_run_testing.parallel_layer.pieces import piece_checks
 from megatron_run_testing.parallel_layer.promises import rules
 from megatron_run_testing.parallel_layer.trial import LayerTrial, Trial
 from megatron_run_testing.ranks import Rehearsal, SendablePlugin
@@ -43,11 +45,14 @@ def parallel_layer_checks(
     *,
     ranks: Sequence[int] = (1,),
     sequence: bool = True,
+    context: Sequence[int] = (),
     dtype: torch.dtype = torch.float64,
     device: str | torch.device | None = None,
     tolerance: float = 1e-10,
 ) -> tuple[Check, ...]:
     """The checks that every factory of layers must pass; ``ranks`` are the tensor-parallel sizes to try.
+
+    ``context`` are the context-parallel sizes, for a factory whose attention sees the pieces of all ranks.
 
     With each number of ranks, and with ``sequence`` also under sequence parallelism, every rank's outputs, initial
     values, input gradients and weight gradients must equal the same parts of the dense layers' within ``tolerance``,
@@ -59,7 +64,8 @@ def parallel_layer_checks(
     """
     here = current_device() if device is None else torch.device(device)
     bench = _Bench(create, dtype, here, tuple(ranks), sequence, tolerance)
-    return tuple(Check(trial.name, partial(bench.check, trial)) for trial in bench.trials.values())
+    checks = tuple(Check(trial.name, partial(bench.check, trial)) for trial in bench.trials.values())
+    return (*checks, *piece_checks(create, context, dtype, tolerance))
 
 
 class PluginLayers(SendablePlugin):

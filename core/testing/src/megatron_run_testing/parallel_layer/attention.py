@@ -91,7 +91,7 @@ def _case(
         inputs[:count],
         (heads, heads, heads, whole, whole)[:count],
         features(shape.heads * shape.head_size),
-        oracle=always(_PlainAttention(shape)),
+        oracle=always(PlainAttention(shape)),
         learns=queries == LENGTH,
         lacks=(lambda core: _unclaimed(core, shape, attributes)) if optional else None,
     )
@@ -105,7 +105,7 @@ def _unclaimed(core: nn.Module, shape: AttentionShape, attributes: tuple[str, ..
     return f"its attention does not claim {' and '.join(missing)}" if missing else ""
 
 
-class _PlainAttention(nn.Module):
+class PlainAttention(nn.Module):
     """softmax(q k^T / sqrt(d)) v, written out (Vaswani et al. 2017), with the variants of ``shape``."""
 
     def __init__(self, shape: AttentionShape) -> None:

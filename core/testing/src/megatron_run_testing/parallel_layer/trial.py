@@ -206,7 +206,7 @@ class LayerTrial:
             for index, (gradient, whole) in enumerate(zip(of_inputs, expected.input_gradients, strict=True)):
                 if whole is not None:
                     part = values_of(self.case.cuts[index](whole, member))
-                    _same(f"gradient of input {index} on {member}", gradient, part, tolerance)
+                    compare_values(f"gradient of input {index} on {member}", gradient, part, tolerance)
         for name, piece in sorted(expected.pieces.items()):
             of_ranks = {member: pieces[name] for member, (_, _, pieces, _) in found.items()}
             self._judge_tensor(name, piece, of_ranks, tolerance)
@@ -217,7 +217,7 @@ class LayerTrial:
         names = [f"output of {part.name}" for part in self.case.parts] or ["output"]
         pairs = zip(np.split(output, stops[:-1], -1), np.split(expected, stops[:-1], -1), strict=True)
         for name, (found, wanted) in zip(names, pairs, strict=True):
-            _same(f"{name} on {member}", found, wanted, tolerance)
+            compare_values(f"{name} on {member}", found, wanted, tolerance)
 
     def _judge_tensor(self, name: str, expected: Piece, pieces: Mapping[Member, Piece], tolerance: float) -> None:
         """Compare initial values and gradients by piece; the pieces must cover the tensor, each value counted once."""
@@ -229,11 +229,11 @@ class LayerTrial:
                     f"{expected.part.shape}, {expected.decay}"
                 )
             if expected.initial is not None:
-                _same(f"initial {name} on {member}", piece.initial, expected.initial[piece.box], tolerance)
+                compare_values(f"initial {name} on {member}", piece.initial, expected.initial[piece.box], tolerance)
             gradient, both = _summed(name, piece, pieces)
-            _same(f"gradient of {name} on {member}", gradient, expected.gradient[piece.box], tolerance)
+            compare_values(f"gradient of {name} on {member}", gradient, expected.gradient[piece.box], tolerance)
             after = f"gradient of {name} after a whole and a split backward on {member}"
-            _same(after, both, 2 * expected.gradient[piece.box], tolerance)
+            compare_values(after, both, 2 * expected.gradient[piece.box], tolerance)
             times[piece.box] += piece.counted
         if (times != 1).any():
             member = next(iter(pieces))
@@ -283,7 +283,8 @@ def _summed(name: str, piece: Piece, pieces: Mapping[Member, Piece]) -> tuple[Va
     return sum(p.gradient for p in pieces.values()), sum(p.both for p in pieces.values())  # type: ignore[return-value]  # there is one
 
 
-def _same(what: str, found: Values | None, expected: Values, tolerance: float) -> None:
+def compare_values(what: str, found: Values | None, expected: Values, tolerance: float) -> None:
+    """Raise :class:`CheckFailed` unless ``found`` is ``expected`` within ``tolerance``, relative and absolute."""
     if found is None or found.shape != expected.shape:
         shape = None if found is None else list(found.shape)
         raise CheckFailed(f"{what} is {shape}, expected {list(expected.shape)}")

@@ -75,9 +75,12 @@ def check_config(config: Config, options: CompileOptions) -> Iterator[str]:
 
     Raises InputError for a name given twice, what breaks ``strict``, or a step that no graph can hold.
     """
-    if STEP in (options.scope or ()) and config.parallel.tensor > 1:
+    split = [
+        f"parallel.{axis}={size}" for axis in ("tensor", "context") if (size := getattr(config.parallel, axis)) > 1
+    ]
+    if STEP in (options.scope or ()) and split:
         raise InputError(
-            f"graph-capture=compile,scope={STEP} with parallel.tensor={config.parallel.tensor}",
+            f"graph-capture=compile,scope={STEP} with {' and '.join(split)}",
             why="compiled regions call collectives that no graph has recorded yet",
             fix=f"leave scope={STEP} out, or choose --plugin graph-capture=partial,scope={STEP}",
         )
@@ -113,7 +116,7 @@ class CompileCapture(GraphCapture):
         self.context, self._options, self._find_compiler = context, options, find_compiler
         self.capture_after = options.capture_after
         self.whole_step = STEP in (options.scope or ())
-        self.captures_steps = context.topology.sizes.tensor == 1
+        self.captures_steps = context.topology.sizes.tensor == context.topology.sizes.context == 1
         self._step: StepGraph | None = None
         self._read = set[torch.UntypedStorage]()  # by regions that run eagerly within the graph of a step, too
         self._store: GraphStore | None = None

@@ -44,7 +44,7 @@ def check_config(config: Config, options: Options) -> Iterator[str]:
             fix="choose --plugin optimizer=zero1 or adamw, or balance by model.experts.aux_loss_coeff",
         )
     yield from check_update(config, options.update)
-    if config.parallel.data == 1:
+    if config.parallel.data == config.parallel.context == 1:
         yield f"optimizer=deepspeed: with one data-parallel rank stage {options.stage} shards nothing"
     elif options.stage == 2:
         yield "optimizer=deepspeed: stage 2 saves no memory over stage 1 here, since main_grad stays whole"

@@ -84,12 +84,12 @@ def _typed(install: str) -> str:
 
 
 def data_group(context: BuildContext) -> Any:
-    """The data-parallel process group of this rank. Collective with one data-parallel rank: creates the groups.
+    """The process group of this rank's replicas. Collective with one replica: creates the groups.
 
     A world of one rank has no default process group; the one made here stays for the life of the process, as
     DeepSpeed's own settings do.
     """
-    group = context.groups.group("data")
+    group = context.groups.group("replicas")
     if group is not None:
         return group
     if not dist.is_initialized():

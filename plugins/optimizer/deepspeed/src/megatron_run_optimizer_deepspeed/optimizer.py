@@ -46,10 +46,11 @@ class DeepSpeedZero(Optimizer):
 
     def attach(self, chunks: Sequence[Chunk], infos: Sequence[dict[Parameter, ParamInfo]], grad_scale: float) -> None:
         """Make the gradient buffers, and hand the parameters to DeepSpeed. Collective except on the meta device."""
-        ranks = self._topology.sizes.data
+        replicas = self._topology.peers("replicas")
+        ranks, rank = len(replicas), replicas.index(self._topology.rank)
         self._prescale = grad_scale * ranks  # DeepSpeed divides by the number of ranks
         self._buckets = build_buckets(infos, 1)
-        self._flat = flat_groups(infos, self._options.update.factor, ranks, self._topology.data_rank)
+        self._flat = flat_groups(infos, self._options.update.factor, ranks, rank)
         self._shares = [share for group in self._flat for share in group.shares()]
         self._grads = [_gradient(share) for share in self._shares]
         if self._device.type == "meta":

@@ -56,9 +56,9 @@ class Sharded(ShardingStrategy):
 
 
 def check_config(config: Config, options: Zero1Options) -> Iterator[str]:
-    """The notices of the update rule, and one if there is a single data-parallel rank."""
+    """The notices of the update rule, and one if no two ranks hold the same parameters."""
     yield from check_update(config, options)
-    if config.parallel.data == 1:
+    if config.parallel.data == config.parallel.context == 1:
         yield "optimizer=zero1 shards nothing over one data-parallel rank: each rank holds as much as with adamw"
 
 

@@ -34,13 +34,15 @@ if TYPE_CHECKING:
 class Gpt(Model):
     """Builds the chunks of one rank, and ties the output layer to the word embedding."""
 
+    computes_pieces = True
+
     def __init__(self, context: BuildContext, options: GptOptions) -> None:
         self._context, self._options = context, options
         self._spec = options.spec(context.train.sequence_length, context.vocab_size)
         self._routers: RouterReports | None = None
         if self._spec.experts is not None:
             # On every stage, also one without experts: metrics are all-reduced by position, so their names must agree.
-            replicas = context.groups.parallel_group(context.topology, "data")
+            replicas = context.groups.parallel_group(context.topology, "replicas")
             tensor_ranks = context.topology.sizes.tensor
             self._routers = RouterReports(context.metrics, self._spec.experts, tensor_ranks, replicas)
             self.metric_names = ("lm", *self._spec.experts.loss_names)

@@ -64,6 +64,11 @@ def _about_capacity(config: Config, options: GptOptions) -> Iterator[str]:
                 "model.experts.capacity_factor no token is dropped"
             )
         return
+    if config.parallel.context > 1:
+        yield (
+            f"model.experts.capacity_factor={factor:g} counts the tokens of a rank's pieces: with parallel.context="
+            f"{config.parallel.context} other tokens are dropped than with 1"
+        )
     if factor < _LOW_CAPACITY:
         tokens = config.train.micro_batch_size * config.train.sequence_length
         capacity, choices = experts.spec(options.num_layers, 1).capacity(tokens), tokens * experts.top_k

@@ -111,6 +111,7 @@ class MixtureOfExperts(nn.Module):
         self.spec, self._enter, self._leave = experts, layers.enter_region, layers.leave_region
         self._parts_of_a_loss = context.topology.sizes.tensor
         peers = context.groups.parallel_group(context.topology, "expert")
+        self._pieces = context.groups.parallel_group(context.topology, "context")
         self.norm = norm_of(layers, spec)
         self.router = Router(context, spec, experts)
         self.experts = Experts(layers, spec, held_experts(peers, experts.count), experts.ffn)
@@ -172,7 +173,9 @@ class MixtureOfExperts(nn.Module):
     def _losses(self, logits: Tensor, scores: Tensor, load: Tensor) -> list[Tensor]:
         spec, losses = self.spec, []
         if spec.balance:
-            losses.append(spec.balance / self._parts_of_a_loss * balance_loss(scores, load, spec.top_k))
+            # The choices of all pieces of the samples; their mean scores are averaged with the losses of the ranks.
+            load, choices = self._pieces.sum_(load.clone()), self._pieces.size * scores.shape[0] * spec.top_k
+            losses.append(spec.balance / self._parts_of_a_loss * balance_loss(scores, load, choices))
         if spec.z:
             losses.append(spec.z / self._parts_of_a_loss * z_loss(logits))
         return losses

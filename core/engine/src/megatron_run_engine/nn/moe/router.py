@@ -152,13 +152,12 @@ def load_of(chosen: Tensor, experts: int) -> Tensor:
     return flat.new_zeros(experts).scatter_add_(0, flat, torch.ones_like(flat))
 
 
-def balance_loss(scores: Tensor, load: Tensor, top_k: int) -> Tensor:
+def balance_loss(scores: Tensor, load: Tensor, choices: int) -> Tensor:
     """``e * sum_i f_i P_i``, which is 1 for a uniform load (Fedus et al. 2021, equation 4, for several choices).
 
-    f_i is the share of choices that fell on expert i, from ``load`` [e]; P_i is its mean score, from [n, e].
+    f_i is the share of all ``choices`` that fell on expert i, from ``load`` [e]; P_i is its mean score, from [n, e].
     """
-    tokens, experts = scores.shape
-    share = load.to(scores.dtype) / (tokens * top_k)
+    share, experts = load.to(scores.dtype) / choices, scores.shape[1]
     return experts * (share * scores.mean(0)).sum()
 
 

@@ -111,8 +111,8 @@ class ExpertColumnLinear(GroupedLayer):
         self.bias = empty_parameter(context, len(experts) * rows) if spec.bias else None
         weights, biases = split.rows_of("weight", spec.parts, (inputs,)), split.rows_of("bias", spec.parts)
         self.parameter_specs = {
-            "weight": ParameterSpec(spec.init, tuple(_per_expert(experts, weights, rows)), replicas="expert_data"),
-            "bias": ParameterSpec(Init("zeros"), tuple(_per_expert(experts, biases, rows)), replicas="expert_data"),
+            "weight": ParameterSpec(spec.init, tuple(_per_expert(experts, weights, rows)), replicas="expert_replicas"),
+            "bias": ParameterSpec(Init("zeros"), tuple(_per_expert(experts, biases, rows)), replicas="expert_replicas"),
         }
 
     def forward(self, rows: Tensor, counts: Tensor | int) -> Tensor:
@@ -135,12 +135,14 @@ class ExpertRowLinear(GroupedLayer):
         self.bias = empty_parameter(context, len(experts) * outputs) if spec.bias else None
         weights, biases = split.columns_of("weight", spec.inputs, outputs), (Part("bias", (outputs,), range(outputs)),)
         self.parameter_specs = {
-            "weight": ParameterSpec(spec.init, tuple(_per_expert(experts, weights, outputs)), replicas="expert_data"),
+            "weight": ParameterSpec(
+                spec.init, tuple(_per_expert(experts, weights, outputs)), replicas="expert_replicas"
+            ),
             "bias": ParameterSpec(
                 Init("zeros"),
                 tuple(_per_expert(experts, biases, outputs)),
                 partial_over=split.axis if split.peers.size > 1 else None,
-                replicas="expert_data",
+                replicas="expert_replicas",
             ),
         }
 
@@ -200,7 +202,7 @@ class SplitLayers(ParallelLayers):
     def __init__(self, context: BuildContext, split: LayerSplit) -> None:
         self.context, self.split = context, split
         if split.sequence:
-            split.part(context.train.sequence_length, "tokens of train.sequence_length")
+            split.part(context.pieces.part(context.train.sequence_length), "tokens of a sample")
 
     def vocab_embedding(self, vocab: int, hidden: int, *, init: Init) -> nn.Module:
         """An embedding whose rows are split."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -114,6 +114,23 @@ class ParallelGroup:
         with self.activity.collective("all-to-all", self.scope, 0):  # 0: the number of values differs between peers
             copied = start(begin, self.group, received, rows.contiguous())
         return Pending(received, copied).wait()
+
+    def start_pass_on(self, part: Tensor) -> Pending:
+        """Start sending ``part`` to the next peer, the last to the first, and receiving that of the one before.
+
+        ``part`` must not change meanwhile.
+        """
+        if not self._several:
+            return Pending(part)
+        # An exchange with two peers, and not two messages: compilers and graphs record collectives alone.
+        send, receive = (
+            [int(peer == (self.index + step) % self.size) for peer in range(self.size)] for step in (1, -1)
+        )
+        begin = partial(
+            dist.all_to_all_single, output_split_sizes=receive, input_split_sizes=send, group=self.group, async_op=True
+        )
+        pending = self._start("pass on", begin, part.new_empty((1, *part.shape)), part.contiguous()[None])
+        return replace(pending, tensor=pending.tensor[0])
 
     def start_sum_shares(self, flat: Tensor, shares: Sequence[range]) -> Pending:
         """Start summing ``flat`` over the peers, in place: peer r gets the sum in its ``shares[r]``.

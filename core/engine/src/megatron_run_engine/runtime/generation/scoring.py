@@ -79,7 +79,7 @@ def score(
     ``progress`` is told after each pass how many windows are scored.
     """
     topology = network.context.topology
-    copies, copy = topology.sizes.data, topology.peers("data").index(topology.rank)
+    copies, copy = topology.sizes.data, topology.data_rank
     # Windows of one length together, the longest first: little padding, and memory runs out at once or never.
     order = sorted(range(len(windows)), key=lambda number: -len(windows[number].inputs))
     # And those apart that are read with other angles than longer ones: a pass has those of its longest.
@@ -93,7 +93,7 @@ def score(
         index = turn + copy
         numbers = batches[min(index, len(batches) - 1)]
         scores = _pass(network, [windows[number] for number in numbers])
-        if scores is not None and index < len(batches):
+        if scores is not None and index < len(batches) and not topology.context_rank:
             found[numbers] = scores
         if progress:
             progress(min((turn + copies) * batch, len(windows)))
@@ -130,5 +130,5 @@ def _shared(network: Network, found: Tensor) -> Tensor:
     context = network.context
     values = found.to(context.device)
     if context.topology.stage == network.last:
-        context.groups.sum_(values, "data")
+        context.groups.sum_(values, "replicas")
     return network.share(values).cpu()

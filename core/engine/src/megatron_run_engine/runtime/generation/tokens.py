@@ -18,11 +18,13 @@ from math import inf
 from typing import TYPE_CHECKING
 
 import torch
+from torch.nn import functional as F
 
 from megatron_run.contracts import Decoding, DecodingChunk, Microbatch
 from megatron_run.errors import InputError
 from megatron_run_engine.runtime.execute import StepInputs
 from megatron_run_engine.runtime.rng import mix
+from megatron_run_engine.runtime.sample_cut import gathered, held
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
     from megatron_run.pipeline.lower import Instruction
     from megatron_run_engine.runtime.context import BuildContext
     from megatron_run_engine.runtime.execute import Executor
+    from megatron_run_engine.runtime.sample_cut import SampleCut
 
 #: Logits closer to the largest than this, relative to it, are ties, which the lowest token id wins: the same text comes
 #: from any split of the model, though sums in another order differ in the last digits.
@@ -109,7 +112,8 @@ class Network:
     """A model on the ranks that share it, as far as a forward needs it.
 
     ``forwards`` makes the program that runs so many microbatches forwards on this rank's stage, ``reads`` are the
-    fields of samples that the stage needs, and ``last`` is the stage that has the head.
+    fields of samples that the stage needs, ``cut`` is what this rank takes of them, and ``last`` is the stage that has
+    the head.
     """
 
     context: BuildContext
@@ -118,6 +122,7 @@ class Network:
     executor: Executor
     forwards: Callable[[int], Sequence[Instruction]]
     reads: Sequence[str]
+    cut: SampleCut
     last: int
 
     @property
@@ -129,11 +134,15 @@ class Network:
     def caches(self) -> bool:
         """Whether the layers keep what they need of earlier tokens.
 
-        Sequence parallelism splits the columns of a pass over ranks: a pass over one column has none to split.
+        Where ranks split the columns of a pass, a pass over one column has none to split.
         """
-        return self.context.sequence_shards == 1 and all(
-            isinstance(chunk, DecodingChunk) and chunk.caches for chunk in self.chunks
-        )
+        return self._ways == 1 and all(isinstance(chunk, DecodingChunk) and chunk.caches for chunk in self.chunks)
+
+    @property
+    def _ways(self) -> int:
+        """The parts of equal size into which ranks split the columns of a pass: pieces, and shards of them."""
+        pieces = self.context.pieces.ranks
+        return self.context.sequence_shards * (2 * pieces if pieces > 1 else 1)
 
     @property
     def angle_switch(self) -> int | None:
@@ -146,25 +155,33 @@ class Network:
 
         With ``decoding`` they may be those of the last column alone, [1, b, v].
         """
-        microbatch = Microbatch(0, 0, 0, {"tokens": tokens}, train=False, decoding=decoding)
         rows, columns = tokens.shape
-        boundary = partial(self.model.boundary, micro_batch_size=rows, sequence_length=columns)
+        if self._ways > 1:  # attention is causal: what fills up the columns changes nothing before them
+            tokens = held(F.pad(tokens, (0, -columns % self._ways)), self.context.pieces, 1)
+            decoding = None if decoding is None else replace(decoding, last_only=False)
+        microbatch = Microbatch(0, 0, 0, {"tokens": tokens}, train=False, decoding=decoding)
+        boundary = partial(self.model.boundary, micro_batch_size=rows, sequence_length=tokens.shape[1])
         record = self.executor.run(self.forwards(1), StepInputs(lambda _: microbatch, boundary))
         if not record.logits:
             return None
-        context, here = self.context, record.logits[0]  # [s, b, p/t]
+        context, here = self.context, record.logits[0]  # [s/C, b, p/t]
         if context.topology.sizes.tensor > 1:
             peers = context.groups.parallel_group(context.topology, "tensor")
             here = peers.gather(here.movedim(-1, 0)).movedim(0, -1)  # parts are joined along the first dimension
-        return here[..., : context.vocab_size].float()
+        return self.whole(here)[:columns, ..., : context.vocab_size].float()
+
+    def whole(self, x: Tensor) -> Tensor:
+        """``x`` [s/C, ...] of all context-parallel ranks, in the order of their samples: [s, ...]. Collective."""
+        context = self.context
+        return gathered(x, context.pieces, context.groups.parallel_group(context.topology, "context"))
 
     def share(self, values: Tensor) -> Tensor:
-        """``values`` of the last stage's first tensor and data-parallel rank, on every rank; changed in place.
+        """``values`` of the last stage's first tensor-parallel rank and replica, on every rank; changed in place.
 
         Copies of the model compute the same up to rounding, and must not take different tokens.
         """
         groups, topology = self.context.groups, self.context.topology
-        for axis, index in (("tensor", 0), ("data", 0), ("pipeline", self.last)):
+        for axis, index in (("tensor", 0), ("replicas", 0), ("pipeline", self.last)):
             peers = topology.peers(axis)  # type: ignore[arg-type]  # mypy widens the literals of a tuple
             if len(peers) > 1 and (axis == "pipeline" or topology.stage == self.last):
                 groups.broadcast_(values, peers[index], axis)  # type: ignore[arg-type]
@@ -240,12 +257,9 @@ class Generation:
         """Logits of each text's last token, [b, v], by a pass over each text."""
         network, found = self._network, []
         for text in live:
-            window = text.window(network.positions)
-            # Sequence parallelism splits the columns evenly. Attention is causal: filling changes no earlier logits.
-            filling = [window[-1]] * (-len(window) % network.context.sequence_shards)
-            tokens = torch.tensor([window + filling], device=network.context.device)
-            logits = network.logits(tokens, Decoding(last_only=network.context.sequence_shards == 1))
-            found += [] if logits is None else [logits[min(len(window), len(logits)) - 1]]
+            tokens = torch.tensor([text.window(network.positions)], device=network.context.device)
+            logits = network.logits(tokens, Decoding(last_only=True))
+            found += [] if logits is None else [logits[-1]]
         return torch.cat(found) if found else None
 
 

@@ -234,7 +234,7 @@ class Guards:
         fed = {}
         if self._data:
             at = self._assembly.context.topology
-            fed[f"{_SAMPLES}#{at.data_rank}#{at.stage}"] = torch.stack(self._data).sum()
+            fed[f"{_SAMPLES}#{at.data_rank}.{at.context_rank}#{at.stage}"] = torch.stack(self._data).sum()
         found = compare_replicas(self._assembly, self._ranks, deterministic=self._deterministic, more=fed)
         if found is not None and found.tensor == _SAMPLES:
             why = "tensor-parallel ranks share their samples: the data, or what reads them, differ between these ranks"

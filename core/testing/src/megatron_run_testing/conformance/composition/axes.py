@@ -29,11 +29,12 @@ class Sizes(NamedTuple):
     pipeline: int = 1
     data: int = 1
     expert: int = 1
+    context: int = 1
 
     @property
     def world(self) -> int:
         """Number of ranks; experts are split over data-parallel ones."""
-        return self.tensor * self.pipeline * self.data
+        return self.tensor * self.context * self.pipeline * self.data
 
     @property
     def settings(self) -> Settings:
@@ -186,6 +187,8 @@ SPLITS = (
     *(Sizes(tensor=2, pipeline=2), Sizes(tensor=2, data=2), Sizes(tensor=2, data=2, expert=2)),
     *(Sizes(pipeline=2, data=2), Sizes(pipeline=2, data=2, expert=2)),
     *(Sizes(tensor=4), Sizes(pipeline=4), Sizes(data=4), Sizes(data=4, expert=2)),
+    *(Sizes(context=2), Sizes(context=4), Sizes(tensor=2, context=2), Sizes(pipeline=2, context=2)),
+    *(Sizes(data=2, context=2), Sizes(data=2, expert=2, context=2)),
 )
 #: How the work is carried out: must not show.
 CARRIED_OUT = (
@@ -202,6 +205,15 @@ CARRIED_OUT = (
         needs="pipeline",
     ),
     Axis("layer", [("parallel-layer=tensor",)], needs="tensor"),
+    Axis(
+        "pieces",
+        [
+            ("parallel-layer=+context",),
+            ("parallel-layer=+context,method=all_gather",),
+            ("parallel-layer=+context,method=ulysses",),
+        ],
+        needs="context",
+    ),
     Axis("sequence", [(), ("parallel.sequence=true",)], needs="tensor"),
     Axis("messages", [(), ("parallel.scatter_messages=true",)], needs="tensor"),
     Axis("uneven", [(), ("parallel.embedding_as_layer=true",)], needs="pipeline"),

@@ -68,6 +68,9 @@ class Space:
             return axis._replace(options=[*options, *(further if axis.name == "schedule" else ())])
 
         learned, carried_out = (tuple(map(offered, axes)) for axes in (LEARNED, CARRIED_OUT))
+        unserved = {axis.needs for axis in carried_out if not axis.options}
+        carried_out = tuple(axis for axis in carried_out if axis.options)
+        splits = tuple(sizes for sizes in SPLITS if all(getattr(sizes, name) == 1 for name in unserved))
         chosen = {plugin for axis in learned for option in axis.options for plugin in _plugins_of(option)}
         chosen |= {f"{kind}={name}" for kind, name in _DEFAULTS.items()}
         options = {
@@ -75,7 +78,7 @@ class Space:
             for entry in catalog.entries
             if str(entry) in chosen and entry.kind in _DEFAULTS
         }
-        return cls(learned, carried_out, SPLITS, options, more)
+        return cls(learned, carried_out, splits, options, more)
 
     def around(self, plugin: Plugin) -> Space:
         """The part whose compositions all contain ``plugin``.
@@ -93,6 +96,9 @@ class Space:
             return space._fixed("capture", Axis("capture", [(choice,)]), learned=False)
         if kind == "parallel-layer" and "parallel.tensor" in plugin.provides:
             return space._fixed("layer", Axis("layer", [(choice,)], needs="tensor"), learned=False)._split("tensor")
+        if kind == "parallel-layer" and "parallel.context" in plugin.provides:
+            axis = Axis("pieces", [(f"{kind}=+{plugin.reference}",)], needs="context")
+            return space._fixed("pieces", axis, learned=False)._split("context")
         if kind == "parallel-layer":
             stacked = f"{kind}=+{plugin.reference}" if plugin.takes("base") else choice
             return space._fixed("adapters", Axis("adapters", [(stacked,)]))
@@ -213,6 +219,8 @@ class Composition:
         """One attempt, with ``more`` where nothing else is said. What its sizes leave without an effect is left out."""
         if not any(each.startswith("model.experts.count=") for each in self._learned):
             sizes = sizes._replace(expert=1)
+        if any(each.startswith("model.experts.capacity_factor=") for each in self._learned):
+            sizes = sizes._replace(context=1)  # which tokens are dropped depends on those beside them on a rank
         axes = [axis for axis in self.space.carried_out if not axis.needs or getattr(sizes, axis.needs) > 1]
         carried = [each for axis in axes for each in self._settings(axis)]
         return self._request((*more, *self._learned, *carried, *sizes.settings), sizes.world)
@@ -223,7 +231,11 @@ class Composition:
         plugins = {key: value for key, _, value in words if key in RUN_KINDS and not value.startswith("+")}
         stacked = [value for key, _, value in words if key in RUN_KINDS and value.startswith("+")]
         if stacked:
-            plugins["parallel-layer"] = plugins.get("parallel-layer", "dense") + "".join(stacked)
+            names, commas, options = zip(
+                *(each.partition(",") for each in (plugins.get("parallel-layer", "dense"), *stacked)), strict=True
+            )
+            given = (comma + option for comma, option in zip(commas, options, strict=True))
+            plugins["parallel-layer"] = "".join((*names, *given))  # options follow the names of all
         values = {key: value for key, _, value in words if key not in RUN_KINDS}
         kept = {key: value for key, value in values.items() if self._has(plugins, key, value)}
         return Request(
