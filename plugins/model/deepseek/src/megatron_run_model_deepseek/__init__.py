@@ -20,7 +20,8 @@ from megatron_run.hookspecs import hookimpl
 from megatron_run_engine.builtin.model.gpt import Gpt, GptOptions, NormOptions, expert_notices
 from megatron_run_engine.nn import Rotary, TransformerSpec, attention_fields, tie_to_word
 from megatron_run_model_deepseek.latent_attention import LatentAttention, LatentShape
-from megatron_run_model_deepseek.prediction import PredictingChunk, Predictor, counted, loss_name
+from megatron_run_model_deepseek.later_tokens import LaterTokens
+from megatron_run_model_deepseek.prediction import PredictingChunk, Predictor, loss_name
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -222,7 +223,8 @@ class DeepSeek(Gpt):
         """The counts of the next token's loss and of those of the predictors."""
         documents = fields.get("documents")
         depths = range(1, self._predicted + 1)
-        further = {loss_name(depth): counted(fields["loss_mask"], depth, documents).sum() for depth in depths}
+        later = LaterTokens(self._context)
+        further = {loss_name(depth): later.counted(fields["loss_mask"], depth, documents).sum() for depth in depths}
         return {**super().counts(fields), **further}
 
     def make_attention(self, layers: ParallelLayers, layer: int, rotary: Rotary | None) -> Attention:

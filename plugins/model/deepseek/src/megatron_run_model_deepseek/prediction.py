@@ -27,6 +27,7 @@ from megatron_run_engine.nn import (
     make_block,
     parameters_of,
 )
+from megatron_run_model_deepseek.later_tokens import LaterTokens
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -63,6 +64,7 @@ class Predictor(nn.Module):
     ) -> None:
         super().__init__()
         self.depth, self.layer, self.by_token = depth, spec.layers + depth, context.train.loss_mean == "token"
+        self._later = LaterTokens(context)
         self.reads = attention_fields(context, spec)
         self.stream_norm = layers.norm(spec.norm, spec.hidden, spec.norm_eps)
         self.token_norm = layers.norm(spec.norm, spec.hidden, spec.norm_eps)
@@ -75,7 +77,7 @@ class Predictor(nn.Module):
 
     def enter(self, x: Tensor, labels: Tensor) -> Tensor:
         """The stream [s, b, h] and labels [b, s] -> the block's input [s, b, h]."""
-        words = self._embedding[0](_ahead(labels, self.depth - 1)) * self.scale
+        words = self._embedding[0](self._later.ahead(labels, self.depth - 1)) * self.scale
         joined: Tensor = self.join(torch.cat((self.stream_norm(x), self.token_norm(words)), dim=-1))
         return joined
 
@@ -89,13 +91,14 @@ class Predictor(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """The loss of the tokens that count, from the block's output [s, b, h], and its weight: scalars.
 
-        A sum and their number with ``train.loss_mean=token``, else their mean and 1. ``logits`` makes [s, b, h] after a
-        norm to the model's logits; the bounds of packed rows are ``documents`` [b, c].
+        A sum and their number with ``train.loss_mean=token``, else what this rank adds to their mean, times the ranks
+        that add to it, and 1. ``logits`` makes [s, b, h] after a norm to the model's logits; the bounds of packed rows
+        are ``documents`` [b, c].
         """
-        losses = self.cross_entropy(logits(self.final_norm(x)), _ahead(labels, self.depth))  # [s, b]
-        counts = counted(loss_mask, self.depth, *documents).t().to(losses.dtype)
+        losses = self.cross_entropy(logits(self.final_norm(x)), self._later.ahead(labels, self.depth))  # [s, b]
+        counts = self._later.counted(loss_mask, self.depth, *documents).t().to(losses.dtype)
         total, weight = (losses * counts).sum(), counts.sum()
-        return (total, weight) if self.by_token else (total / weight.clamp(min=1), torch.ones_like(weight))
+        return (total, weight) if self.by_token else (self._later.mean(total, weight), torch.ones_like(weight))
 
     def segments(self, logits: Callable[[Tensor], Tensor]) -> tuple[Segment, ...]:
         """Entrance, the block's segments, and the loss; ``logits`` as for :meth:`loss`."""
@@ -160,28 +163,3 @@ class PredictingChunk(DecoderChunk):
             reported += [{name: environment[name] for name in names}] if names else []
             found[loss_name(depth)] = (share * environment["mtp"], share * environment["mtp_weight"])
         return replace(out, losses=found)
-
-
-def counted(loss_mask: Tensor, depth: int, *documents: Tensor | None) -> Tensor:
-    """1 where a position counts at ``depth``: [b, s].
-
-    The token that it predicts must count and, of packed rows, whose bounds are ``documents`` [b, c], the token that it
-    has been given must be of the same document.
-    """
-    counts = _ahead(loss_mask, depth)
-    for bounds in documents:
-        if bounds is not None:
-            counts = counts * _same_document(bounds, loss_mask.shape[1], depth)
-    return counts
-
-
-def _ahead(x: Tensor, places: int) -> Tensor:
-    """``x`` [b, s] of the token so many places later; zeros behind the end."""
-    return torch.cat((x[:, places:], x.new_zeros(len(x), min(places, x.shape[1]))), dim=1)
-
-
-def _same_document(bounds: Tensor, length: int, places: int) -> Tensor:
-    """1 where a token and the one so many places later are of one document: bounds [b, c] -> [b, s]."""
-    columns = torch.arange(length + places, device=bounds.device).expand(len(bounds), -1).contiguous()
-    index = torch.searchsorted(bounds, columns, right=True)
-    return index[:, :length] == index[:, places:]
