@@ -11,6 +11,8 @@ from megatron_run_format_megatron.launch_script.settings import Arguments, Setti
 _RECIPES: Mapping[str, str] = MappingProxyType(
     {"delayed": "delayed", "tensorwise": "current", "mxfp8": "mxfp8", "blockwise": "block"}
 )
+#: Megatron's ways between context-parallel ranks by the names of ``parallel-layer=context``.
+_METHODS: Mapping[str, str] = MappingProxyType({"p2p": "ring", "all_gather": "all_gather", "a2a": "ulysses"})
 _FORMATS = ("hybrid", "e4m3")
 _CAPTURES: Mapping[str, str] = MappingProxyType({"local": "partial", "transformer_engine": "te"})
 #: Megatron's scopes that are segments here, with and without experts.
@@ -18,13 +20,24 @@ _DENSE, _EXPERTS = ("attn", "mlp"), ("moe_router", "moe_preprocess")
 
 
 def layers(arguments: Arguments) -> Iterator[Setting]:
-    """The section ``parallel-layer``: ``te`` for FP8, ``tensor`` for tensor parallelism, else the default."""
+    """The section ``parallel-layer``: ``te`` for FP8, ``tensor`` for tensor parallelism, else the default.
+
+    For context parallelism ``context`` is stacked on it.
+    """
     given = arguments.get
+    tensor, pieces = (given(f"{axis}_parallel_size", 1) > 1 for axis in ("tensor_model", "context"))
+    base, why = ("tensor", "serves parallel.tensor") if tensor else ("dense", "")
+    if _recipe(arguments) is not None:
+        base, why = "te", "--fp8-format: Transformer Engine computes FP8"
+    if pieces:
+        whys = [each for each in (why, "context serves parallel.context") if each]
+        yield Setting("parallel-layer.use", [base, "context"], ", ".join(whys))
+    elif why:
+        yield Setting("parallel-layer.use", base, why)
+    if pieces and _method(arguments):
+        yield Setting("parallel-layer.method", _method(arguments), "--cp-comm-type")
     if _recipe(arguments) is None:
-        if given("tensor_model_parallel_size", 1) > 1:
-            yield Setting("parallel-layer.use", "tensor", "serves parallel.tensor")
         return
-    yield Setting("parallel-layer.use", "te", "--fp8-format: Transformer Engine computes FP8")
     recipe = given_or_default(arguments, "parallel-layer.fp8", "--fp8-recipe", "delayed")
     yield recipe._replace(value=_RECIPES[recipe.value])
     yield Setting("parallel-layer.fp8_format", arguments["fp8_format"], "--fp8-format")
@@ -32,6 +45,12 @@ def layers(arguments: Arguments) -> Iterator[Setting]:
         yield given_or_default(arguments, "parallel-layer.fp8_margin", "--fp8-margin", 0)
         yield given_or_default(arguments, "parallel-layer.fp8_amax_history", "--fp8-amax-history-len", 1)
         yield given_or_default(arguments, "parallel-layer.fp8_amax", "--fp8-amax-compute-algo", "most_recent")
+
+
+def _method(arguments: Arguments) -> str | None:
+    """The method of ``--cp-comm-type`` by our name; None for others, one for each layer, or none said."""
+    given = set(arguments.get("cp_comm_type") or ())
+    return _METHODS.get(given.pop()) if len(given) == 1 else None
 
 
 def _recipe(arguments: Arguments) -> str | None:
@@ -90,6 +109,10 @@ def faults(arguments: Arguments) -> Iterator[tuple[str, str, bool]]:
     if given("fp8_format") and _recipe(arguments) is None:
         written = f"--fp8-format {given('fp8_format')} --fp8-recipe {given('fp8_recipe', 'delayed')}"
         yield written, f"formats are {', '.join(_FORMATS)}, recipes {', '.join(_RECIPES)}: the run is not in FP8", True
+    ways = given("cp_comm_type")
+    if ways and given("context_parallel_size", 1) > 1 and _method(arguments) is None:
+        text = f"all layers have one of {', '.join(_METHODS)}: parallel-layer.method is its default"
+        yield f"--cp-comm-type {' '.join(ways)}", text, False
     impl = given("transformer_impl")
     if impl and _recipe(arguments) is None:
         text = {

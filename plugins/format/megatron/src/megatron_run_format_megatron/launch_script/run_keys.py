@@ -178,6 +178,8 @@ def parallel(arguments: Arguments) -> Iterator[Setting]:
     tensor, pipeline = sizes(arguments)
     chunks = count_chunks(arguments)
     yield given_or_default(arguments, "parallel.tensor", "--tensor-model-parallel-size", 1)
+    if given("context_parallel_size") is not None:
+        yield Setting("parallel.context", given("context_parallel_size"), "--context-parallel-size")
     yield given_or_default(arguments, "parallel.pipeline", "--pipeline-model-parallel-size", 1)
     if chunks > 1:
         count = given("num_virtual_stages_per_pipeline_rank")

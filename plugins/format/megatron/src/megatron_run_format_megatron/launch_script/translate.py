@@ -40,6 +40,7 @@ _MOCK = "mock data has no documents: set it with data=indexed"
 _IDLE: Mapping[str, str] = MappingProxyType(
     {
         "--sequence-parallel": "there is one tensor-parallel rank, so nothing to split: Megatron clears it too",
+        "--cp-comm-type": "there is one context-parallel rank, so nothing to split",
         "--data-path": "--mock-data comes before it",
         "--split": _MOCK,
         "--data-cache-path": _MOCK,
@@ -125,7 +126,8 @@ def translate(text: str, name: str) -> Translation:
         found.problems.append(f"{script.program}: its flags were read as those of {_PROGRAM}, and the model is gpt")
     _note_faults(arguments, found)
     tensor, pipeline = run_keys.sizes(arguments)
-    batch = arguments.get("micro_batch_size", 1) * max(1, ranks // (tensor * pipeline))
+    context = arguments.get("context_parallel_size", 1)
+    batch = arguments.get("micro_batch_size", 1) * max(1, ranks // (tensor * context * pipeline))
     vocabulary = find_vocabulary(arguments)
     parts = (
         network(arguments),

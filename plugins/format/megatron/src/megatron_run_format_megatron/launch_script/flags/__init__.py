@@ -159,6 +159,8 @@ _PARALLEL = (
     keys_flag("--num-virtual-stages-per-pipeline-rank", "parallel.chunks, schedule.use", whole),
     keys_flag("--microbatch-group-size-per-virtual-pipeline-stage", "schedule.group_size", whole),
     keys_flag("--sequence-parallel", "parallel.sequence", on),
+    keys_flag("--context-parallel-size", "parallel.context, parallel-layer.use", whole),
+    keys_flag("--cp-comm-type", "parallel-layer.method", list),
     key_flag("--decoder-first-pipeline-num-layers", "parallel.first_stage_layers", whole),
     key_flag("--decoder-last-pipeline-num-layers", "parallel.last_stage_layers", whole),
     key_flag("--account-for-embedding-in-pipeline-split", "parallel.embedding_as_layer", on),
