@@ -85,7 +85,7 @@ def test_all_that_a_run_chooses_train_together(tmp_path: Path) -> None:
             "sequence_length": 16,
             "micro_batch_size": 4,
             "global_batch_size": 8,
-            "lr": 0.05,
+            "lr": 0.02,
             "lr_shape": "constant",
         },
         "eval": {"interval": 30, "batches": 1},
