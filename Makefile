@@ -37,7 +37,7 @@ SPREAD   := -n $(if $(filter 1 2,$(CORES)),$(shell expr $(CORES) + 2),4) --dist 
 PRODUCTS := $(addprefix tests/integration/test_integration_,\
   $(addsuffix .py,experts scatter_messages tensor tensor_random tensor_text))
 
-.PHONY: run test lint types unit gpu gpu-day te te-env grid graph-grid compose nightly campaigns mutants mutants-by-tool setup format docs site wheels
+.PHONY: run test lint types unit gpu gpu-day te te-env grid graph-grid context-grid compose nightly campaigns mutants mutants-by-tool setup format docs site wheels
 .PHONY: bundle clean lock
 run: $(RUNTIME)
 	.venv/bin/megatron-run --plugin schedule=interleaved
@@ -81,6 +81,9 @@ grid: $(DEV)
 # Captured graphs in every arrangement of ranks and every way, where `test` runs a selection: minutes.
 graph-grid: $(DEV)
 	$(PY) -m tests.integration.whole_graph_grid
+# Samples split over context-parallel ranks, with every feature of a run: half an hour.
+context-grid: $(DEV)
+	$(PY) -m tests.integration.whole_context_grid
 # Random configurations of everything that is installed, each against the single process: half an hour.
 compose: $(DEV)
 	$(PY) -m tests.compose

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 import tomllib
 from collections.abc import Iterator
+from pathlib import Path
 
 from tests.mutants.catalogue import LISTS, read_mutants
 from tests.mutants.results import RESULTS, Results
@@ -25,11 +26,17 @@ def listed() -> str:
     killed = [mutant for mutant in planted if mutant.id in found and found[mutant.id].outcome == "killed"]
     count = f"{len(killed)} of {len(planted)} are found"
     rows = [
-        f"{count}. Each has its thread, the composition that finds it, and what is planted:",
+        f"{count}. Each has its thread, the composition or the tests that find it, and what is planted:",
         "",
-        *(f"- {each.bug.partition(':')[0]} (`{_CHECK.findall(each.tests[0])[0]}`): {each.breaks}" for each in planted),
+        *(f"- {each.bug.partition(':')[0]} (`{_found_by(each.tests[0])}`): {each.breaks}" for each in planted),
     ]
     return "\n".join([*rows, "", "Not planted:", "", *_absent()]) + "\n"
+
+
+def _found_by(test: str) -> str:
+    """The composition of ``test``, or the name of its file."""
+    found = _CHECK.search(test)
+    return found[1] if found else Path(test.partition(" ")[0]).stem
 
 
 def _absent() -> Iterator[str]:

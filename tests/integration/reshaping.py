@@ -21,8 +21,10 @@ from tests.support.saved_steps import same_bits
 
 #: (tensor, pipeline, data): every way in which four ranks share the work by one or two axes.
 SHAPES = ((1, 1, 4), (2, 1, 2), (1, 2, 2), (2, 2, 1))
+#: The same where what is left of four ranks splits samples: none, two or four of them, and two with tensor ranks.
+SPLIT_SHAPES = ((1, 1, 4), (1, 1, 2), (1, 1, 1), (2, 1, 1))
 Shape = tuple[int, int, int]
-STEPS, SAVED, BATCH = 4, 2, 4
+RANKS, STEPS, SAVED, BATCH = 4, 4, 2, 4
 #: Samples whose order is looked at, after the step that was saved.
 NEXT = 1000
 
@@ -67,11 +69,14 @@ class Asked(Sequence[dict[str, Any]]):
 
 def settings(shape: Shape) -> tuple[dict[str, Any], tuple[str, ...]]:
     """The configuration of ``shape`` and the plugins that serve it."""
-    tensor, pipeline, _ = shape
+    tensor, pipeline, data = shape
+    context = RANKS // (tensor * pipeline * data)
     sets = {**SMALL, "model.num_layers": 4, "train.steps": STEPS, "checkpoint.interval": 0}
     sets["data.vocab_size"] = 200  # both tensor ranks hold some of it, and padding
     sets |= {"parallel.tensor": tensor, "parallel.pipeline": pipeline, "train.global_batch_size": BATCH}
-    layers = ("parallel-layer=tensor",) if tensor > 1 else ()
+    sets |= {"parallel.context": context}
+    names = ["tensor" if tensor > 1 else "dense", *["context"] * (context > 1)]
+    layers = (f"parallel-layer={'+'.join(names)}",)
     if pipeline == 1:
         return sets, layers
     if tensor == 1:  # two chunks on each stage

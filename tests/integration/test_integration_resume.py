@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.reshaping import SHAPES, Found, Shape, check_bits, check_samples, reshape
+from tests.integration.reshaping import RANKS, SHAPES, SPLIT_SHAPES, Found, Shape, check_bits, check_samples, reshape
 from tests.support.installed import found_once
 from tests.support.ranks import run_ranks
 from tests.support.training import kept_groups
@@ -17,12 +17,17 @@ pytestmark = pytest.mark.multiproc
 
 #: Three of them, and so six pairs: data alone, and a pipeline with data and with tensor ranks.
 FEW = tuple(shape for shape in SHAPES if shape != (2, 1, 2))
+#: Without and with ranks that split samples, alone and with tensor ranks.
+FEW_SPLIT = tuple(shape for shape in SPLIT_SHAPES if shape != (1, 1, 2))
 each_case = pytest.mark.parametrize(
     ("optimizer", "shapes"),
     [
         pytest.param("adamw", SHAPES, id="adamw", marks=pytest.mark.nightly),
         pytest.param("zero1", SHAPES, id="zero1", marks=pytest.mark.nightly),
+        pytest.param("adamw", SPLIT_SHAPES, id="adamw, split samples", marks=pytest.mark.nightly),
+        pytest.param("zero1", SPLIT_SHAPES, id="zero1, split samples", marks=pytest.mark.nightly),
         pytest.param("zero1", FEW, id="zero1, few"),
+        pytest.param("zero1", FEW_SPLIT, id="zero1, few split samples"),
     ],
 )
 
@@ -36,7 +41,7 @@ def reshape_all(rank: int, world: int, root: str, optimizer: str, shapes: Sequen
 @cache
 def found(root: Path, optimizer: str, shapes: tuple[Shape, ...]) -> list[Found]:
     """By rank, of the same four processes; the runs are in ``root``."""
-    return run_ranks(reshape_all, 4, str(root), optimizer, shapes, timeout=280)
+    return run_ranks(reshape_all, RANKS, str(root), optimizer, shapes, timeout=280)
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +53,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_every_shape_loads_the_bits_that_every_other_saved_and_goes_on_alike(
     optimizer: str, shapes: tuple[Shape, ...], root: Path
 ) -> None:
-    place = root / f"{optimizer}-{len(shapes)}"
+    place = root / f"{optimizer} {shapes}"
     check_bits(place, found(place, optimizer, shapes), shapes)
 
 
@@ -56,4 +61,4 @@ def test_every_shape_loads_the_bits_that_every_other_saved_and_goes_on_alike(
 def test_the_next_thousand_samples_are_those_that_the_source_would_have_taken(
     optimizer: str, shapes: tuple[Shape, ...], root: Path
 ) -> None:
-    check_samples(found(root / f"{optimizer}-{len(shapes)}", optimizer, shapes))
+    check_samples(found(root / f"{optimizer} {shapes}", optimizer, shapes))

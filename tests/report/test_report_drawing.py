@@ -22,6 +22,18 @@ def test_every_rank_has_a_box_and_tells_its_place() -> None:
     assert ranks_text(TOPOLOGY) == "world 2 = tensor 1 x pipeline 2 x data 1; 2 chunks per stage"
 
 
+def test_ranks_of_one_sample_stand_beside_each_other() -> None:
+    ranks = [
+        {"rank": each, "stage": 0, "tensor": each % 2, "context": each // 2 % 2, "data": each // 4} for each in range(8)
+    ]
+    topology = {"world": 8, "tensor": 2, "context": 2, "pipeline": 1, "data": 2, "ranks": ranks}
+    drawn = ranks_drawn(topology)
+    assert drawn is not None
+    boxes = [float(each.attrib["x"]) for each in ElementTree.fromstring(drawn).iter("rect")]
+    assert boxes == sorted(set(boxes))
+    assert ranks_text(topology) == "world 8 = tensor 2 x context 2 x pipeline 1 x data 2"
+
+
 def test_of_many_ranks_the_first_are_drawn_and_the_text_says_so() -> None:
     ranks = [{"rank": each, "stage": each // 64, "tensor": 0, "data": each % 64} for each in range(64 * 40)]
     topology = {"world": 64 * 40, "tensor": 1, "pipeline": 40, "data": 64, "ranks": ranks}

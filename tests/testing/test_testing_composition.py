@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 
@@ -10,11 +11,12 @@ import pytest
 
 from megatron_run.config.request import Request
 from megatron_run.errors import ExitCode, InputError
-from megatron_run.registry.discover import Entry
+from megatron_run.registry.discover import Entry, scan
 from megatron_run.registry.load import load
 from megatron_run_testing.conformance.composition import campaign, check_composition
+from megatron_run_testing.conformance.composition import space as space_module
 from megatron_run_testing.conformance.composition.attempts import WORLD, Job, in_rounds
-from megatron_run_testing.conformance.composition.axes import LEARNED
+from megatron_run_testing.conformance.composition.axes import LEARNED, Sizes
 from megatron_run_testing.conformance.composition.compare import Compared, compare, refusal
 from megatron_run_testing.conformance.composition.space import Composition, Space
 from tests.support.commands import COMMAND, run_command
@@ -73,6 +75,27 @@ def test_the_single_process_learns_the_same_and_shares_nothing_of_how(everything
     assert "parallel-layer=tensor+lora,rank=2,alpha=4,targets=all" in first.plugins
     assert all("train.recompute=full" in request.sets for request in (first, then))
     assert refusal(composition) == ""
+
+
+def test_ranks_that_split_samples_have_the_layers_for_it_above_all_others(everything: Space) -> None:
+    number = everything.splits.index(Sizes(tensor=2, context=2))
+    composition = Composition((("ranks", number), ("pieces", 2), ("adapters", 1)), everything)
+    (attempt,) = composition.attempts
+    assert "parallel.context=2" in attempt.sets
+    stack = "parallel-layer=tensor+lora+context,rank=2,alpha=4,targets=all,method=ulysses"
+    assert stack in attempt.plugins
+    assert refusal(composition) == ""
+    dropping = replace(composition, choices=(("ranks", number), ("experts", 2)))
+    assert dropping.attempts[0].nproc == 2, "an expert with a capacity drops other tokens of other pieces"
+
+
+def test_without_layers_for_it_no_split_asks_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    catalog = scan()
+    others = tuple(entry for entry in catalog.entries if str(entry) != "parallel-layer=context")
+    monkeypatch.setattr(space_module, "scan", lambda: replace(catalog, entries=others))
+    made = Space.of_installed()
+    assert "pieces" not in made.axes
+    assert {sizes.context for sizes in made.splits} == {1}
 
 
 @pytest.mark.parametrize("network", [1, 2, 3, 4])
