@@ -60,6 +60,7 @@ KNOWN: tuple[Known, ...] = (
     Known("schedule", "interleaved", frozenset({"parallel.chunks", "parallel.pipeline"})),
     Known("schedule", "zero-bubble", frozenset({"parallel.chunks", "parallel.pipeline"})),
     Known("parallel-layer", "dense", builtin=True),
+    Known("parallel-layer", "context", frozenset({"parallel.context"})),
     Known("parallel-layer", "fp8"),
     Known("parallel-layer", "lora"),
     Known("parallel-layer", "te", frozenset({"parallel.sequence", "parallel.tensor"})),
@@ -102,6 +103,7 @@ SUGGESTS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         "schedule=gpipe": {"parallel.pipeline": 2},
         "schedule=interleaved": {"parallel.pipeline": 2, "parallel.chunks": 2},
         "schedule=zero-bubble": {"parallel.pipeline": 2},
+        "parallel-layer=context": {"parallel.context": 2},
         "parallel-layer=tensor": {"parallel.tensor": 2},
         "data=instruct": {"train.loss_mean": "token"},
         # [[[end]]]
@@ -164,6 +166,9 @@ SUMMARIES: Mapping[str, str] = MappingProxyType(
         ),
         "megatron-run-optimizer-zero1": (
             "The distributed optimizer (ZeRO-1): every data-parallel rank updates its share of the parameters."
+        ),
+        "megatron-run-parallel-layer-context": (
+            "Context parallelism: attention over sequences whose tokens are split over ranks."
         ),
         "megatron-run-parallel-layer-fp8": "Linear layers that multiply in FP8, without another library.",
         "megatron-run-parallel-layer-lora": "Low-rank adapters (LoRA) on the layers of any other factory.",
