@@ -112,6 +112,11 @@ def read_task(request: Request, ranks: int | None) -> Task:
     findings.settle()
     assert train is not None, "what is wrong was raised"
     assert parallel is not None, "and so was this"
+    if parallel.context > 1:
+        raise InputError(
+            f"the planner knows whole samples alone, and parallel.context={parallel.context} splits them",
+            fix="plan with parallel.context=1; megatron-run --dry-run counts what a rank of a split run holds",
+        )
     model = read_model(merged, plugins, train, findings)
     ways = parallel.tensor * parallel.pipeline
     copies = max(1, ranks // ways) if ranks else parallel.data or 1
