@@ -43,7 +43,7 @@ class Options(BaseModel):
     )
 
 
-#: Tokens of a piece below which messages take longer than what they save: of two ranks on one machine, without a GPU.
+#: Tokens of a piece below which a sample is short: its activations fit one rank, and messages are what a split adds.
 _SHORT = 256
 
 
@@ -54,8 +54,8 @@ def check_config(config: Config, _options: Options) -> Iterator[str]:
         yield "parallel-layer=context changes nothing: with parallel.context=1 a rank holds whole samples"
     elif length // (2 * ranks) < _SHORT:
         yield (
-            f"parallel.context={ranks} splits samples of {length} tokens into pieces of {length // (2 * ranks)}: below "
-            f"{_SHORT} messages take longer than the attention that they split; parallel.data uses the ranks better"
+            f"parallel.context={ranks} splits samples of {length} tokens into pieces of {length // (2 * ranks)}, below "
+            f"{_SHORT}: copies of the model (parallel.data) exchange less"
         )
 
 
