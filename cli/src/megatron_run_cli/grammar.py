@@ -275,7 +275,7 @@ _RUN_OPTIONS = (
         type=RankCount(),
         metavar="N|gpus",
         shell_complete=words.one_of("gpus"),
-        help="Ranks on this machine; gpus: one per GPU [default: tensor x pipeline x data].",
+        help="Ranks on this machine; gpus: one per GPU [default: tensor x context x pipeline x data].",
     ),
 )
 

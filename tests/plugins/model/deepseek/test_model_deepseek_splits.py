@@ -52,6 +52,7 @@ SPLITS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("schedule=interleaved",),
     ),
     "predictors, data": (("parallel.data=2", *PREDICTING), ("optimizer=zero1",)),
+    "both, context": (("parallel.context=2", *BOTH), ("parallel-layer=dense+context",)),
     "both, experts": (("parallel.expert=2", *BOTH), ()),
     "both, sequence": (("parallel.tensor=2", "parallel.sequence=true", *BOTH), ("parallel-layer=tensor",)),
     "both, pipeline": (("parallel.pipeline=2", *BOTH), ("schedule=zero-bubble", "optimizer=zero1")),
@@ -68,7 +69,7 @@ def request(sets: tuple[str, ...] = (), plugins: tuple[str, ...] = ()) -> Reques
 
 KINDS = {"": (), "experts": EXPERTS, "predictors": PREDICTING, "both": BOTH}
 #: Each kind of split once, with each kind of layer.
-FEW = ["both, sequence", "both, chunks", "both, experts", "both, pipeline"]
+FEW = ["both, sequence", "both, chunks", "both, experts", "both, pipeline", "both, context"]
 
 
 def kind_of(name: str) -> str:

@@ -92,6 +92,8 @@ class Evaluator:
 
         if run.config.eval.tasks and not network.model.predicts_next:
             raise InputError(f"eval.tasks scores next tokens, and {run.one('model')} does not predict them")
+        if run.config.eval.tasks:
+            network.check_angles()
         length = train.sequence_length
         opened = partial(opens, sequence_length=length)
         reader = TextReader(data, length, train.seed, network.context.vocab_size, opened)

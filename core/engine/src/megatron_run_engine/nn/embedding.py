@@ -94,6 +94,7 @@ class Embedding(nn.Module):
     def __init__(self, context: BuildContext, spec: TransformerSpec, layers: ParallelLayers) -> None:
         super().__init__()
         self.longest, self.scale = spec.sequence_length, spec.embedding_scale
+        self.ranks = context.pieces.ranks
         self.word = layers.vocab_embedding(spec.vocab, spec.hidden, init=spec.init)
         self.position = Positions(context, spec) if spec.position == "learned" else None
         self.dropout = layers.dropout(spec.dropout)
@@ -105,9 +106,10 @@ class Embedding(nn.Module):
 
         Raises InputError when s is above the model's sequence length.
         """
-        if tokens.shape[1] > self.longest:
+        length = tokens.shape[1] * self.ranks
+        if length > self.longest:
             raise InputError(
-                f"a sequence of {tokens.shape[1]} tokens is longer than the model's {self.longest}",
+                f"a sequence of {length} tokens is longer than the model's {self.longest}",
                 fix="raise train.sequence_length",
             )
         x = self.word(tokens)

@@ -258,7 +258,7 @@ class Model(ABC):
     #: Whether logits are those of the next token, so that text can be generated and scored.
     predicts_next: bool = True
     #: Whether chunks compute any pieces of a sample (``context.pieces``) as if the others were there. Its fields of
-    #: shape ``"s"`` are then cut into pieces, and ``parallel.context`` may be above 1.
+    #: shape ``"s"`` are then cut into pieces, and ``parallel.context`` may be above 1. Each class says it for itself.
     computes_pieces: bool = False
 
     @abstractmethod

@@ -166,6 +166,8 @@ _FIXED = (
 class DeepSeek(Gpt):
     """Builds the chunks of one rank as :class:`Gpt` does, with latent attention."""
 
+    computes_pieces = True
+
     def __init__(self, context: BuildContext, options: DeepSeekOptions) -> None:
         super().__init__(context, options)
         self._shape, self._predicted, self._coefficient = options.latents, options.mtp_layers, options.mtp_loss_coeff

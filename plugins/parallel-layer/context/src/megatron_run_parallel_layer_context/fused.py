@@ -47,7 +47,10 @@ class Sight(NamedTuple):
 
 def fuses(query: Tensor, *, packed: bool) -> bool:
     """Whether there is a kernel for queries of this type on this device, and for documents if rows are ``packed``."""
-    return not packed if on_cpu(query) else on_gpu(query) and query.dtype in (torch.float16, torch.bfloat16)
+    if on_cpu(query):
+        return not packed
+    halved, size = query.dtype in (torch.float16, torch.bfloat16), query.shape[-1]
+    return on_gpu(query) and halved and size % 8 == 0 and size <= 256
 
 
 def fused(query: Tensor, key: Tensor, value: Tensor, sight: Sight, scale: float) -> tuple[Tensor, Tensor]:

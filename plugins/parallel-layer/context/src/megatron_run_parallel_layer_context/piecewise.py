@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from megatron_run.contracts import AttentionCore
 from megatron_run.contracts.parallel_layer import VARIANTS
+from megatron_run.errors import PluginError
 from megatron_run_parallel_layer_context.fused import Forward
 from megatron_run_parallel_layer_context.pairs import Attended, Gradients, Rule
 from megatron_run_parallel_layer_context.transport import make_transport
@@ -60,7 +61,11 @@ class PiecewiseAttention(nn.Module, AttentionCore):
         documents: Tensor | None = None,
     ) -> Tensor:
         """Query [s/C, b, n, d], key and value [s/C, b, k, d] -> [s/C, b, n*d]; causal, within ``documents`` [b, c]."""
-        assert mask is None, "models that compute pieces have causal attention"
+        if mask is not None:
+            raise PluginError(
+                "attention over pieces of samples is causal, and the model gave it a mask",
+                fix="set parallel.context=1, or parallel-layer.method=ulysses, which takes masks of whole samples",
+            )
         rule = self.rule if self.training else self.rule.without_dropout()
         work = _Work(self._pieces, self._transport, rule, self._stream)
         attended: Tensor = _Piecewise.apply(query, key, value, documents, work)  # type: ignore[no-untyped-call]  # torch's

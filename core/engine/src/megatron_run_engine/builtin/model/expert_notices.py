@@ -70,7 +70,7 @@ def _about_capacity(config: Config, options: GptOptions) -> Iterator[str]:
             f"{config.parallel.context} other tokens are dropped than with 1"
         )
     if factor < _LOW_CAPACITY:
-        tokens = config.train.micro_batch_size * config.train.sequence_length
+        tokens = config.train.micro_batch_size * config.train.sequence_length // config.parallel.context
         capacity, choices = experts.spec(options.num_layers, 1).capacity(tokens), tokens * experts.top_k
         kept = count * capacity
         yield (

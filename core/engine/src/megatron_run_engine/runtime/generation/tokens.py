@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from math import inf
+from math import inf, lcm
 from typing import TYPE_CHECKING
 
 import torch
@@ -140,9 +140,18 @@ class Network:
 
     @property
     def _ways(self) -> int:
-        """The parts of equal size into which ranks split the columns of a pass: pieces, and shards of them."""
-        pieces = self.context.pieces.ranks
-        return self.context.sequence_shards * (2 * pieces if pieces > 1 else 1)
+        """Columns of a pass come in multiples of it: ranks hold two pieces of one size, and equal shards of them."""
+        pieces, shards = self.context.pieces.ranks, self.context.sequence_shards
+        return pieces * lcm(2, shards) if pieces > 1 else shards
+
+    def check_angles(self) -> None:
+        """Raise :class:`InputError` where filling up the columns of a pass may turn a text as longer ones are."""
+        if self.angle_switch is not None and self.angle_switch % self._ways:
+            raise InputError(
+                f"texts of up to {self.angle_switch} tokens have other angles than longer ones, and ranks split their "
+                f"tokens in multiples of {self._ways}",
+                fix="leave eval.tasks out, or set parallel.context=1 and parallel.sequence=false",
+            )
 
     @property
     def angle_switch(self) -> int | None:
