@@ -56,25 +56,29 @@ class Ring:
             part = part if following is None else following.wait()
 
     def leaving(self, part: Tensor) -> Leaving:
-        """They arrive where the part has just been, and are home after C hops."""
+        """They arrive where the part has just been, and are home after C - 1 hops."""
         return _RingLeaving(self._peers)
 
 
 class _RingLeaving:
     def __init__(self, peers: ParallelGroup) -> None:
         self._peers = peers
+        self._home: Tensor | None = None
         self._travelling: Pending | None = None
 
     def add(self, owner: int, grad: Tensor) -> None:
-        """Add what the ranks before have found, and send it on."""
+        """Keep the gradient of this rank's part; add to another's what the ranks before have found, and send it on."""
+        if owner == self._peers.index:
+            self._home = grad
+            return
         if self._travelling is not None:
             grad = grad + self._travelling.wait()
         self._travelling = self._peers.start_pass_on(grad)
 
     def own(self) -> Tensor:
         """The last hop leads home."""
-        assert self._travelling is not None, "every backward has a part of its own"
-        return self._travelling.wait()
+        assert self._home is not None, "every backward has a part of its own"
+        return self._home if self._travelling is None else self._home + self._travelling.wait()
 
 
 class AllGather:
