@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.support.shape import Shape
@@ -22,6 +23,8 @@ def _bytes(given: Any) -> int:
 
 #: A collective -> how often each byte of the whole tensor leaves a rank, in (t - 1) / t.
 _PASSES = {"reduce": 2, "gather": 1, "scatter": 1}
+#: Exchanges of rows, of which each rank sends others what it does -> the places of the rows and of how many go to each.
+_EXCHANGES = {"c10d::alltoall_base_": (1, 4), "_c10d_functional::all_to_all_single": (0, 2)}
 #: torch's operators: ``c10d`` is what the functions of torch.distributed call, ``_c10d_functional`` what DTensor calls.
 #: Each with its kind, and the bytes of the whole tensor from (result, arguments).
 _Whole = Callable[[Any, tuple[Any, ...]], int]
@@ -41,7 +44,8 @@ _WAITING = ("_c10d_functional::wait_tensor", "_c10d_functional::_wrap_tensor_aut
 class Traffic(TorchDispatchMode):
     """Within: ``sent`` grows by the bytes that each collective makes one of ``ranks`` send, at the least possible.
 
-    Raises :class:`ValueError` for a collective that it cannot count.
+    All ranks of the process group take part in each collective. Raises :class:`ValueError` for a collective that it
+    cannot count.
     """
 
     def __init__(self, ranks: int) -> None:
@@ -62,11 +66,20 @@ class Traffic(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         name = getattr(func, "_schema", None) and func._schema.name
         if name and name.split("::")[0] in ("c10d", "_c10d_functional") and name not in _WAITING:
-            if name not in _COLLECTIVES:
-                raise ValueError(f"{name} is a collective of unknown size")
-            kind, whole = _COLLECTIVES[name]
-            self._parts += _PASSES[kind] * (self._ranks - 1) * whole(result, args)
+            self._parts += self._leaving(name, result, args)
         return result
+
+    def _leaving(self, name: str, result: Any, given: tuple[Any, ...]) -> int:
+        """The bytes that leave a rank, times the number of ranks."""
+        if name in _EXCHANGES:
+            rows, splits = (given[place] for place in _EXCHANGES[name])
+            sent: list[int] = list(splits) or [len(rows) // self._ranks] * self._ranks
+            sent[dist.get_rank()] = 0
+            return self._ranks * sum(sent) * (_bytes(rows) // len(rows))
+        if name not in _COLLECTIVES:
+            raise ValueError(f"{name} is a collective of unknown size")
+        kind, whole = _COLLECTIVES[name]
+        return _PASSES[kind] * (self._ranks - 1) * whole(result, given)
 
 
 def formula(shape: Shape, ranks: int, *, sequence: bool = False, overlap: bool = True) -> float:
