@@ -40,7 +40,8 @@ class TorchRing(StackedLayers):
 
     def core_attention(self, shape: AttentionShape, dropout: float) -> nn.Module:
         """Attention without dropout, to as many key heads as there are query heads."""
-        assert not dropout and shape.heads == shape.kv_heads
+        assert not dropout
+        assert shape.heads == shape.kv_heads
         return _Core()
 
 
