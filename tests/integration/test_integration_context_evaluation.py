@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron_run.config.request import Request
-from megatron_run.errors import ExitCode, InputError
+from megatron_run.errors import ExitCode, RunError
 from megatron_run.planning import resolve
 from megatron_run_engine.launch import train
 
@@ -54,7 +54,7 @@ def test_tasks_score_what_one_process_does(tmp_path: Path) -> None:
 
 
 def test_texts_that_filling_would_turn_otherwise_are_refused(tmp_path: Path) -> None:
-    factors = "[1.0, 1.0, 1.0, 1.0]"
+    factors = "1.0,1.0,1.0,1.0"
     scaling = (
         "model.position=rope",
         "model.rope.scaling=longrope",
@@ -63,5 +63,5 @@ def test_texts_that_filling_would_turn_otherwise_are_refused(tmp_path: Path) -> 
         f"model.rope.short_factors={factors}",
         f"model.rope.long_factors={factors.replace('1.0', '2.0')}",
     )
-    with pytest.raises(InputError, match=r"texts of up to 15 tokens have other angles"):
+    with pytest.raises(RunError, match=r"texts of up to 15 tokens have other angles"):
         evaluated(tmp_path, "context", *scaling)
