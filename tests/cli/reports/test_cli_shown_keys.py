@@ -29,6 +29,7 @@ NEEDED: Mapping[str, Mapping[str, Any]] = {
         f"model.{name}": 4 for name in ("kv_rank", "rope_head_size", "nope_head_size", "value_head_size")
     },
     "observer=mlflow": {"observer.uri": "http://127.0.0.1:1"},
+    "parallel-layer=context": {"parallel-layer.use": "dense+context"},
     "parallel-layer=fp8": {"parallel-layer.use": "dense+fp8"},
     "parallel-layer=lora": {"parallel-layer.use": "dense+lora"},
     "scaler=constant": {"scaler.loss_scale": 8},

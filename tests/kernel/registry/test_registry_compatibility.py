@@ -136,10 +136,10 @@ def test_a_switch_is_served_or_set_back_like_a_size() -> None:
 
 
 def test_a_size_that_nobody_knows_how_to_serve_is_set_back() -> None:
-    (problem,) = unserved({"parallel.context": 2}, [SEQUENTIAL], INSTALLED)
+    (problem,) = unserved({"parallel.shelves": 2}, [SEQUENTIAL], INSTALLED)
     assert (
         str(problem)
-        == "parallel.context=2 needs a plugin that serves it: no chosen plugin does; set parallel.context=1"
+        == "parallel.shelves=2 needs a plugin that serves it: no chosen plugin does; set parallel.context=1"
     )
 
 

@@ -87,8 +87,8 @@ def test_layers_that_data_ranks_share_compute_what_one_rank_does() -> None:
 
 def test_what_does_not_divide_names_the_axis() -> None:
     with pytest.raises(InputError) as caught:
-        LayerSplit(ParallelGroup(0, 4), axis="replicas").part(18, "tokens")
+        LayerSplit(ParallelGroup(0, 4), axis="context").part(18, "tokens")
     assert str(caught.value) == (
-        "18 tokens do not split over 4 data-parallel ranks: 18 / 4 = 4.5; "
-        "set parallel.data to 3 or 6, or choose 16 or 20 tokens"
+        "18 tokens do not split over 4 context-parallel ranks: 18 / 4 = 4.5; "
+        "set parallel.context to 3 or 6, or choose 16 or 20 tokens"
     )

@@ -220,9 +220,6 @@ class _Recorder(TorchDispatchMode):
             target, whole, group, operation = args[:4]
             reduction, size = _reduction(target, group, operation), ProcessGroup.unbox(group).size()
             ran = (_functional.reduce_scatter_tensor.default, self._node(whole), reduction, size)
-        elif func is torch.ops.c10d.alltoall_base_.default:
-            target, rows, group, receive, send = args[:5]
-            ran = (_functional.all_to_all_single.default, self._node(rows), list(receive), list(send))
         else:
             raise GraphCaptureError(f"graph-capture=compile does not know the collective {func}")
         begun = self.graph.call_function(ran[0], (*ran[1:], ProcessGroup.unbox(group).group_name))

@@ -202,7 +202,7 @@ class SplitLayers(ParallelLayers):
     def __init__(self, context: BuildContext, split: LayerSplit) -> None:
         self.context, self.split = context, split
         if split.sequence:
-            split.part(context.pieces.part(context.train.sequence_length), "tokens of a sample")
+            split.part(context.pieces.part(context.train.sequence_length), "tokens of train.sequence_length")
 
     def vocab_embedding(self, vocab: int, hidden: int, *, init: Init) -> nn.Module:
         """An embedding whose rows are split."""
