@@ -139,7 +139,7 @@ def test_a_size_that_nobody_knows_how_to_serve_is_set_back() -> None:
     (problem,) = unserved({"parallel.shelves": 2}, [SEQUENTIAL], INSTALLED)
     assert (
         str(problem)
-        == "parallel.shelves=2 needs a plugin that serves it: no chosen plugin does; set parallel.context=1"
+        == "parallel.shelves=2 needs a plugin that serves it: no chosen plugin does; set parallel.shelves=1"
     )
 
 
