@@ -65,6 +65,13 @@ def test_what_does_not_split_is_refused_before_a_start(
     assert said in str(refused.value)
 
 
+def test_heads_of_tensor_ranks_are_told_in_the_numbers_of_the_user() -> None:
+    sets = {"parallel.context": 2, "parallel.tensor": 4, "model.num_heads": 8, "model.num_kv_heads": 4, **LONG}
+    run = load_config("preset:tiny", plugins=["parallel-layer=tensor+context,method=ulysses"], sets=sets)
+    with pytest.raises(InputError, match=r"1 key-value heads of each of parallel.tensor=4 ranks do not split over"):
+        model_size(run)
+
+
 def test_a_model_of_whole_samples_is_refused_by_name() -> None:
     sets = {"train.sequence_length": 64, "data.use": "mock", "model.num_layers": 2, "model.hidden_size": 16}
     run = load_config(

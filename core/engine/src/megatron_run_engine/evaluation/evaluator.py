@@ -92,7 +92,7 @@ class Evaluator:
 
         if run.config.eval.tasks and not network.model.predicts_next:
             raise InputError(f"eval.tasks scores next tokens, and {run.one('model')} does not predict them")
-        if run.config.eval.tasks:
+        if run.config.eval.tasks or run.config.eval.sample:
             network.check_angles()
         length = train.sequence_length
         opened = partial(opens, sequence_length=length)

@@ -67,24 +67,25 @@ class ContextLayers(StackedLayers):
         self._pieces, self._method = context.pieces, options.method
         self._pieces.part(context.train.sequence_length)  # says what does not divide
         self._peers = context.groups.parallel_group(context.topology, "context")
-        self._stream = context.rng.sharded
+        self._stream, self._tensor = context.rng.sharded, context.topology.sizes.tensor
 
     def core_attention(self, shape: AttentionShape, dropout: float) -> nn.Module:
         """Attention over the pieces of all ranks; that of ``base`` where one rank holds the samples."""
+        whole = self.base.core_attention(shape, dropout)  # says which heads do not split over tensor-parallel ranks
         if self._pieces.ranks == 1:
-            return self.base.core_attention(shape, dropout)
-        if self._method == "ulysses":
-            ranks, few = self._pieces.ranks, shape.kv_heads  # as many as query heads, or a divisor of these
-            if few % ranks:
-                raise InputError(
-                    f"method=ulysses gives each rank whole heads: {few} key-value heads do not split over "
-                    f"parallel.context={ranks}",
-                    fix=f"choose parallel-layer.method=ring, or set parallel.context to {nearest_divisors(few, ranks)}",
-                )
-            core = self.base.core_attention(replace(shape, heads=shape.heads // ranks, kv_heads=few // ranks), dropout)
-            return UlyssesAttention(core, self._pieces, self._peers)
-        self.base.core_attention(shape, dropout)  # says which heads do not split over tensor-parallel ranks
-        return PiecewiseAttention(shape, dropout, self._pieces, self._peers, self._method, self._stream)
+            return whole
+        if self._method != "ulysses":
+            return PiecewiseAttention(shape, dropout, self._pieces, self._peers, self._method, self._stream)
+        ranks, few = self._pieces.ranks, shape.kv_heads // self._tensor  # query heads are as many, or a multiple
+        if few % ranks:
+            of = f" of each of parallel.tensor={self._tensor} ranks" if self._tensor > 1 else ""
+            raise InputError(
+                f"method=ulysses gives each rank whole heads: {few} key-value heads{of} do not split over "
+                f"parallel.context={ranks}",
+                fix=f"choose parallel-layer.method=ring, or set parallel.context to {nearest_divisors(few, ranks)}",
+            )
+        part = replace(shape, heads=shape.heads // ranks, kv_heads=shape.kv_heads // ranks)
+        return UlyssesAttention(self.base.core_attention(part, dropout), self._pieces, self._peers)
 
 
 @hookimpl

@@ -111,7 +111,7 @@ class _Piecewise(torch.autograd.Function):
         columns = work.columns(len(query))
         forward = Forward(query.permute(1, 2, 0, 3), out, logsum, grad)
         found = Gradients(forward, columns, documents, work.rule, work.stream)
-        leaving = work.transport.leaving(both)
+        leaving = work.transport.leaving()
         for owner, (keys, values) in work.transport.arriving(both):
             part = found.of(keys.permute(1, 2, 0, 3), values.permute(1, 2, 0, 3), work.columns(len(key), owner))
             leaving.add(owner, part.permute(0, 3, 1, 2, 4))  # [2, b, k, s/C, d] -> [2, s/C, b, k, d]

@@ -36,8 +36,8 @@ class Transport(Protocol):
         """Yield every rank's part, this one's first, with its rank. What comes next travels meanwhile. Collective."""
         ...
 
-    def leaving(self, part: Tensor) -> Leaving:
-        """The gradients of one backward, each of the size of ``part``."""
+    def leaving(self) -> Leaving:
+        """The gradients of one backward."""
         ...
 
 
@@ -55,7 +55,7 @@ class Ring:
             yield (peers.index - step) % peers.size, part
             part = part if following is None else following.wait()
 
-    def leaving(self, part: Tensor) -> Leaving:
+    def leaving(self) -> Leaving:
         """They arrive where the part has just been, and are home after C - 1 hops."""
         return _RingLeaving(self._peers)
 
@@ -97,7 +97,7 @@ class AllGather:
             owner = (peers.index - step) % peers.size
             yield owner, whole[owner]
 
-    def leaving(self, part: Tensor) -> Leaving:
+    def leaving(self) -> Leaving:
         """All of them leave at the end."""
         return _GatheredLeaving(self._peers)
 

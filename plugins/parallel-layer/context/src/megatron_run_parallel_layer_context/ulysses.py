@@ -15,6 +15,8 @@ from megatron_run.contracts import AttentionCore
 from megatron_run_engine.runtime import held, joined
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from megatron_run.contracts import Pieces
     from megatron_run_engine.runtime import ParallelGroup
 
@@ -37,47 +39,34 @@ class UlyssesAttention(nn.Module, AttentionCore):
         by_rank = [x.unflatten(2, (ways, -1)) for x in (query, key, value)]  # [s/C, b, C, heads/C, d]
         sizes = [x.shape[3] for x in by_rank]
         heads = torch.cat(by_rank, dim=3).movedim(2, 0)  # [C, s/C, b, (n+2k)/C, d]
-        whole: Tensor = _TokensForHeads.apply(heads, self._pieces, self._peers)  # type: ignore[no-untyped-call]
+        whole: Tensor = _Exchange.apply(heads, self._to_whole, self._to_parts)  # type: ignore[no-untyped-call]  # torch's
         attended = self.base(*whole.split(sizes, dim=2), mask, *documents)  # [s, b, n*d/C]
-        parts: Tensor = _HeadsForTokens.apply(attended, self._pieces, self._peers)  # type: ignore[no-untyped-call]
+        parts: Tensor = _Exchange.apply(attended, self._to_parts, self._to_whole)  # type: ignore[no-untyped-call]
         return parts.movedim(0, 2).flatten(2)  # [C, s/C, b, n*d/C] -> [s/C, b, n*d]
 
+    def _to_whole(self, parts: Tensor) -> Tensor:
+        """[C, s/C, ...], this rank's tokens of each rank's heads -> [s, ...], all tokens of its own heads."""
+        return joined(self._exchanged(parts).flatten(0, 1), self._pieces)
 
-def _exchanged(parts: Tensor, peers: ParallelGroup) -> Tensor:
-    """Part r of ``parts`` [C, ...] goes to peer r, whose part for this rank comes in its place."""
-    rows = [1] * peers.size
-    return peers.exchange(parts.contiguous(), rows, rows)
+    def _to_parts(self, whole: Tensor) -> Tensor:
+        """The inverse: [s, ...] -> [C, s/C, ...]."""
+        pieces = self._pieces
+        return self._exchanged(torch.stack([held(whole, pieces, index=rank) for rank in range(pieces.ranks)]))
+
+    def _exchanged(self, parts: Tensor) -> Tensor:
+        """Part r of ``parts`` [C, ...] goes to peer r, whose part for this rank comes in its place."""
+        rows = [1] * self._peers.size
+        return self._peers.exchange(parts.contiguous(), rows, rows)
 
 
-def _to_whole(parts: Tensor, pieces: Pieces, peers: ParallelGroup) -> Tensor:
-    return joined(_exchanged(parts, peers).flatten(0, 1), pieces)
-
-
-def _to_parts(whole: Tensor, pieces: Pieces, peers: ParallelGroup) -> Tensor:
-    return _exchanged(torch.stack([held(whole, pieces, index=rank) for rank in range(pieces.ranks)]), peers)
-
-
-class _TokensForHeads(torch.autograd.Function):
-    """[C, s/C, ...], this rank's tokens of each rank's heads -> [s, ...], all tokens of its own heads."""
-
-    @staticmethod
-    def forward(ctx: Any, parts: Tensor, pieces: Pieces, peers: ParallelGroup) -> Tensor:
-        ctx.pieces, ctx.peers = pieces, peers
-        return _to_whole(parts, pieces, peers)
+class _Exchange(torch.autograd.Function):
+    """Exchanges by ``there``; gradients go by ``back``, its inverse."""
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return _to_parts(grads[0], ctx.pieces, ctx.peers), None, None
-
-
-class _HeadsForTokens(torch.autograd.Function):
-    """The inverse: [s, ...] -> [C, s/C, ...]."""
-
-    @staticmethod
-    def forward(ctx: Any, whole: Tensor, pieces: Pieces, peers: ParallelGroup) -> Tensor:
-        ctx.pieces, ctx.peers = pieces, peers
-        return _to_parts(whole, pieces, peers)
+    def forward(ctx: Any, x: Tensor, there: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]) -> Tensor:
+        ctx.back = back
+        return there(x)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        return _to_whole(grads[0], ctx.pieces, ctx.peers), None, None
+        return ctx.back(grads[0]), None, None

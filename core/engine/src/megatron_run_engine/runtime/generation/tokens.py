@@ -150,7 +150,7 @@ class Network:
             raise InputError(
                 f"texts of up to {self.angle_switch} tokens have other angles than longer ones, and ranks split their "
                 f"tokens in multiples of {self._ways}",
-                fix="leave eval.tasks out, or set parallel.context=1 and parallel.sequence=false",
+                fix="leave eval.tasks and eval.sample out, or set parallel.context=1 and parallel.sequence=false",
             )
 
     @property
