@@ -269,6 +269,19 @@ class Miscounted(GptOptions):
         return replace(found, vectors=found.vectors + 1)
 
 
+class OfWholeSamples(Gpt):
+    """A model that does not say of itself that it computes pieces, as the costs of its options do."""
+
+
+def test_costs_split_samples_where_the_model_says_so_itself() -> None:
+    options = GptOptions.model_validate(SMALL["model"])
+    for model, right in ((Gpt, True), (OfWholeSamples, False)):
+        (check,) = (each for each in model_checks(model, options) if each.name == "costs are those of the layers")  # type: ignore[arg-type]  # it takes its own options
+        words = "costs tell computes_pieces=True, and OfWholeSamples itself says False"
+        with nullcontext() if right else pytest.raises(CheckFailed, match=words):
+            assert not check.run()
+
+
 def test_a_count_of_biases_and_norms_that_is_told_must_be_right() -> None:
     options = Miscounted.model_validate(SMALL["model"])
     (check,) = (each for each in model_checks(Gpt, options) if each.name == "costs are those of the layers")  # type: ignore[arg-type]  # it takes its own options

@@ -35,7 +35,21 @@ LLAMA: dict[str, Any] = {
 CORE, FEW_WORDS = {"train.recompute": "core_attn"}, {"data.vocab_size": 2000}
 SEQUENCE = {"parallel.tensor": 2, "parallel.sequence": "true"}
 PIPE = ("schedule=1f1b",)
+#: Few words and key-value heads that ranks share out, so that the attention decides what a rank holds at most.
+PIECES, GROUPED = GPT | FEW_WORDS, LLAMA | FEW_WORDS | {"model.num_kv_heads": 4}
 PADDED = {"model.experts.capacity_factor": 1.0, "model.experts.pad_to_capacity": "true", "model.experts.top_k": 2}
+
+
+def by(method: str, layers: str = "dense") -> str:
+    """Layers whose pieces of samples meet by ``method``."""
+    return f"parallel-layer={layers}+context,method={method}"
+
+
+def over(ranks: int) -> dict[str, Any]:
+    """Samples over so many ranks."""
+    return {"parallel.context": ranks}
+
+
 GRID = {
     "gpt": Configuration(1, (), GPT),
     "dropout": Configuration(1, (), GPT | {"model.dropout": 0.1}),
@@ -64,6 +78,22 @@ GRID = {
     "a split backward": Configuration(2, ("schedule=zero-bubble",), GPT | stages(2)),
     "sharded state": Configuration(2, ("optimizer=zero1",), GPT | {"parallel.data": 2}),
     "stages of sequence parallel ranks": Configuration(4, (*PIPE, SPLIT), GPT | stages(2) | SEQUENCE),
+    "a ring of two": Configuration(2, (by("ring"),), PIECES | over(2)),
+    "a ring of four": Configuration(4, (by("ring"),), PIECES | over(4)),
+    "a ring of three": Configuration(3, (by("ring"),), PIECES | over(3) | {"train.sequence_length": 1536}),
+    "a ring of llama, all recomputed": Configuration(2, (by("ring"),), GROUPED | over(2) | FULL),
+    "gathered keys of two": Configuration(2, (by("all_gather"),), PIECES | over(2) | HALF),
+    "gathered keys of eight": Configuration(8, (by("all_gather"),), GROUPED | over(8)),
+    "exchanged heads": Configuration(4, (by("ulysses"),), PIECES | over(4)),
+    "exchanged heads of llama": Configuration(2, (by("ulysses"),), GROUPED | over(2) | HALF),
+    "pieces, many words": Configuration(2, (by("ring"),), GPT | over(2)),
+    "pieces of sequence parallel ranks": Configuration(4, (by("ring", "tensor"),), PIECES | SEQUENCE | over(2)),
+    "pieces on two stages": Configuration(8, (*PIPE, by("ring")), PIECES | stages(2) | over(4)),
+    "pieces on two stages of llama": Configuration(4, (*PIPE, by("all_gather")), GROUPED | stages(2) | over(2)),
+    "pieces, a split backward": Configuration(8, ("schedule=zero-bubble", by("ring")), LLAMA | stages(2) | over(4)),
+    "pieces, sharded state": Configuration(
+        4, ("optimizer=zero1", by("ring")), PIECES | over(2) | {"parallel.data": 2, "train.global_batch_size": 64}
+    ),
 }
 
 #: By night, since by day each choice has another case: the other layers, the other vocabulary, or more stages.
@@ -77,6 +107,14 @@ RARE = (
     "sequence parallel llama",
     "two stages",
     "two stages, all recomputed",
+    "a ring of two",
+    "a ring of three",
+    "gathered keys of two",
+    "exchanged heads of llama",
+    "a ring of llama, all recomputed",
+    "pieces, many words",
+    "pieces, sharded state",
+    "pieces on two stages of llama",
 )
 
 

@@ -12,7 +12,6 @@ import torch
 from megatron_run.config.request import Request
 from megatron_run.config.values import nested
 from megatron_run.contracts.topology import Topology
-from megatron_run.errors import InputError
 from megatron_run.planning import load_config, resolve
 from megatron_run_cli.main import main
 from megatron_run_engine.estimate.step_memory import count_chunks
@@ -183,9 +182,3 @@ def test_a_plan_knows_the_vocabulary_of_bytes_and_of_no_other_tokenizer(capsys: 
     assert "50257" not in capsys.readouterr().out
     assert main([*words, "--set", "data.tokenizer=mine.json"]) == 0
     assert "read as 50257 words" in capsys.readouterr().out
-
-
-def test_samples_that_ranks_split_are_refused_not_planned_as_whole_ones() -> None:
-    split = Request(("preset:tiny",), sets=("parallel.context=2",), plugins=("parallel-layer=dense+context",))
-    with pytest.raises(InputError, match=r"knows whole samples alone, and parallel.context=2 splits them"):
-        read_task(split, 2)

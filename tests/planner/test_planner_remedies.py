@@ -43,13 +43,15 @@ def test_every_setting_that_saves_is_tried_once() -> None:
         ("train.recompute=full",),
         ("train.micro_batch_size=1",),
         ("parallel.tensor=4", "parallel.data=2"),
+        ("parallel-layer=tensor+context", "parallel.context=2", "parallel.data=2"),
         ("schedule=1f1b", "parallel.pipeline=2", "parallel.data=2"),
     ]
     assert all(each.ranks == 8 for _, each in changes(TASK.split, TASK, a100(40)))
 
 
 def test_what_is_turned_already_is_not_proposed() -> None:
-    done = replace(TASK.split, tensor=8, data=1, sequence_parallel=True, recompute="full", micro_batch=1)
+    done = replace(TASK.split, tensor=8, context=4, data=1, zero1=True, sequence_parallel=True, recompute="full")
+    done = replace(done, micro_batch=1)
     assert [each for each, _ in changes(done, TASK, a100(40))] == [
         ("schedule=1f1b", "parallel.pipeline=2", "parallel.data=1")
     ]
@@ -90,6 +92,21 @@ def test_several_together_are_enough_where_none_is_alone(schedules: Schedules, m
     kept = tuple(each for each in base if each.split("=")[0] not in keys)
     taken = read_task(Request((sized(13e9),), sets=(*kept, *sets), plugins=plugins), 8)
     assert needed(taken, taken.split, schedules) == pytest.approx(found.together.needed)
+
+
+def test_more_ranks_for_a_sample_are_enough_where_it_is_long(schedules: Schedules) -> None:
+    """What is read with the settings has the split that was judged, and its layers: those of tensor ranks stay."""
+    sets = ("parallel.tensor=2", "train.sequence_length=16384", "train.global_batch_size=8")
+    request = Request((sized(1.3e9),), sets, ("optimizer=zero1", "parallel-layer=tensor"))
+    task = read_task(request, 8)
+    found = remedies(task, a100(15), schedules, needed(task, task.split, schedules)).alone
+    (longer,) = (each for each in found if any("parallel.context=" in setting for setting in each.settings))
+    assert longer.settings == ("parallel-layer=tensor+context", "parallel.context=2", "parallel.data=2")
+    keys, plugins = longer.settings[1:], ("optimizer=zero1", longer.settings[0])
+    taken = read_task(replace(request, sets=(*sets, *keys), plugins=plugins), 8)
+    assert taken.split == replace(task.split, context=2, data=2)
+    assert needed(taken, taken.split, schedules) == pytest.approx(longer.needed)
+    assert longer.needed <= 15 * GIB < needed(task, task.split, schedules)
 
 
 def test_nothing_is_said_to_be_enough_where_nothing_is(schedules: Schedules) -> None:

@@ -11,7 +11,8 @@ import pytest
 from megatron_run.contracts.costs import AttentionCosts, FeedForwardCosts, LayerCosts, ModelCosts, SegmentCosts
 from megatron_run.contracts.schedule import LayoutSpec, Place, looped_layout
 from megatron_run_planner.devices import Device, read_device
-from megatron_run_planner.layer_time import all_reduce, head_time, layer_operators, layer_time, mean_layer
+from megatron_run_planner.devices.transfers import all_reduce
+from megatron_run_planner.layer_time import head_time, layer_operators, layer_time, mean_layer
 from megatron_run_planner.memory import rank_memory
 from megatron_run_planner.schedules import Schedules, spread
 from megatron_run_planner.step_time import (

@@ -25,6 +25,7 @@ from megatron_run.contracts.costs import (
     SegmentCosts,
 )
 from megatron_run.pipeline.plan import Plan, activations
+from megatron_run_planner import context
 from megatron_run_planner.workload import ModelSplit, rows_of_words, tables
 
 #: Bytes of a 16-bit value, and of an fp32 one.
@@ -77,7 +78,7 @@ def layer_activations(layer: LayerCosts, split: ModelSplit) -> float:
 
     With full recomputation only the layer's input is kept.
     """
-    t, tokens = split.tensor, split.micro_batch * layer.tokens
+    t, tokens = split.tensor, split.rows(layer.tokens)
     whole = tokens * layer.hidden / (t if split.sequence_parallel else 1)
     if split.recompute == "full":
         return _HALF * whole
@@ -88,12 +89,12 @@ def layer_activations(layer: LayerCosts, split: ModelSplit) -> float:
         if isinstance(part, FeedForwardCosts) and split.recompute == "mlp":
             kept -= (_HALF + mask) * whole  # of that part its input alone
             continue
-        kept += _HALF * split.micro_batch * part.saved(layer.hidden, layer.tokens) / t
+        kept += _HALF * split.rows(part.saved(layer.hidden, layer.tokens)) / t
         if isinstance(part, FeedForwardCosts):
-            kept += _HALF * split.micro_batch * part.copied(layer.hidden, layer.tokens)
+            kept += _HALF * split.rows(part.copied(layer.hidden, layer.tokens))
         if isinstance(part, AttentionCosts) and not (part.flash or part.across) and split.recompute != "core":
-            kept += 5 * split.micro_batch * part.heads * layer.tokens**2 / t  # scores, their dropout and its mask
-    return kept
+            kept += 5 * tokens * part.heads * layer.tokens / t  # scores, their dropout and its mask
+    return kept + context.kept(layer, split)
 
 
 def head_activations(model: ModelCosts, split: ModelSplit) -> float:
@@ -109,12 +110,12 @@ def head_activations(model: ModelCosts, split: ModelSplit) -> float:
 
 def _stream(model: ModelCosts, split: ModelSplit) -> float:
     """Values of the residual stream on a rank."""
-    return split.micro_batch * model.sequence * model.hidden / (split.tensor if split.sequence_parallel else 1)
+    return split.rows(model.sequence) * model.hidden / (split.tensor if split.sequence_parallel else 1)
 
 
 def _logits(model: ModelCosts, split: ModelSplit) -> float:
     """Bytes of a microbatch's logits, over which the fused loss writes their gradient."""
-    return _HALF * split.micro_batch * model.sequence * rows_of_words(model.vocabulary, split.tensor) / split.tensor
+    return _HALF * split.rows(model.sequence) * rows_of_words(model.vocabulary, split.tensor) / split.tensor
 
 
 def stage_memory(model: ModelCosts, split: ModelSplit, plan: Plan) -> list[RankMemory]:
@@ -188,9 +189,9 @@ def rank_memory(
     if ends[1] and model.predictors:
         dense += model.predictors * model.predictor_weights / split.tensor
         experts += model.predictors * model.layers[-1].expert_weights / split.tensor / split.expert
-    own = dense / split.data + experts * split.expert / split.data if split.zero1 else dense + experts
+    own = dense / split.replicas + experts * split.expert / split.replicas if split.zero1 else dense + experts
     work = _work(model, split, layers, last=ends[1])
-    fields = _FIELDS * split.micro_batch * model.tokens * split.microbatches if any(ends) else 0.0
+    fields = _FIELDS * split.rows(model.tokens) * split.microbatches if any(ends) else 0.0
     return RankMemory(
         parameters=_HALF * (dense + experts),
         gradients=_FULL * (dense + experts),
@@ -210,16 +211,17 @@ def temporaries(model: ModelCosts, split: ModelSplit, layers: LayerKinds, *, las
     products need for their weights.
     """
     gathers = split.sequence_parallel and split.tensor > 1
-    gathered = _HALF * split.micro_batch * max((layer.tokens * layer.hidden for layer in layers.layers), default=0)
-    held = recomputed(layers, split) + _widest(layers, split, halves=halves) + (gathered if gathers else 0.0)
+    gathered = _HALF * split.rows(max((layer.tokens * layer.hidden for layer in layers.layers), default=0))
+    whole, stream = _HALF * split.rows(model.sequence * model.hidden), _HALF * _stream(model, split)
+    inside = _widest(layers, split, halves=halves) + (gathered if gathers else 0.0) + (stream if last else 0.0)
+    held = recomputed(layers, split) + max(inside, stream + _attention(layers, split, halves=halves))
     if not last:
         return held
-    whole, stream = _HALF * split.micro_batch * model.sequence * model.hidden, _HALF * _stream(model, split)
     freed = 0.0 if halves else head_activations(model, split)
     head = 2 * whole + stream if gathers else whole
     if model.logits and model.loss_chunks > 1:  # a chunk's logits are made while the ones before are still there
         head += 2 * _logits(model, split) / model.loss_chunks
-    return max(head, held + stream - freed)
+    return max(head, held - freed)
 
 
 def _widest(layers: LayerKinds, split: ModelSplit, *, halves: bool) -> float:
@@ -238,7 +240,22 @@ def _widest(layers: LayerKinds, split: ModelSplit, *, halves: bool) -> float:
                 return float(max((outputs for _, outputs in part.products), default=0))
 
     widest = max((layer.tokens * width(part) for layer in layers.layers for part in layer.parts), default=0.0)
-    return _HALF * split.micro_batch * widest / split.tensor
+    return _HALF * split.rows(widest) / split.tensor
+
+
+def _attention(layers: LayerKinds, split: ModelSplit, *, halves: bool) -> float:
+    """Bytes of the attention to pieces of other ranks, at most, beyond those of the parts behind it, freed by then.
+
+    In ``halves`` as much stays of those for their weights.
+    """
+    whole = replace(split, recompute="none")
+
+    def beyond(layer: LayerCosts) -> float:
+        behind = tuple(part for part in layer.parts if not isinstance(part, AttentionCosts))
+        freed = 0.0 if halves else layer_activations(replace(layer, parts=behind), whole)
+        return context.taken(layer, split) - freed
+
+    return max(map(beyond, layers.layers), default=0.0)
 
 
 def recomputed(layers: LayerKinds, split: ModelSplit) -> float:
@@ -260,7 +277,7 @@ def communication(
     Experts: tokens that leave and that arrive. Gradients and sharded parameters take none: their buckets are parts of
     the flat buffers, reduced and gathered in place.
     """
-    whole = _HALF * split.micro_batch * model.tokens * model.hidden
+    whole = _HALF * split.rows(model.tokens * model.hidden)
     message = whole / (split.tensor if split.sequence_parallel else 1)
     held = 0.0
     if split.pipeline > 1:

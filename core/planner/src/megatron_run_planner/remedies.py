@@ -12,6 +12,7 @@ from typing import Any
 
 from megatron_run.contracts.costs import ModelCosts
 from megatron_run.errors import InputError, RunError
+from megatron_run_planner.context import short, why_not
 from megatron_run_planner.devices import Device
 from megatron_run_planner.schedules import Schedules
 from megatron_run_planner.search import Candidate, Search
@@ -108,7 +109,7 @@ def _merged(settings: tuple[str, ...], more: tuple[str, ...]) -> tuple[str, ...]
 def changes(split: ModelSplit, task: Task, device: Device) -> Iterator[tuple[tuple[str, ...], ModelSplit]]:
     """Each single change of ``split`` that saves memory somewhere, with its settings."""
     model = task.model
-    if split.data > 1 and not split.zero1:
+    if split.replicas > 1 and not split.zero1:
         yield ("optimizer=zero1",), replace(split, zero1=True)
     if split.tensor > 1 and not split.sequence_parallel:
         yield ("parallel.sequence=true",), replace(split, sequence_parallel=True)
@@ -122,12 +123,21 @@ def changes(split: ModelSplit, task: Task, device: Device) -> Iterator[tuple[tup
             yield (f"train.micro_batch_size={half}",), replace(split, micro_batch=half)
     wider = replace(split, tensor=2 * split.tensor, **_copies(split))
     if wider.tensor <= device.links.machine and _splits(model, wider.tensor) and not wider.no_graph:
-        plugin = ("parallel-layer=tensor",) if split.tensor == 1 else ()
+        plugin = (_layers(wider),) if split.tensor == 1 else ()
         yield (*plugin, f"parallel.tensor={wider.tensor}", f"parallel.data={wider.data}"), wider
+    longer = replace(split, context=2 * split.context, **{**_copies(split), "zero1": split.zero1})
+    if not (short(model, longer) or why_not(model, longer) or longer.no_graph):
+        plugin = (_layers(longer),) if split.context == 1 else ()
+        yield (*plugin, f"parallel.context={longer.context}", f"parallel.data={longer.data}"), longer
     deeper = replace(split, pipeline=2 * split.pipeline, **_copies(split))
     if deeper.pipeline * deeper.chunks <= len(model.layers) and not deeper.no_graph:
         plugin = ("schedule=1f1b",) if split.pipeline == 1 else ()
         yield (*plugin, f"parallel.pipeline={deeper.pipeline}", f"parallel.data={deeper.data}"), deeper
+
+
+def _layers(split: ModelSplit) -> str:
+    """The setting of the layers that ``split`` takes."""
+    return f"parallel-layer={'tensor' if split.tensor > 1 else 'dense'}{'+context' if split.context > 1 else ''}"
 
 
 def _splits(model: ModelCosts, tensor: int) -> bool:
@@ -141,4 +151,4 @@ def _splits(model: ModelCosts, tensor: int) -> bool:
 def _copies(split: ModelSplit) -> dict[str, Any]:
     """Half the copies of the model, on as many devices, where they and the experts on them divide."""
     halves = not (split.data % 2 or split.data // 2 % split.expert)
-    return {"data": split.data // 2, "zero1": split.zero1 and split.data > 2} if halves else {}
+    return {"data": split.data // 2, "zero1": split.zero1 and split.replicas > 2} if halves else {}

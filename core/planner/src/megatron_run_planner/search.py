@@ -12,6 +12,7 @@ from megatron_run.contracts.costs import ModelCosts
 from megatron_run.contracts.schedule import LayoutSpec, looped_layout
 from megatron_run.errors import InputError, RunError
 from megatron_run.pipeline.plan import Plan
+from megatron_run_planner.context import METHODS, short, why_not
 from megatron_run_planner.devices import Device
 from megatron_run_planner.layer_time import layer_time, mean_layer
 from megatron_run_planner.memory import RankMemory, least_memory, stage_memory
@@ -205,32 +206,59 @@ class Search:
             except InputError:
                 self._pruned["heads or features do not divide over tensor ranks"] += 1
                 continue
-            for pipeline in _divisors(self._ranks // tensor):
-                if pipeline > len(model.layers):
-                    self._pruned["more stages than layers"] += 1
-                    continue
-                yield from self._batched(tensor, pipeline, self._ranks // tensor // pipeline)
+            for context in self._context_ranks(tensor):
+                others = self._ranks // tensor // context
+                for pipeline in _divisors(others):
+                    if pipeline > len(model.layers):
+                        self._pruned["more stages than layers"] += 1
+                        continue
+                    sizes = ModelSplit(tensor=tensor, context=context, pipeline=pipeline, data=others // pipeline)
+                    yield from map(self._by_method, self._batched(sizes))
+
+    def _context_ranks(self, tensor: int) -> Iterator[int]:
+        """The numbers of ranks over which samples may be split: powers of two, of samples that are no shorter."""
+        yield 1
+        context = 2
+        while self._model.computes_pieces and not self._ranks // tensor % context:
+            split = ModelSplit(tensor=tensor, context=context, sequence_parallel=tensor > 1)
+            if short(self._model, split):
+                self._pruned["samples too short to be split over ranks"] += 1
+                return
+            if not why_not(self._model, split):
+                yield context
+            context *= 2
+
+    def _by_method(self, split: ModelSplit) -> ModelSplit:
+        """``split`` with the fastest method that fits by which the tokens of a sample meet, if ranks split them."""
+        if split.context == 1:
+            return split
+        ways = (replace(split, method=method) for method in METHODS)
+        able = [way for way in ways if not why_not(self._model, way)]
+        return min(able, key=lambda way: (self._least(way) > self._device.memory, self._seconds(way)))
 
     def _expert_ranks(self, data: int) -> list[int]:
         """The numbers of ranks over which experts may be split; a graph holds no tokens that travel among them."""
         whole = not self._model.experts or self._one_graph
         return [1] if whole else [each for each in _divisors(data) if not self._model.experts % each]
 
-    def _batched(self, tensor: int, pipeline: int, data: int) -> Iterator[ModelSplit]:
-        model = self._model
+    def _batched(self, sizes: ModelSplit) -> Iterator[ModelSplit]:
+        """The splits with these sizes of the axes.
+
+        Samples that ranks split are not batched: of two on each rank, halves of four ranks have as many tokens, and
+        exchange more than the whole ones of two.
+        """
+        model, pipeline, data = self._model, sizes.pipeline, sizes.data
         chunks = [each for each in CHUNKS if each == 1 or (pipeline > 1 and self._even(pipeline * each))]
         experts = self._expert_ranks(data)
-        for micro_batch in MICRO_BATCHES:
+        for micro_batch in MICRO_BATCHES if sizes.context == 1 else (1,):
             if self._batch % (micro_batch * data):
                 self._pruned["the global batch does not divide"] += 1
                 continue
-            base = ModelSplit(
-                tensor=tensor,
-                pipeline=pipeline,
-                data=data,
+            base = replace(
+                sizes,
                 micro_batch=micro_batch,
                 global_batch=self._batch,
-                sequence_parallel=tensor > 1,
+                sequence_parallel=sizes.tensor > 1,
                 overlap=True,
                 gradient_bytes=4,
                 one_graph=self._one_graph,
@@ -247,7 +275,7 @@ class Search:
                     continue
                 for expert in experts:
                     for recompute in RECOMPUTED if not model.experts else ("none", "full"):
-                        for zero1 in (False, True) if data > 1 else (False,):
+                        for zero1 in (False, True) if base.replicas > 1 else (False,):
                             yield replace(base, chunks=each, expert=expert, recompute=recompute, zero1=zero1)
 
     def _even(self, places: int) -> bool:
@@ -256,9 +284,25 @@ class Search:
         return len(self._model.layers) >= places and most * places <= 1.1 * len(self._model.layers)
 
     def _fits(self, split: ModelSplit) -> bool:
-        fits = least_memory(self._model, split).needed() <= self._device.memory
+        fits = self._least(split) <= self._device.memory
         self._pruned["more memory than there is"] += not fits
         return fits
+
+    def _least(self, split: ModelSplit) -> float:
+        """Bytes of device memory without which no schedule runs ``split``."""
+        return least_memory(self._model, split).needed()
+
+    def _times(self, split: ModelSplit) -> LayerTimes:
+        """Seconds of each kind of layer."""
+        key = (split.tensor, split.context, split.method, split.micro_batch, split.expert, split.recompute)
+        if key not in self._layers:
+            self._layers[key] = {kind: layer_time(kind, split, self._device) for kind in self._model.kinds.layers}
+        return self._layers[key]
+
+    def _seconds(self, split: ModelSplit) -> float:
+        """Seconds of a microbatch in all layers."""
+        times = self._times(split)
+        return self._model.kinds.sum(lambda layer: times[layer].forward + times[layer].backward)
 
     def _estimate(self, split: ModelSplit) -> float:
         counts = (
@@ -267,10 +311,7 @@ class Search:
             else spread(len(self._model.layers), split.pipeline * split.chunks)
         )
         spec = LayoutSpec(split.pipeline, split.chunks, len(self._model.layers), tuple(counts))
-        key = (split.tensor, split.micro_batch, split.expert, split.recompute)
-        if key not in self._layers:
-            self._layers[key] = {kind: layer_time(kind, split, self._device) for kind in self._model.kinds.layers}
-        return estimate(self._model, split, self._device, looped_layout(spec), self._layers[key])
+        return estimate(self._model, split, self._device, looped_layout(spec), self._times(split))
 
     def _nothing_fits(self, splits: Sequence[ModelSplit]) -> InputError:
         size = f"{self._model.parameters / 1e9:.1f}B parameters"
@@ -281,8 +322,7 @@ class Search:
                 why=f"sizes do not divide, or a step has more than {LARGEST} actions",
                 fix="change the global batch, its ramp-up or the number of GPUs",
             )
-        nearest = min(splits, key=lambda split: least_memory(self._model, split).needed())
-        needed = least_memory(self._model, nearest).needed() / 2**30
+        needed = min(map(self._least, splits)) / 2**30
         return InputError(
             what,
             why=f"the smallest needs {needed:.1f} GiB of {self._device.memory / 2**30:.0f} on a GPU",

@@ -21,17 +21,16 @@ from megatron_run.contracts.schedule import Action, Place
 from megatron_run.pipeline.plan import Plan, positions
 from megatron_run.pipeline.simulate import simulate
 from megatron_run_planner.devices import Cores, Device
+from megatron_run_planner.devices.transfers import hop, sum_over
 from megatron_run_planner.layer_time import (
     Passes,
     embedding_time,
     head_time,
-    hop,
     layer_time,
     loading_time,
     sum_of,
-    sum_over,
 )
-from megatron_run_planner.passes import CLEARED, UPDATED
+from megatron_run_planner.layer_time.passes import CLEARED, UPDATED
 from megatron_run_planner.workload import ModelSplit, rows_of_words, tables
 
 #: Times of a model's kinds of layers.
@@ -172,7 +171,7 @@ def simulated(
     ]
     message = message_time(model, split, device)
     if device.cores:
-        return simulate_shared(plan, costs, message, split.tensor * split.data, device.cores)
+        return simulate_shared(plan, costs, message, split.of_a_stage, device.cores)
     return simulate(plan.layout, plan.microbatches, plan.lists, costs, message).ends
 
 
@@ -227,10 +226,10 @@ def message_time(model: ModelCosts, split: ModelSplit, device: Device) -> float:
     """Seconds until the activations of a microbatch have reached the next stage."""
     if split.pipeline == 1:
         return 0.0
-    size: float = device.width * split.micro_batch * model.tokens * model.hidden
+    size: float = device.width * split.rows(model.tokens) * model.hidden
     if split.sequence_parallel or split.scatter_messages:
         size /= split.tensor
-    return hop(device.links, size, split.tensor * split.data, split.ranks)
+    return hop(device.links, size, split.of_a_stage, split.ranks)
 
 
 def after_backward(
@@ -261,21 +260,21 @@ def _finish(layers: LayerKinds, words: float, table: float, split: ModelSplit, d
     dense = layers.weights / split.tensor + words
     experts = layers.expert_weights / split.tensor / split.expert
     reduction = sum(
-        sum_over(device, split, split.gradient_bytes * size, split.data, split.tensor)
+        sum_over(device, split, split.gradient_bytes * size, split.replicas, split.tensor)
         for size in (dense - table, table)
         if size
     )
     if experts:
-        copies, stride = split.data // split.expert, split.tensor * split.expert
+        copies, stride = split.replicas // split.expert, split.expert_stride(device.links.machine)
         reduction += sum_over(device, split, split.gradient_bytes * experts, copies, stride)
     if table:
-        summed = table / split.data if split.zero1 else table  # zero1 has reduced it to a rank's share by then
+        summed = table / split.replicas if split.zero1 else table  # zero1 has reduced it to a rank's share by then
         reduction += sum_over(device, split, split.gradient_bytes * summed, 2, split.ranks // 2)
     if device.links.sums:  # where steps were fitted as a whole, these are among what every step takes
         reduction += _AGREEMENTS * sum_over(device, split, 8.0, split.ranks)
-        if split.zero1 and split.data > 2:  # gloo sums whole buckets there, and parameters are gathered besides
-            reduction += sum_over(device, split, device.width * (dense + experts) / 2, split.data, split.tensor)
-    own = dense / split.data + experts * split.expert / split.data if split.zero1 else dense + experts
+        if split.zero1 and split.replicas > 2:  # gloo sums whole buckets there, and parameters are gathered besides
+            reduction += sum_over(device, split, device.width * (dense + experts) / 2, split.replicas, split.tensor)
+    own = dense / split.replicas + experts * split.expert / split.replicas if split.zero1 else dense + experts
     counted = UPDATED[device.sweeps.kernels] * own + CLEARED * (dense + experts)
     moved = counted if device.sweeps.counted else device.sweeps.update * own
     update = moved / (device.bandwidth * device.sweeps.efficiency) + device.host.step

@@ -15,6 +15,8 @@ from megatron_run.contracts.parallel_layer import even_part
 _ROWS = 128
 #: Nothing, the core of the attention, the feed-forward half, or the whole layer: as `train.recompute` has it.
 Recompute = Literal["none", "core", "mlp", "full"]
+#: How the tokens of a sample meet whose pieces ranks hold: as `parallel-layer.method` has it.
+ContextMethod = Literal["ring", "all_gather", "ulysses"]
 
 
 def gpt2(layers: int, hidden: int, heads: int, sequence: int, vocabulary: int, *, flash: bool = False) -> ModelCosts:
@@ -58,16 +60,19 @@ def tables(model: ModelCosts, tensor: int, *, first: bool, last: bool) -> float:
 class ModelSplit:
     """How a model is split and batched; the names are those of the sections ``parallel`` and ``train``.
 
-    ``scatter_messages``: each tensor rank sends its part of what goes to the next stage. ``overlap``: gradients are
-    reduced while other backwards still run. ``gradient_bytes``: of a gradient when it is reduced. ``one_graph``: the
-    graph capture by which the host launches forwards and backwards of a step at once, empty without.
+    ``method``: how pieces of samples meet. ``scatter_messages``: each tensor rank sends its part of what goes to the
+    next stage. ``overlap``: gradients are reduced while other backwards still run. ``gradient_bytes``: of a gradient
+    when it is reduced. ``one_graph``: the graph capture by which the host launches forwards and backwards of a step at
+    once, empty without.
     """
 
     tensor: int = 1
+    context: int = 1
     pipeline: int = 1
     chunks: int = 1
     data: int = 1
     expert: int = 1
+    method: ContextMethod = "ring"
     micro_batch: int = 1
     global_batch: int = 1
     recompute: Recompute = "none"
@@ -83,14 +88,38 @@ class ModelSplit:
         """The reason why no graph holds a step, empty where one does or none is asked for."""
         if self.one_graph and self.pipeline > 1:
             return "no graph of a step holds a pipeline"
-        if self.one_graph == "compile" and self.tensor > 1:
+        if self.one_graph == "compile" and self.tensor * self.context > 1:
             return "no graph of a step holds compiled collectives"
         return ""
 
     @property
     def ranks(self) -> int:
         """Devices of the run."""
-        return self.tensor * self.pipeline * self.data
+        return self.of_a_stage * self.pipeline
+
+    @property
+    def of_a_stage(self) -> int:
+        """Devices of a stage, and how far the next one's are from them."""
+        return self.tensor * self.context * self.data
+
+    @property
+    def replicas(self) -> int:
+        """Devices that hold the same weights: those of other samples, and of other pieces of the same."""
+        return self.context * self.data
+
+    def expert_stride(self, machine: int) -> int:
+        """How far those that hold the same experts would be from each other if each machine had them evenly.
+
+        They are all ranks that share the samples of a copy of the model, and those of every ``expert``-th copy: as many
+        are in each ``machine`` of so many devices as there is room for.
+        """
+        sharing = max(1, min(self.context, machine // self.tensor))
+        copies = max(1, machine // (self.tensor * self.context * self.expert))
+        return machine // (sharing * copies)
+
+    def rows(self, tokens: float) -> float:
+        """The part of a microbatch that a rank has, of so many ``tokens``, or values, of each sample."""
+        return self.micro_batch * tokens / self.context
 
     @property
     def microbatches(self) -> int:

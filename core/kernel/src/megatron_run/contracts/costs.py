@@ -269,8 +269,8 @@ class ModelCosts:
     tables have ``vectors`` values, 0 where nobody tells. ``predictors`` of further tokens follow the last layer: each a
     layer like that, a matrix that joins two vectors, and the head's product.
     ``embedded`` counts the tokens of a sample that are embedded and travel between stages (0: the last layer's).
-    ``divided`` is what tensor-parallel ranks share out. ``approximations`` say, for a user, what is told as something
-    else, and why.
+    ``divided`` is what tensor-parallel ranks share out. ``computes_pieces`` is what the model's class says of itself.
+    ``approximations`` say, for a user, what is told as something else, and why.
     """
 
     layers: tuple[LayerCosts, ...]
@@ -285,6 +285,7 @@ class ModelCosts:
     predictors: int = 0
     embedded: int = 0
     divided: tuple[Divided, ...] = ()
+    computes_pieces: bool = False
     approximations: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:

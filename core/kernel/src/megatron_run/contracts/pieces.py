@@ -10,6 +10,9 @@ from dataclasses import dataclass
 from megatron_run.errors import InputError
 from megatron_run.errors.wording import nearest_multiples
 
+#: Tokens of a piece below which a sample is short: its activations fit one rank, and messages are what a split adds.
+SHORT = 256
+
 
 @dataclass(frozen=True)
 class Pieces:
@@ -29,6 +32,10 @@ class Pieces:
             return (range(length),)
         size, front = length // (2 * self.ranks), self.index if index is None else index
         return tuple(range(piece * size, (piece + 1) * size) for piece in (front, 2 * self.ranks - 1 - front))
+
+    def short(self, length: int) -> bool:
+        """Whether a sample of ``length`` tokens is too short to be split so: more copies of the model exchange less."""
+        return self.ranks > 1 and length // (2 * self.ranks) < SHORT
 
     def part(self, length: int) -> int:
         """The tokens that a rank holds of ``length``. Raises :class:`InputError` where pieces cannot be equal."""

@@ -11,13 +11,15 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from megatron_run.contracts.costs import ModelCosts
+    from megatron_run_planner.commands.methods import Method
     from megatron_run_planner.devices import Device
     from megatron_run_planner.goodput import Conditions, Yield
     from megatron_run_planner.schedules.for_task import Answer
     from megatron_run_planner.search import Candidate, Choice
     from megatron_run_planner.task import Task
+    from megatron_run_planner.workload import ModelSplit
 
-_GIB, _DAY = 2**30, 86400
+_GIB, _MIB, _DAY = 2**30, 2**20, 86400
 #: In which the length of a run is told, and their seconds.
 _UNITS = {"days": _DAY, "hours": 3600, "minutes": 60, "seconds": 1}
 
@@ -36,6 +38,7 @@ def choice_text(
         *_table(task, found.best, device),
         "",
         f"best: {_settings(task, best)}",
+        *_methods(task, best, device),
         *_memory(best, device),
         *_cost(task, best),
         _next(best, device, written, install),
@@ -76,18 +79,43 @@ def _reading(task: Task) -> list[str]:
 
 
 def _table(task: Task, candidates: Sequence[Candidate], device: Device) -> list[str]:
-    keys = "tensor  pipeline  chunks  data  expert  micro  recompute  zero1"
-    rows = [f"    step  tokens/s    MFU      memory  {keys}  schedule"]
-    for each in candidates:
+    pieces = [_pieces(each.split) for each in candidates]  # a column where samples are split
+    width = max(map(len, pieces)) and max(map(len, (*pieces, "  context")))
+    keys = "pipeline  chunks  data  expert  micro  recompute  zero1"
+    rows = [f"    step  tokens/s    MFU      memory  tensor{'context' if width else '':>{width}}  {keys}  schedule"]
+    for each, context in zip(candidates, pieces, strict=True):
         split, seconds = each.split, each.step.seconds
         speed = split.global_batch * task.model.sequence / seconds
         rows.append(
             f"{seconds:7.3f}s  {speed:8,.0f}  {each.step.mfu(task.model, split, device):5.1%}  "
-            f"{each.tensors / _GIB:6.1f} GiB  {split.tensor:6}  {split.pipeline:8}  {split.chunks:6}  {split.data:4}  "
-            f"{split.expert:6}  {split.micro_batch:5}  {split.recompute:9}  {'yes' if split.zero1 else 'no':5}  "
+            f"{each.tensors / _GIB:6.1f} GiB  {split.tensor:6}{context:>{width}}  "
+            f"{split.pipeline:8}  {split.chunks:6}  {split.data:4}  {split.expert:6}  "
+            f"{split.micro_batch:5}  {split.recompute:9}  {'yes' if split.zero1 else 'no':5}  "
             f"{each.schedule}; {each.limit} {each.shares[each.limit]:.0%}"
         )
     return rows
+
+
+def _pieces(split: ModelSplit) -> str:
+    """The ranks that split a sample and the method by which its tokens meet; empty where none is split."""
+    return f"  {split.context} {split.method}" if split.context > 1 else ""
+
+
+def _methods(task: Task, each: Candidate, device: Device) -> list[str]:
+    """The costs of each method where samples are split, the chosen one first: why it is chosen."""
+    from megatron_run_planner.commands.methods import compare
+
+    found = compare(task.model, each.split, device)
+    words = (f"by {method.name} {_method(method, device)}" for method in found)
+    return [f"a layer and microbatch {'; '.join(words)}"] if found else []
+
+
+def _method(method: Method, device: Device) -> str:
+    """Time and traffic, and memory if that is more than there is; or why the model cannot be split so."""
+    if method.refused:
+        return f"cannot be: {method.refused}"
+    needed = f", and {method.needed / _GIB:.1f} GiB at least" if method.needed > device.memory else ""
+    return f"{method.seconds * 1e3:,.2f} ms, {method.sent / _MIB:,.0f} MiB sent{needed}"
 
 
 def _settings(task: Task, each: Candidate) -> str:
@@ -133,6 +161,7 @@ def own_text(tasks: Sequence[Task], shown: Sequence[Candidate], device: Device) 
             "",
             *_table(task, shown, device),
             "",
+            *_methods(task, only, device),
             *_memory(only, device),
             *_cost(task, only),
             *missing,
@@ -183,10 +212,13 @@ def own_record(task: Task, shown: Sequence[Candidate], device: Device) -> dict[s
 
 def choice_record(task: Task, found: Choice, device: Device, install: Sequence[str]) -> dict[str, Any]:
     """The best candidates, counts of what was left out by reason, what to install; seconds, bytes, fractions."""
+    from megatron_run_planner.commands.methods import compare
+
     return {
         "device": device.name,
         "model": model_record(task.model),
         "reading": task.reading,
+        "methods": [asdict(each) for each in compare(task.model, found.best[0].split, device)],
         "best": [_record(task, each, device) for each in found.best],
         "install": list(install),
         "tried": found.tried,

@@ -35,8 +35,8 @@ class Products(Section):
 class Sweeps(Section):
     """The share of the memory bandwidth that elementwise kernels reach, and how many there are.
 
-    Where they are ``counted`` they are this project's own (:mod:`megatron_run_planner.passes`), of ``kernels`` in
-    Triton where it has some; else those of the program whose steps were fitted.
+    Where they are ``counted`` they are this project's own (:mod:`megatron_run_planner.layer_time.passes`), of
+    ``kernels`` in Triton where it has some; else those of the program whose steps were fitted.
     """
 
     counted: bool = Field(False, description="passes are counted in the code, and what follows efficiency is not used")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 from megatron_run.config.merge import ConfigSource
@@ -23,15 +24,18 @@ from megatron_run.planning.rank_grid import ExpertSplit
 from megatron_run.planning.taken import take
 from megatron_run.registry.discover import Catalog, plain_name, scan
 from megatron_run.registry.known import known_plugin
+from megatron_run_planner.context import METHODS, check
 from megatron_run_planner.schedules import named
 from megatron_run_planner.search import STEADY, Candidate, Growth
 from megatron_run_planner.task.model import read_model
-from megatron_run_planner.workload import ModelSplit, Recompute, split_over
+from megatron_run_planner.workload import ContextMethod, ModelSplit, Recompute, split_over
 
 #: Parameters of layers are 12 L h^2; with h = 128 L, as GPT-3's larger models have, that is 12 * 128^2 L^3.
 _ASPECT = 128
 #: GPT-2's.
 _VOCABULARY = 50257
+#: Keys of ``parallel`` that a split sets, 1 where nothing does.
+_SIZES = ("tensor", "context", "pipeline", "chunks", "data", "expert")
 #: Keys of ``parallel`` that say how layers are split, and how each is unset; a chosen split has counts alone.
 _LAYER_KEYS = {
     "layers": (),
@@ -112,16 +116,13 @@ def read_task(request: Request, ranks: int | None) -> Task:
     findings.settle()
     assert train is not None, "what is wrong was raised"
     assert parallel is not None, "and so was this"
-    if parallel.context > 1:
-        raise InputError(
-            f"the planner knows whole samples alone, and parallel.context={parallel.context} splits them",
-            fix="plan with parallel.context=1; megatron-run --dry-run counts what a rank of a split run holds",
-        )
     model = read_model(merged, plugins, train, findings)
-    ways = parallel.tensor * parallel.pipeline
+    ways = parallel.tensor * parallel.context * parallel.pipeline
     copies = max(1, ranks // ways) if ranks else parallel.data or 1
     split = ModelSplit(
         tensor=parallel.tensor,
+        context=parallel.context,
+        method=_method(merged),
         pipeline=parallel.pipeline,
         chunks=parallel.chunks,
         data=copies,
@@ -164,6 +165,15 @@ def _schedule(merged: ConfigSource, split: ModelSplit) -> str:
     return " ".join([name, *(f"{key}={value}" for key, value in options.items() if value is not None)])
 
 
+def _method(merged: ConfigSource) -> ContextMethod:
+    """The ``method`` of parallel-layer=context; that which it has by itself, where nothing says one."""
+    given = merged.values.get((section_of("parallel-layer"), "method"))
+    for method in METHODS:
+        if given is not None and given.data == method:
+            return method
+    return METHODS[0]
+
+
 def _captures_step(merged: ConfigSource) -> str:
     """The graph capture whose scope is the whole step; empty for another scope."""
     scope = merged.values.get((section_of("graph-capture"), "scope"))
@@ -184,11 +194,11 @@ def check_sizes(task: Task, ranks: int | None) -> None:
     Heads, features and experts are checked by what checks them when a run starts and its layers are built.
     """
     model, split = task.model, task.split
-    ways = split.tensor * split.pipeline
     if ranks not in (None, split.ranks):
+        axes = {"tensor": split.tensor, "context": split.context, "pipeline": split.pipeline}
+        over = " x ".join(f"parallel.{axis}={size}" for axis, size in axes.items() if axis != "context" or size > 1)
         raise InputError(
-            f"{ranks} devices do not divide over parallel.tensor={split.tensor} x parallel.pipeline={split.pipeline}",
-            fix=f"take a multiple of {ways} devices",
+            f"{ranks} devices do not divide over {over}", fix=f"take a multiple of {prod(axes.values())} devices"
         )
     if split.global_batch % (split.micro_batch * split.data):
         raise InputError(
@@ -203,6 +213,7 @@ def check_sizes(task: Task, ranks: int | None) -> None:
             fix=f"set start and increment to multiples of {split.micro_batch * split.data}",
         )
     split_over(model, split.tensor)
+    check(model, split)
     if split.pipeline * split.chunks > len(model.layers):
         raise InputError(
             f"{len(model.layers)} layers are fewer than the places of parallel.pipeline={split.pipeline} x "
@@ -259,7 +270,7 @@ def to_type(task: Task, chosen: Candidate) -> list[str]:
     """The settings KEY=VALUE after the configuration of ``task`` that give what :func:`written` writes."""
     data, own = _with_split(task, chosen), task.sections.get("parallel", {})
     schedule, parallel, train = data["schedule"], data["parallel"], data["train"]
-    usual = {"tensor": 1, "pipeline": 1, "chunks": 1, "data": 1, "expert": 1, "sequence": False, "layers": []}
+    usual = {**dict.fromkeys(_SIZES, 1), "sequence": False, "layers": []}
     words = {"schedule": schedule["use"], **{f"schedule.{key}": schedule[key] for key in schedule if key != "use"}}
     for key, value in usual.items():
         if parallel.get(key, value) != value or own.get(key, value) != value:
@@ -270,8 +281,10 @@ def to_type(task: Task, chosen: Candidate) -> list[str]:
     words["train.recompute"] = train["recompute"]
     if _usual_optimizer(data):
         words["optimizer"] = data["optimizer"]["use"]
-    if chosen.split.tensor > 1:
+    if chosen.split.tensor * chosen.split.context > 1:
         words["parallel-layer"] = data["parallel_layer"]["use"]
+    if chosen.split.context > 1:
+        words["parallel-layer.method"] = chosen.split.method
     return [f"{key}={typed(value)}" for key, value in words.items()]
 
 
@@ -299,20 +312,29 @@ def _with_split(task: Task, chosen: Candidate) -> dict[str, Any]:
         recompute = train.get("recompute", recompute)
     train.update(micro_batch_size=split.micro_batch, recompute=recompute)
     kept = data.get("parallel", {})
-    sizes = {"tensor": split.tensor, "pipeline": split.pipeline, "chunks": split.chunks, "data": split.data}
-    more: dict[str, Any] = {"sequence": split.sequence_parallel, "expert": split.expert}
+    sizes = {key: getattr(split, key) for key in _SIZES}
+    more: dict[str, Any] = {"sequence": split.sequence_parallel}
     if chosen.uneven:
         more["layers"] = list(chosen.uneven)
     data["parallel"] = {**{key: value for key, value in kept.items() if key not in _LAYER_KEYS}, **sizes, **more}
     schedule, choices = named(chosen.schedule)
     data["schedule"] = {"use": schedule, **choices}
-    layers = data.get("parallel_layer", {})
     if _usual_optimizer(data):  # another one is the user's choice
         data["optimizer"] = {**data.get("optimizer", {}), "use": "zero1" if split.zero1 else "adamw"}
-    if split.tensor > 1:  # layers of other packages split too, or say at the dry run that they do not
-        plugins = layers.get("use", "dense").split("+")
-        data["parallel_layer"] = {**layers, "use": "+".join("tensor" if each == "dense" else each for each in plugins)}
+    if split.tensor * split.context > 1:
+        data["parallel_layer"] = _with_layers(data.get("parallel_layer", {}), split)
     return data
+
+
+def _with_layers(section: Mapping[str, Any], split: ModelSplit) -> dict[str, Any]:
+    """The section of the layers that split as ``split``: those of other packages say at a dry run if they do not."""
+    plugins = section.get("use", "dense").split("+")
+    if split.tensor > 1:
+        plugins = ["tensor" if each == "dense" else each for each in plugins]
+    if split.context == 1:
+        return {**section, "use": "+".join(plugins)}
+    plugins += [] if "context" in plugins else ["context"]  # last: it stacks on the attention of the others
+    return {**section, "use": "+".join(plugins), "method": split.method}
 
 
 def _usual_optimizer(data: Mapping[str, Any]) -> bool:

@@ -300,7 +300,8 @@ class _Bench:
 
     def costs_are_told(self) -> None:
         """Weights are those of the matrices that are built; FLOPs are some, and grow with the sequence."""
-        check_costs(self.options, self.built().infos.values())
+        built = self.built()
+        check_costs(self.options, built.infos.values(), type(built.model))
 
     def saved_is_told(self) -> str:
         """Each layer leaves about as many values for the backward as its costs tell."""

@@ -132,6 +132,7 @@ class DeepSeekOptions(GptOptions):
             found,
             vectors=found.vectors + self._added_vectors(spec),
             predictors=self.mtp_layers,
+            computes_pieces=True,
             approximations=(*found.approximations, *approximated),
         )
 

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from megatron_run.contracts import ParallelLayers, PluginInfo, StackedLayers
+from megatron_run.contracts import ParallelLayers, Pieces, PluginInfo, StackedLayers
+from megatron_run.contracts.pieces import SHORT
 from megatron_run.errors import InputError
 from megatron_run.errors.wording import nearest_divisors
 from megatron_run.hookspecs import hookimpl
@@ -43,19 +44,15 @@ class Options(BaseModel):
     )
 
 
-#: Tokens of a piece below which a sample is short: its activations fit one rank, and messages are what a split adds.
-_SHORT = 256
-
-
 def check_config(config: Config, _options: Options) -> Iterator[str]:
     """Notices about ranks that split nothing, and about samples too short to be split."""
     ranks, length = config.parallel.context, config.train.sequence_length
     if ranks == 1:
         yield "parallel-layer=context changes nothing: with parallel.context=1 a rank holds whole samples"
-    elif length // (2 * ranks) < _SHORT:
+    elif Pieces(0, ranks).short(length):
         yield (
             f"parallel.context={ranks} splits samples of {length} tokens into pieces of {length // (2 * ranks)}, below "
-            f"{_SHORT}: copies of the model (parallel.data) exchange less"
+            f"{SHORT}: copies of the model (parallel.data) exchange less"
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
@@ -164,7 +165,7 @@ class GptOptions(BaseModel):
 
     def costs(self, sequence_length: int, vocab_size: int) -> ModelCosts:
         """See :meth:`TransformerSpec.costs`."""
-        return self.spec(sequence_length, vocab_size).costs(tied=self.tie_embeddings)
+        return replace(self.spec(sequence_length, vocab_size).costs(tied=self.tie_embeddings), computes_pieces=True)
 
     def spec(self, sequence_length: int, vocab_size: int) -> TransformerSpec:
         """Return the network that these options describe."""

@@ -14,12 +14,13 @@ Legend: ``n`` = ``s b`` tokens, ``h`` hidden, ``t`` tensor-parallel size, ``a`` 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from math import log2
 from typing import NamedTuple
 
 from megatron_run.contracts.costs import AttentionCosts, FeedForwardCosts, LayerCosts, ModelCosts, SegmentCosts
-from megatron_run_planner.devices import Device, LayerShape, Links
-from megatron_run_planner.passes import Pass, layer_passes, loss_pass, norm_pass
+from megatron_run_planner.context import waits
+from megatron_run_planner.devices import Device, LayerShape
+from megatron_run_planner.devices.transfers import as_work, exchanged, sum_over
+from megatron_run_planner.layer_time.passes import Pass, joining_passes, layer_passes, loss_pass, norm_pass
 from megatron_run_planner.workload import ModelSplit, gpt2_heads
 
 #: Bytes of an activation.
@@ -75,31 +76,32 @@ class Operators(NamedTuple):
         return self.sweeps + self.activations + self.scores
 
 
-def layer_operators(layer: LayerCosts, micro_batch: int, tensor: int, expert: int = 1) -> Operators:
-    """The forward of one layer for ``micro_batch`` samples on one of ``tensor`` ranks.
+def layer_operators(layer: LayerCosts, micro_batch: int, tensor: int, expert: int = 1, context: int = 1) -> Operators:
+    """The forward of one layer for ``micro_batch`` samples on one of ``tensor`` ranks, and of ``context`` ranks.
 
     With experts, every rank computes as many choices of tokens as it brings (an even load over ``expert`` ranks).
     """
-    stream = _WIDTH * micro_batch * layer.tokens * layer.hidden
+    rows = micro_batch * layer.tokens / context
+    stream = _WIDTH * rows * layer.hidden
     # The norms; then bias, dropout and residual, with the dropout's mask.
     sweeps = Sweep(2 * stream, len(layer.parts)), Sweep(3.5 * stream, len(layer.parts))
     parts = [Operators(sweeps=sweeps)]
     for part in layer.parts:
         match part:
             case AttentionCosts():
-                parts.append(_attending(part, layer, micro_batch, tensor))
+                parts.append(_attending(part, layer, micro_batch, tensor, rows))
             case FeedForwardCosts():
-                parts.append(_feeding(part, layer, micro_batch * layer.tokens, tensor, expert))
+                parts.append(_feeding(part, layer, rows, tensor, expert))
             case SegmentCosts():
-                parts.append(_segment(part, micro_batch * layer.tokens, tensor))
+                parts.append(_segment(part, rows, tensor))
     return Operators(*(sum(each, type(each[0])()) for each in zip(*parts, strict=True)))
 
 
-def _attending(part: AttentionCosts, layer: LayerCosts, micro_batch: int, t: int) -> Operators:
-    n, h, width = micro_batch * layer.tokens, layer.hidden, part.context / t
+def _attending(part: AttentionCosts, layer: LayerCosts, micro_batch: int, t: int, n: float) -> Operators:
+    h, width = layer.hidden, part.context / t
     # Queries, keys and values, each to its own layout.
     sweeps = (Sweep(2 * _WIDTH * n * width, 3),)
-    pairs = micro_batch * part.heads / t * layer.tokens * (part.across or layer.tokens)
+    pairs = n * part.heads / t * (part.across or layer.tokens)
     flops = 4 * pairs * part.head_size
     if part.across:  # queries and output, then keys and values of the others' tokens
         products = Product(n, width, h), Product(n, h, width), Product(micro_batch * part.across, 2 * width, h)
@@ -114,7 +116,7 @@ def _attending(part: AttentionCosts, layer: LayerCosts, micro_batch: int, t: int
     return Operators(own, attention=flops, sweeps=sweeps, scores=(*stored, *more), unfused=unfused)
 
 
-def _feeding(part: FeedForwardCosts, layer: LayerCosts, n: int, t: int, expert: int) -> Operators:
+def _feeding(part: FeedForwardCosts, layer: LayerCosts, n: float, t: int, expert: int) -> Operators:
     h, wide = layer.hidden, part.features
     up = wide * (part.matrices - 1)
     held = max(1.0, part.experts / expert) if part.experts else 1
@@ -125,7 +127,7 @@ def _feeding(part: FeedForwardCosts, layer: LayerCosts, n: int, t: int, expert: 
     return Operators(feeding=feed, activations=(Sweep(2 * _WIDTH * rows * held * up / t),))  # with the bias
 
 
-def _segment(part: SegmentCosts, n: int, t: int) -> Operators:
+def _segment(part: SegmentCosts, n: float, t: int) -> Operators:
     """Operations beside products count as attention's do, and are no longer than the sweeps are."""
     products = tuple(Product(n, outputs / t, inputs) for inputs, outputs in part.products)
     sweeps = (Sweep(_WIDTH * n * part.moved / t / part.kernels, part.kernels),) if part.kernels else ()
@@ -148,53 +150,6 @@ class Passes(NamedTuple):
         return Passes(self.forward * count, self.backward * count, self.weights * count)
 
 
-def all_reduce(links: Links, size: float, ranks: int, stride: int = 1) -> float:
-    """Seconds in which ``ranks``, every ``stride``-th of the numbered devices, sum ``size`` bytes over a ring.
-
-    Each rank sends 2(n-1)/n of the bytes. A ring that leaves the machine runs at the share of the network of the
-    members that it has in each machine.
-    """
-    if ranks == 1:
-        return 0.0
-    wire = 2 * (ranks - 1) / ranks * size
-    if ranks * stride <= links.machine:
-        return links.latency * log2(ranks) + wire / links.bandwidth
-    members = max(1, links.machine // stride)
-    return links.machine_latency * log2(ranks) + wire / min(links.bandwidth, members * links.machine_bandwidth)
-
-
-def sum_over(device: Device, split: ModelSplit, size: float, members: int, stride: int = 1) -> float:
-    """Seconds in which ``members`` ranks of ``split`` sum ``size`` bytes.
-
-    Where ranks share cores it is what was measured with as many of them, or the nearest.
-    """
-    if members == 1 or not device.links.sums:
-        return all_reduce(device.links, size, members, stride)
-    world = split.ranks
-    near = min(device.links.sums, key=lambda each: abs(log2(each.members / members)) + abs(log2(each.ranks / world)))
-    return near.latency + 2 * (members - 1) / members * size / near.bandwidth
-
-
-def exchange(links: Links, size: float, ranks: int, stride: int = 1) -> float:
-    """Seconds of an all-to-all in which each of ``ranks`` keeps 1/n of its ``size`` bytes and sends the others."""
-    if ranks == 1:
-        return 0.0
-    wire = (ranks - 1) / ranks * size
-    if ranks * stride <= links.machine:
-        return links.latency * log2(ranks) + wire / links.bandwidth
-    return links.machine_latency * log2(ranks) + wire / links.machine_bandwidth
-
-
-def hop(links: Links, size: float, stride: int, ranks: int = 1) -> float:
-    """Seconds until ``size`` bytes have reached the neighbouring stage, ``stride`` devices of ``ranks`` away."""
-    if links.messages:
-        near = min(links.messages, key=lambda each: abs(each.ranks - ranks))
-        return near.latency + size / near.bandwidth
-    if stride < links.machine:
-        return links.latency + size / links.bandwidth
-    return links.machine_latency + size / links.machine_bandwidth
-
-
 def mean_layer(model: ModelCosts, split: ModelSplit, device: Device) -> Passes:
     """One layer of ``model``, on average."""
     kinds = model.kinds
@@ -211,7 +166,7 @@ def sum_of(passes: Iterable[Passes]) -> Passes:
 
 def layer_time(layer: LayerCosts, split: ModelSplit, device: Device) -> Passes:
     """One layer: forward, and backward with what it recomputes."""
-    work = layer_operators(layer, split.micro_batch, split.tensor, split.expert)
+    work = layer_operators(layer, split.micro_batch, split.tensor, split.expert, split.context)
     products = sum(product_seconds(each, device) for each in work.products)
     attention = work.attention / (device.peak * device.products.attention)
     scores = max(attention, 2 * device.host.kernel) if work.attention else 0.0
@@ -221,11 +176,13 @@ def layer_time(layer: LayerCosts, split: ModelSplit, device: Device) -> Passes:
     share = device.host.forward
     # Attention that keeps no scores computes them again in its backward.
     again = 2 if work.scores else 2.5
-    forward = _joined(products + scores + swept, host * share, device)
-    whole = 2 * products + again * scores + swept_back
+    moved, moved_back = _passed(joining_passes(layer, split), device)
+    late, late_back = waits(layer, split, device, scores + moved, again * scores + moved_back)
+    forward = _joined(products + scores + moved + swept, host * share, device)
+    whole = 2 * products + again * scores + moved_back + swept_back
     backward = _joined(whole, host * (1 - share), device)
     heads = gpt2_heads(layer, fused=device.fused)
-    shape = LayerShape(layer.hidden, heads, layer.tokens, split.tensor, split.micro_batch)
+    shape = LayerShape(layer.hidden, heads, layer.tokens // split.context, split.tensor, split.micro_batch)
     ahead, back = device.measured_ratio(shape) if heads else (1.0, 1.0)
     feeding = sum(product_seconds(each, device) for each in work.feeding)
     half = _joined(feeding + sum(_sweep(each, device) for each in work.activations), 0, device)
@@ -235,11 +192,12 @@ def layer_time(layer: LayerCosts, split: ModelSplit, device: Device) -> Passes:
         forward, backward, half, products = forward * ahead, backward * back, half * ahead, products * back
     repeated = {
         "none": 0.0,
-        "core": scores + sum(_sweep(each, device) for each in work.scores),
+        "core": scores + moved + late + sum(_sweep(each, device) for each in work.scores),
         "mlp": half + shared / len(layer.parts),
-        "full": forward + shared + _counted(layer, split, device),
+        "full": forward + late + shared + _counted(layer, split, device),
     }[split.recompute]
-    passes = Passes(forward + shared + _counted(layer, split, device), backward + shared + repeated, products)
+    forward += late + shared + _counted(layer, split, device)
+    passes = Passes(forward, backward + late_back + shared + repeated, products)
     return passes if device.cores else passes.times(ahead)
 
 
@@ -279,46 +237,36 @@ def _shared(layer: LayerCosts, split: ModelSplit, device: Device) -> float:
 
     A sum after each part; with sequence parallelism, as much in halves.
     """
-    tokens = split.micro_batch * layer.tokens
+    tokens = split.rows(layer.tokens)
     shared = len(layer.parts) * sum_over(device, split, device.width * tokens * layer.hidden, split.tensor)
     for part in layer.feeds:
         if part.experts and split.expert > 1:
             routed = device.width * tokens * part.top_k * layer.hidden / split.tensor
-            shared += 2 * _exchanged(routed, split, device)
-    return _as_work(shared, split, device)
+            shared += 2 * exchanged(routed, split, device, split.expert, split.tensor * split.context)
+    return as_work(shared, split, device)
 
 
 def _counted(layer: LayerCosts, split: ModelSplit, device: Device) -> float:
     """Seconds in which expert ranks tell each other how many tokens they send, where small sums were measured."""
     if not (layer.experts and split.expert > 1 and device.links.sums):
         return 0.0
-    return _as_work(_exchanged(8.0 * layer.experts, split, device), split, device)
-
-
-def _exchanged(size: float, split: ModelSplit, device: Device) -> float:
-    """An all-to-all among the expert ranks; where sums were measured, in proportion to one of half its bytes."""
-    if not device.links.sums:
-        return exchange(device.links, size, split.expert, split.tensor)
-    return device.links.exchange * sum_over(device, split, size / 2, split.expert)
-
-
-def _as_work(seconds: float, split: ModelSplit, device: Device) -> float:
-    """``seconds`` measured while all ranks of ``split`` share the cores, as those that one rank alone would take."""
-    return seconds / device.cores.slower(split.ranks, split.ranks) if device.cores else seconds
+    return as_work(
+        exchanged(8.0 * layer.experts, split, device, split.expert, split.tensor * split.context), split, device
+    )
 
 
 def embedding_time(model: ModelCosts, split: ModelSplit, device: Device) -> Passes:
     """The embedding: a gather forward, a scatter backward, and the sum over the tensor ranks."""
-    size = device.width * split.micro_batch * model.tokens * model.hidden
+    size = device.width * split.rows(model.tokens) * model.hidden
     moved = 2 * size / (device.bandwidth * device.sweeps.efficiency)
-    shared = _as_work(sum_over(device, split, size, split.tensor), split, device)
+    shared = as_work(sum_over(device, split, size, split.tensor), split, device)
     share, host = device.host.forward, 0.0 if _at_once(split, device) else device.host.embedding
     forward = _joined(moved, host * share, device) + shared
     return Passes(forward, _joined(2 * moved, host * (1 - share), device))
 
 
 def loading_time(model: ModelCosts, split: ModelSplit, device: Device) -> Passes:
-    """A microbatch: every stage that needs its fields loads it, in its forward."""
+    """A microbatch: every stage that needs its fields loads it, in its forward; ranks read whole samples."""
     return Passes(device.host.batch + device.host.token * split.micro_batch * model.tokens, 0.0)
 
 
@@ -327,7 +275,7 @@ def head_time(model: ModelCosts, split: ModelSplit, device: Device) -> Passes:
 
     Matrices of the head besides are whole on every rank; without logits there is neither their product nor their loss.
     """
-    tokens, product = split.micro_batch * model.sequence, 0.0
+    tokens, product = split.rows(model.sequence), 0.0
     if model.head_weights:
         product += product_seconds(Product(tokens, model.head_weights / model.hidden, model.hidden), device)
     if not model.logits:
@@ -335,8 +283,8 @@ def head_time(model: ModelCosts, split: ModelSplit, device: Device) -> Passes:
         return Passes(product + swept, 2 * product + swept_back, product)
     product += product_seconds(Product(tokens, model.vocabulary / split.tensor, model.hidden), device)
     swept, swept_back = _swept_head(model, split, device)
-    small = _as_work(sum(sum_over(device, split, 4 * n * tokens, split.tensor) for n in (1, 2)), split, device)
-    large = _as_work(sum_over(device, split, device.width * tokens * model.hidden, split.tensor), split, device)
+    small = as_work(sum(sum_over(device, split, 4 * n * tokens, split.tensor) for n in (1, 2)), split, device)
+    large = as_work(sum_over(device, split, device.width * tokens * model.hidden, split.tensor), split, device)
     share, host = device.host.forward, 0.0 if _at_once(split, device) else device.host.head
     forward = _joined(product + swept, host * share, device) + small
     backward = _joined(2 * product + swept_back, host * (1 - share), device) + large
@@ -345,7 +293,7 @@ def head_time(model: ModelCosts, split: ModelSplit, device: Device) -> Passes:
 
 def _swept_head(model: ModelCosts, split: ModelSplit, device: Device) -> tuple[float, float]:
     """Seconds of the sweeps of final norm and loss, forward and backward."""
-    tokens, columns, sweeps = split.micro_batch * model.sequence, model.vocabulary / split.tensor, device.sweeps
+    tokens, columns, sweeps = split.rows(model.sequence), model.vocabulary / split.tensor, device.sweeps
     if sweeps.counted:
         loss = loss_pass(tokens, columns, kernels=sweeps.kernels)
         return _passed((*_final_norm(model, split, device), loss), device)
@@ -354,7 +302,7 @@ def _swept_head(model: ModelCosts, split: ModelSplit, device: Device) -> tuple[f
 
 
 def _final_norm(model: ModelCosts, split: ModelSplit, device: Device) -> tuple[Pass]:
-    tokens = split.micro_batch * model.sequence
+    tokens = split.rows(model.sequence)
     stream = _WIDTH * tokens * model.hidden / (split.tensor if split.sequence_parallel else 1)
     return (norm_pass(stream, kernels=device.sweeps.kernels),)
 

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from megatron_run.contracts.costs import AttentionCosts, FeedForwardCosts, LayerCosts, SegmentCosts
+from megatron_run_planner.context import meeting
 from megatron_run_planner.workload import ModelSplit
 
 _WIDTH = 2
@@ -24,8 +25,11 @@ _LOSS = {True: (2.0, 4.0), False: (38.0, 44.0)}
 #: writes master and both moments, reads the gradient and writes the weight (30). Without: it reads and writes the
 #: gradient too, which it unscales and clips (32), and weights are cast (6).
 CLEARED, UPDATED = 4.0, {True: 34.0, False: 42.0}
-
-
+#: Bytes of a value of queries where the attention to another piece joins the one so far, in fp32: both are scaled and
+#: added. And of a gradient in 16 bits that is added to one in fp32.
+_JOINED, _ADDED = 34.0, 10.0
+#: Kernels of a pair of pieces, forward and backward.
+_PAIR = (12, 10)
 #: Kernels of a layer's forward and backward that move next to nothing: the profile of a step of 24 layers and four
 #: microbatches had 6,872, of which a layer's products, attention and passes are 33.
 _SMALL = (9, 27)
@@ -42,7 +46,7 @@ class Pass(NamedTuple):
 
 def layer_passes(layer: LayerCosts, split: ModelSplit, *, kernels: bool) -> Iterator[Pass]:
     """Those of one layer on one rank."""
-    t, tokens = split.tensor, split.micro_batch * layer.tokens
+    t, tokens = split.tensor, split.rows(layer.tokens)
     whole = _WIDTH * tokens * layer.hidden
     stream = whole / (t if split.sequence_parallel else 1)
     for part in layer.parts:
@@ -96,6 +100,22 @@ def _feed_passes(features: float, part: FeedForwardCosts, *, kernels: bool) -> I
         yield Pass(3 * features, 5 * features)
     else:  # the gate's activation and a product; backward that again, two products and the activation's gradient
         yield Pass(5 * features, 11 * features, 2, 4)
+
+
+def joining_passes(layer: LayerCosts, split: ModelSplit) -> Iterator[Pass]:
+    """Those by which attention to pieces of samples becomes that to whole ones, in ``parallel-layer=context``.
+
+    A rank's own two pieces make three pairs of queries and keys, those of each other rank two.
+    """
+    pairs = split.context + 0.5  # of a rank's queries, of which a piece is half
+    for q, kv in meeting(layer, split):
+        if split.method == "ulysses":  # heads of all ranks are joined to be sent, then in the order of tokens; and back
+            copied = 3 * 2 * _WIDTH * (2 * q + kv)
+            yield Pass(copied, copied, 6, 6)
+            continue
+        ahead = pairs * (_JOINED * q + 2 * _WIDTH * (q + kv))
+        back = pairs * (_ADDED * (q + kv) + 2 * _WIDTH * (3 * q + kv)) + split.context * 3 * 2 * _WIDTH * kv
+        yield Pass(ahead, back, *(round(2 * pairs) * kernels for kernels in _PAIR))
 
 
 def norm_pass(stream: float, *, kernels: bool) -> Pass:
