@@ -33,6 +33,7 @@ OWN, UNTOUCHED = "what it writes it recognises", "writing changes no tensor"
 UNKNOWN, OTHERS = "a model that it cannot hold is refused", "a folder of others is refused with a reason"
 BACK, DAMAGE = "a model comes back as it was written", "a file that is cut short is refused, or not needed"
 SCRIPTS = "a file that is no launch script is refused with a reason"
+NAMES = "a name that leads elsewhere is refused with a reason"
 
 
 class Text(Format):
@@ -181,6 +182,12 @@ def broken(made: Format, provides: Iterable[str] = BOTH) -> dict[str, str]:
     return failures(format_checks(made, frozenset(provides)))
 
 
+def fault(made: Format, check: str, provides: Iterable[str] = BOTH) -> str:
+    """What ``check`` alone says."""
+    found = failures(each for each in format_checks(made, frozenset(provides)) if each.name == check)
+    return found.get(check, "nothing was found")
+
+
 def test_a_format_that_conforms_passes() -> None:
     assert broken(Text()) == {}
     assert broken(Scripts(InputError("this is no script")), {"launch-script"}) == {}
@@ -209,30 +216,28 @@ def test_a_format_that_conforms_passes() -> None:
     ids=lambda value: type(value).__name__ if isinstance(value, Format) else None,
 )
 def test_a_breach_is_found(made: Format, check: str, said: str) -> None:
-    assert said in broken(made).get(check, "nothing was found")
+    assert said in fault(made, check)
 
 
 def test_what_is_provided_is_what_is_implemented() -> None:
-    assert "provides 'launch-script' and does not implement" in broken(Text(), {*BOTH, "launch-script"})[IMPLEMENTS]
-    assert "implements write and does not provide 'export'" in broken(Text(), {"import"})[IMPLEMENTS]
-    assert broken(Text(), ())[IMPLEMENTS].startswith("it provides none of import, export, launch-script")
+    assert "provides 'launch-script' and does not implement" in fault(Text(), IMPLEMENTS, {*BOTH, "launch-script"})
+    assert "implements write and does not provide 'export'" in fault(Text(), IMPLEMENTS, {"import"})
+    assert fault(Text(), IMPLEMENTS, ()).startswith("it provides none of import, export, launch-script")
 
 
 def test_adapters_are_refused_where_there_are_none_and_read_by_a_format_of_their_own() -> None:
     found = broken(Additions(ForeignAdapters("", lambda _: AdapterWeights(Adapters("", "a", "b", 1, 1.0), {}))), ONLY)
     assert "gave ForeignAdapters" in found["a folder without adapters is refused with a reason"]
-    assert "provides 'import' and 'adapters'" in broken(Either(CheckpointError("no")), {*BOTH, *ONLY})[IMPLEMENTS]
+    said = fault(Either(CheckpointError("no")), IMPLEMENTS, {*BOTH, *ONLY})
+    assert "provides 'import' and 'adapters'" in said
 
 
 def test_names_have_a_scheme_and_are_refused_by_their_form() -> None:
     fetches, refusal = {*BOTH, "fetch"}, InputError("no name")
     assert broken(Fetching("there", refusal), fetches) == {}
-    assert "scheme is ''" in broken(Fetching("", refusal), fetches)[IMPLEMENTS]
-    assert "scheme is 'there:'" in broken(Fetching("there:", refusal), fetches)[IMPLEMENTS]
-    assert (
-        "gave Fetched"
-        in broken(Fetching("there", None), fetches)["a name that leads elsewhere is refused with a reason"]
-    )
+    assert "scheme is ''" in fault(Fetching("", refusal), IMPLEMENTS, fetches)
+    assert "scheme is 'there:'" in fault(Fetching("there:", refusal), IMPLEMENTS, fetches)
+    assert "gave Fetched" in fault(Fetching("there", None), NAMES, fetches)
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 """The fork server without torch: ``stand_in_server.py PIDS HOW BEHAVIOUR... JOB CONTROL LAUNCHER``.
 
-HOW is what an import does: nothing (``plain``), it starts a thread (``thread``), or it takes long (``slow``); where
-it is ``crowded``, the machine has no room for one more process.
+HOW is what an import does: nothing (``plain``), it brings ``numpy``, starts a thread (``thread``), or takes long
+(``slow``); where it is ``crowded``, the machine has no room for one more process.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
-from unittest import mock
 
 from megatron_run_engine.launch import fork_server
 from megatron_run_engine.launch.job import Job
@@ -24,8 +23,8 @@ _, PIDS, HOW, *TOLD, JOB, CONTROL, LAUNCHER = sys.argv
 
 
 def preload(_job: Job) -> None:
-    import numpy.random  # noqa: F401  # has a generator that is seeded when it is imported
-
+    if HOW == "numpy":
+        import numpy.random  # noqa: F401  # has a generator that is seeded when it is imported
     if HOW == "thread":
         threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
     Path(PIDS, "server.pid").write_text(str(os.getpid()))
@@ -47,10 +46,9 @@ def be_stand_in(job: Path, _run: None) -> int:
 
 
 if __name__ == "__main__":
-    spawned = (sys.executable, str(Path(stand_in_rank.__file__)), PIDS, *TOLD)
+    program = (sys.executable, str(Path(stand_in_rank.__file__)), PIDS, *TOLD)
+    for name, stand_in in {"preload": preload, "main": be_stand_in, "RANK_PROGRAM": program}.items():
+        setattr(fork_server, name, stand_in)
     cuda = SimpleNamespace(is_initialized=lambda: False)
-    with (
-        mock.patch.multiple(fork_server, preload=preload, main=be_stand_in, RANK_PROGRAM=spawned),
-        mock.patch.dict(sys.modules, torch=SimpleNamespace(cuda=cuda)),
-    ):
-        sys.exit(fork_server.serve(Path(JOB), socket.socket(fileno=int(CONTROL)), int(LAUNCHER)))
+    sys.modules["torch"] = SimpleNamespace(cuda=cuda)  # type: ignore[assignment]  # all that is asked of it
+    sys.exit(fork_server.serve(Path(JOB), socket.socket(fileno=int(CONTROL)), int(LAUNCHER)))

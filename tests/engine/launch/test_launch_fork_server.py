@@ -65,7 +65,7 @@ def test_a_forked_rank_has_what_a_new_process_has(tmp_path: Path) -> None:
 
 
 def test_generators_that_nobody_seeds_differ_between_ranks(launcher: Launcher) -> None:
-    forked(launcher, "*:chance")
+    forked(launcher, "*:chance", how="numpy")
     (python, numpy), (other_python, other_numpy) = (launcher.log(rank).split() for rank in range(2))
     assert python != other_python
     assert numpy != other_numpy

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import MappingProxyType
@@ -27,7 +27,7 @@ from megatron_run.contracts.format import (
     Weights,
 )
 from megatron_run.errors import RunError
-from megatron_run_engine.formats import GptOptions, gpt_options, logical_shapes, shapes_fault
+from megatron_run_engine.formats import GptOptions, Shape, gpt_options, logical_shapes, shapes_fault
 from megatron_run_testing import Check, CheckFailed
 
 #: Of the models that are tried: the longest sequence, and the updates so far.
@@ -80,15 +80,20 @@ def format_checks(made: Format, provides: Collection[str]) -> tuple[Check, ...]:
     return tuple(Check(name, run) for name, run in checks.items())
 
 
-def random_weights(config: Mapping[str, object]) -> Weights:
-    """A model ``gpt`` with random values, one moment and a counter, as a saved step of a run holds them."""
+@cache
+def _shapes(model: str) -> Mapping[str, Shape]:
+    """Every logical tensor of ``model`` with its shape: to build it takes longer than to draw its values."""
+    return logical_shapes(gpt_options(Weights(nested(MODELS[model]), {})), LENGTH)
+
+
+def _random_weights(model: str) -> Weights:
+    """One of ``MODELS`` with random values, one moment and a counter, as a saved step of a run holds them."""
     generator = torch.Generator().manual_seed(1)
-    shapes = logical_shapes(gpt_options(Weights(config, {})), LENGTH)
-    values = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+    values = {name: torch.randn(shape, generator=generator) for name, shape in _shapes(model).items()}
     tensors = {name: partial(_same, value) for name, value in values.items()}
     moments = {name: partial(_same, value.abs()) for name, value in values.items()}
     steps = {name: partial(_same, torch.tensor(float(STEP))) for name in values}
-    return Weights(dict(config), tensors, STEP, LENGTH, moments={"exp_avg_sq": moments, "step": steps})
+    return Weights(nested(MODELS[model]), tensors, STEP, LENGTH, moments={"exp_avg_sq": moments, "step": steps})
 
 
 def _same(value: Tensor) -> Tensor:
@@ -183,8 +188,8 @@ def _refused(attempt: Callable[[], object], what: str) -> None:
 def _each_model(made: Format, check: Callable[[Format, _Written], None]) -> str:
     """Run ``check`` on each model that the format can hold. Says so when it refuses all."""
     refusals = []
-    for name, config in MODELS.items():
-        weights = random_weights(nested(config))
+    for name in MODELS:
+        weights = _random_weights(name)
         values = {each: read().clone() for each, read in weights.tensors.items()}
         with TemporaryDirectory() as folder:
             try:

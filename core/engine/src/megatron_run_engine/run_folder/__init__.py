@@ -4,30 +4,27 @@
 ``status.json``. ``History`` reads the numbers that a run has left; ``curves`` reads those of any number of steps, and
 ``plotting`` draws them.
 
-Imports: checkpoint, config, contracts, data, drawing, errors, files, planning, registry.
+Importing this package is instant, as what starts and watches ranks needs the paths alone: public names are loaded when
+first used.
+
+Imports: checkpoint, config, contracts, data, drawing, errors, files, lazy, planning, registry.
 """
 
 from __future__ import annotations
 
-from megatron_run_engine.run_folder.folder import RunFolder, open_log
-from megatron_run_engine.run_folder.history import History
-from megatron_run_engine.run_folder.lock import FolderLock
-from megatron_run_engine.run_folder.opening import (
-    OpenedFolder,
-    check_run_folder,
-    join_run_folder,
-    open_run_folder,
-)
-from megatron_run_engine.run_folder.undoing import REFUSALS
+from typing import TYPE_CHECKING
 
-__all__ = [
-    "REFUSALS",
-    "FolderLock",
-    "History",
-    "OpenedFolder",
-    "RunFolder",
-    "check_run_folder",
-    "join_run_folder",
-    "open_log",
-    "open_run_folder",
-]
+from megatron_run.lazy import typed_names
+
+if TYPE_CHECKING:
+    from megatron_run_engine.run_folder.folder import RunFolder as RunFolder
+    from megatron_run_engine.run_folder.folder import open_log as open_log
+    from megatron_run_engine.run_folder.history import History as History
+    from megatron_run_engine.run_folder.lock import FolderLock as FolderLock
+    from megatron_run_engine.run_folder.opening import OpenedFolder as OpenedFolder
+    from megatron_run_engine.run_folder.opening import check_run_folder as check_run_folder
+    from megatron_run_engine.run_folder.opening import join_run_folder as join_run_folder
+    from megatron_run_engine.run_folder.opening import open_run_folder as open_run_folder
+    from megatron_run_engine.run_folder.undoing import REFUSALS as REFUSALS
+
+__getattr__, __dir__, __all__ = typed_names(__name__)

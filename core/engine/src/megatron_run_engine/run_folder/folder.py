@@ -15,7 +15,6 @@ from megatron_run.errors import CheckpointError, ExitCode, InputError, RunError
 from megatron_run.errors.machine_limits import system_limit
 from megatron_run.files.latest_run import is_unnamed, point_latest_at
 from megatron_run.files.safe_folder import SafeFolder, parse_json
-from megatron_run_engine.checkpoint.step_folder import CHECKPOINTS, Checkpoints
 
 if TYPE_CHECKING:
     from megatron_run_engine.run_folder.changes import Change
@@ -118,6 +117,8 @@ class RunFolder:
     @property
     def checkpoints(self) -> Path:
         """The folder of the steps that all attempts saved."""
+        from megatron_run_engine.checkpoint.step_folder import CHECKPOINTS  # much, which a rank's log does without
+
         return self.path / CHECKPOINTS
 
     @property
@@ -240,6 +241,8 @@ class RunFolder:
 
     def start(self) -> None:
         """Report that this attempt begins; the step is the last one that the run has saved."""
+        from megatron_run_engine.checkpoint.step_folder import Checkpoints
+
         saved = Checkpoints(self.checkpoints).steps()
         self._write(Status("starting", saved[-1] if saved else 0, self.attempt, time.time()))
 
