@@ -4,34 +4,33 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
 from megatron_run.errors import ExitCode
 from megatron_run_engine.launch.signals import SAVING, STARTING, stopping_on_signals
 from megatron_run_engine.runtime.world import StopRequest
+from tests.support.commands import run_command, started
 
 #: Waits in C for ever, as for a message of another rank: the second lock of a mutex, which no signal interrupts.
 DEAF = """
-import ctypes
+import ctypes, os, signal, threading
 from megatron_run_engine.launch.signals import stopping_on_signals
 from megatron_run_engine.runtime.world import StopRequest
 library, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(64)
+library.pthread_mutex_lock(mutex)
 with stopping_on_signals(StopRequest(), tells=True):
-    print("deaf", flush=True)
-    library.pthread_mutex_lock(mutex)
+    {before}
     library.pthread_mutex_lock(mutex)
 """
 
 
 @pytest.mark.multiproc
-def test_both_ctrl_c_are_answered_while_the_main_thread_waits_in_c() -> None:
-    with subprocess.Popen(
-        [sys.executable, "-c", DEAF], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as process:
+def test_both_ctrl_c_are_answered_while_the_main_thread_waits_in_c(tmp_path: Path) -> None:
+    with started((sys.executable, "-c", DEAF.format(before="print('deaf', flush=True)")), tmp_path) as process:
         assert process.stdout
         assert process.stderr
         assert process.stdout.readline() == "deaf\n"
@@ -40,6 +39,13 @@ def test_both_ctrl_c_are_answered_while_the_main_thread_waits_in_c() -> None:
         assert process.stderr.readline() == f"{STARTING}\n"
         process.send_signal(signal.SIGINT)
         assert process.wait(30) == ExitCode.SIGINT
+
+
+@pytest.mark.multiproc
+def test_a_second_ctrl_c_right_after_the_first_is_answered_in_c_too(tmp_path: Path) -> None:
+    again = "threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGINT)).start()"
+    program = DEAF.format(before=f"signal.raise_signal(signal.SIGINT); {again}")
+    assert run_command((sys.executable, "-c", program), tmp_path, timeout=30).returncode == ExitCode.SIGINT
 
 
 def test_a_signal_that_the_main_thread_answers_is_answered_once(capsys: pytest.CaptureFixture[str]) -> None:

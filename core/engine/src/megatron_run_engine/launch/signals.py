@@ -84,7 +84,7 @@ class _SignalThread(SignalBell):
     def __init__(self, answer: Callable[[int], None]) -> None:
         self._answer = answer
         self._lock = threading.RLock()  # a handler may interrupt a handler
-        self._handled: set[int] = set()  # by the main thread, since the other one looked
+        self._rung: set[int] = set()  # taken from the bell, and not answered yet
         self._owed: set[int] = set()  # answered already; the main thread still hears of them
 
     def handle(self, number: int, _frame: FrameType | None) -> None:
@@ -93,22 +93,26 @@ class _SignalThread(SignalBell):
             owed = number in self._owed
             self._owed.discard(number)
             if not owed:
-                self._handled.add(number)
+                self._take()
+                self._rung.discard(number)  # what rings from now on is another signal, however soon it comes
         if not owed:
             self._answer(number)
 
     def listen(self) -> None:
         """Answer what the main thread has not answered in time."""
-        while heard := self.ear.recv(64):
+        while self.ear.recv(1, socket.MSG_PEEK):  # it stays until somebody answers
             time.sleep(self.GRACE)
             with self._lock:
-                with suppress(BlockingIOError):  # what came meanwhile: of all that is handled the bell has rung
-                    heard += self.ear.recv(64, socket.MSG_DONTWAIT)
-                unanswered = set(heard) & set(AFTER_THE_STEP) - self._handled
-                self._handled.clear()
+                self._take()
+                unanswered = self._rung & set(AFTER_THE_STEP)
+                self._rung.clear()
                 self._owed |= unanswered
             for number in unanswered:
                 self._answer(number)
+
+    def _take(self) -> None:
+        with suppress(BlockingIOError):  # the bell rings before a handler runs
+            self._rung.update(self.ear.recv(64, socket.MSG_DONTWAIT))
 
 
 @contextmanager
