@@ -5,6 +5,10 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+from unittest import mock
 
 import pytest
 from torch import Tensor
@@ -105,25 +109,52 @@ def test_whole_steps_leave_the_bits_of_the_executor() -> None:
 @pytest.mark.multiproc
 def test_ranks_reduce_what_a_whole_step_has_added_up() -> None:
     """Buckets leave after the replay; a tensor rank's collectives lie within."""
-    experts, tensor = (each_way(2, *case) for case in RANKS.values())
-    found = train_many(2, [*experts, *tensor[:2]])
-    for eager, captured in ((found[0], found[1]), (found[3], found[4])):
+    found = train_many(2, [each for case in RANKS.values() for each in each_way(2, *case)[:2]])
+    for eager, captured in zip(found[::2], found[1::2], strict=True):
         expect_same(eager, captured, compiled=False)
-    expect_same(found[0], found[2], compiled=True)
+
+
+@pytest.mark.nightly  # as what is recorded without a compiler
+@pytest.mark.multiproc
+def test_ranks_reduce_what_a_compiled_step_has_added_up() -> None:
+    eager, _, compiled = each_way(2, *next(iter(RANKS.values())))
+    expect_same(*train_many(2, [eager, compiled]), compiled=True)
+
+
+@dataclass(frozen=True)
+class Counted:
+    """A run of whole steps: what it ``captured``, how often the executor ran, and each forward's compiled region."""
+
+    captured: list[Any]
+    executed: int
+    regions: list[int]
+
+
+@cache
+def counted(plugin: str) -> Counted:
+    """A run without evaluations but the last."""
+    executed, regions, run, forward = list[bool](), list[int](), Executor.run, CompiledRegion.forward
+
+    def counted_run(self: Executor, *arguments: Any) -> StepRecord:
+        executed.append(True)
+        return run(self, *arguments)
+
+    def counted_forward(self: CompiledRegion, tensors: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], list[Tensor]]:
+        regions.append(id(self))
+        return forward(self, tensors)
+
+    with (
+        mock.patch.object(Executor, "run", counted_run),
+        mock.patch.object(CompiledRegion, "forward", counted_forward),
+    ):
+        seen = train_here(0, 1, request((), ("eval.interval=0",), plugin).to_json())
+    return Counted(seen.captured, len(executed), regions)
 
 
 @pytest.mark.parametrize("plugin", [STEP, COMPILED], ids=["partial", "compile"])
-def test_the_executor_runs_no_more_once_a_step_is_captured(plugin: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls, run = list[bool](), Executor.run
-
-    def counted(self: Executor, *arguments: object) -> object:
-        calls.append(True)
-        return run(self, *arguments)  # type: ignore[arg-type]  # as they come
-
-    monkeypatch.setattr(Executor, "run", counted)
-    train_here(0, 1, request((), ("eval.interval=0",), plugin).to_json())
+def test_the_executor_runs_no_more_once_a_step_is_captured(plugin: str) -> None:
     evaluation = 1
-    assert len(calls) == 1 + 1 + evaluation  # the eager step, the recording
+    assert counted(plugin).executed == 1 + 1 + evaluation  # the eager step, the recording
 
 
 @pytest.mark.parametrize("plugin", [STEP, COMPILED], ids=["partial", "compile"])
@@ -146,18 +177,12 @@ def test_a_late_capture_counts_gradients_as_replays_of_it_do(plugin: str, monkey
     assert counted[-1] >= 4 * 10, "each microbatch adds to each parameter"
 
 
-def test_the_graph_holds_what_was_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_graph_holds_what_was_compiled() -> None:
     """Each region runs compiled for each microbatch, once, when the step is recorded."""
-    calls, forward = list[CompiledRegion](), CompiledRegion.forward
-
-    def counted(self: CompiledRegion, tensors: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], list[Tensor]]:
-        calls.append(self)
-        return forward(self, tensors)
-
-    monkeypatch.setattr(CompiledRegion, "forward", counted)
-    (said,) = train_here(0, 1, request((), (), COMPILED).to_json()).captured
-    assert len(set(calls)) == said.captured.regions
-    assert len(calls) == said.captured.regions * 4  # microbatches
+    run = counted(COMPILED)
+    (said,) = run.captured
+    assert len(set(run.regions)) == said.captured.regions
+    assert len(run.regions) == said.captured.regions * 4  # microbatches
 
 
 @pytest.mark.parametrize("plugin", [STEP, COMPILED], ids=["partial", "compile"])
@@ -234,9 +259,8 @@ def test_a_dry_run_plans_one_graph() -> None:
 
 
 def test_a_dry_run_plans_compiled_regions_and_the_graph_that_holds_them() -> None:
-    run = request((), (), COMPILED)
-    (planned,) = dry_run_json(resolve(run))["graphs_by_stage"]
-    (captured,) = train_here(0, 1, run.to_json()).captured
+    (planned,) = dry_run_json(resolve(request((), (), COMPILED)))["graphs_by_stage"]
+    (captured,) = counted(COMPILED).captured
     assert planned == {"regions": captured.planned.regions, "graphs": captured.planned.graphs, "slots": 0}
     assert (captured.captured.regions, captured.captured.graphs) == (planned["regions"], planned["graphs"])
 

@@ -123,7 +123,6 @@ PROGRAMS: dict[str, Callable[[Path], None]] = {
 BY_DAY = (
     "a run that saves in the background",
     "a run that is resumed",
-    "a run that is interrupted at once",
     "a run without memory in backward",
     "a run there that is interrupted at once",
     "a model that is loaded",

@@ -90,7 +90,7 @@ def test_the_allocators_settings_stand_when_a_rank_starts_also_a_single_one(laun
     assert [eval(launcher.log(rank)) for rank in range(size)] == [expected] * size
 
 
-@pytest.mark.parametrize("code", [2, 3, 5, 6, 7])
+@pytest.mark.parametrize("code", [2, *(pytest.param(each, marks=pytest.mark.nightly) for each in (3, 5, 6)), 7])
 def test_a_documented_exit_code_passes_through_with_its_message(launcher: Launcher, code: int) -> None:
     result = launcher("*:wait", f"1:report {code} first no good: try another", grace=0.2)
     assert (result.code, result.message) == (code, f"no good: try another (rank 1, log: {launcher.folder.log(1)})")

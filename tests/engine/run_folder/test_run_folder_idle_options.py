@@ -68,7 +68,13 @@ def test_each_installed_model_has_a_row_and_says_what_its_options_mean() -> None
     assert [name for name, model in installed.items() if not callable(getattr(model, "explicit", None))] == []
 
 
-@pytest.mark.parametrize("base", BASES)
+#: Of by day the other row has the same options in use.
+BY_NIGHT = {"deepseek with experts"}
+
+
+@pytest.mark.parametrize(
+    "base", [pytest.param(each, marks=[pytest.mark.nightly] * (each in BY_NIGHT)) for each in BASES]
+)
 def test_a_value_that_changes_nothing_of_what_options_mean_is_no_change(base: str) -> None:
     """For every option, and values of each type; a value that does change something is told."""
     use = base.partition(" ")[0]
