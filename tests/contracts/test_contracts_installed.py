@@ -21,12 +21,15 @@ CASES = {
 }
 NAMES = tuple(CASES)
 #: Variants of which tests of their own show by day what is theirs: overlap in what tensor-parallel ranks count, whole
-#: matrices in zero1's pairs of runs, and the pieces of a decoder in those of the network.
+#: matrices in zero1's pairs of runs, the pieces of a decoder in those of the network, and windows in the scaler's.
 BY_NIGHT = {
     "parallel-layer=tensor as without overlap",
     "optimizer=zero1 as of whole matrices",
     "model=gpt as neox",
     "model=gpt as olmo",
+    "model=gpt as gemma",
+    "model=bert as norms after sums",
+    "scaler=dynamic as short window",
 }
 
 

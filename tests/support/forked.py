@@ -29,6 +29,7 @@ from megatron_run.config.request import Request
 from megatron_run_engine.checkpoint.step_folder import Checkpoints
 from megatron_run_engine.launch.fork_server import become_rank
 from megatron_run_engine.launch.job import Job
+from tests.support.installed import read_once
 from tests.support.processes import alive, wait_until
 from tests.support.ranks import CONTEXT, start_server
 from tests.support.resuming import COMPARED
@@ -247,7 +248,7 @@ def _launch(pipe: Connection, request: str, environment: Mapping[str, str], max_
 
 @contextmanager
 def _forking_ranks(tell: Callable[[int], None]) -> Iterator[None]:
-    """Within: the launcher forks its ranks itself, and tells the process of each."""
+    """Within: the launcher forks its ranks itself, and tells the process of each; what is installed is known."""
 
     @contextmanager
     def started(path: Path, job: Job, environment: Mapping[str, str]) -> Iterator[Sequence[ForkedProcess]]:
@@ -257,7 +258,7 @@ def _forking_ranks(tell: Callable[[int], None]) -> Iterator[None]:
             tell(ranks[-1].pid)
         yield ranks
 
-    with mock.patch("megatron_run_engine.launch.local.forked_ranks", started):
+    with read_once(), mock.patch("megatron_run_engine.launch.local.forked_ranks", started):
         yield
 
 

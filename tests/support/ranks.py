@@ -31,6 +31,7 @@ _PRELOADED = [
     "megatron_run_testing.parallel_layer",
     "megatron_run_parallel_layer_tensor",
     "megatron_run_schedule_1f1b",
+    "tests.support.preloaded",
 ]
 CONTEXT.set_forkserver_preload(_PRELOADED)
 
