@@ -9,8 +9,7 @@ import pytest
 
 from megatron_run.config.request import Request
 from megatron_run.errors import ExitCode, RunError
-from megatron_run.planning import resolve
-from megatron_run_engine.launch import train
+from tests.support.forked import run_forked
 
 pytestmark = pytest.mark.multiproc
 
@@ -37,9 +36,9 @@ def evaluated(folder: Path, name: str, *sets: str) -> list[tuple[str, float, int
         "observer": ["jsonl"],
     }
     plugins = () if name == "one" else (f"parallel-layer={layers}",)
-    assert (
-        train(resolve(Request(configs=(config,), sets=(*SPLITS[name], *sets), plugins=plugins))).code is ExitCode.DONE
-    )
+    ran = run_forked(Request(configs=(config,), sets=(*SPLITS[name], *sets), plugins=plugins))
+    if ran.code != ExitCode.DONE:
+        raise RunError(ran.message)
     lines = (folder / name / "eval.jsonl").read_text(encoding="utf-8").splitlines()
     return [(each["split"], each["loss"], each["tokens"]) for each in map(json.loads, lines)]
 
