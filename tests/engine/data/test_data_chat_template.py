@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +18,26 @@ from megatron_run_engine.builtin.data.text import TextOptions
 from megatron_run_engine.builtin.data.text import megatron_run_create_data as text
 from megatron_run_engine.data.chat_template.chat_messages import NoConversation
 from megatron_run_engine.data.chat_template.prompt import AnswerPrompt, ChatPrompts
+from megatron_run_engine.data.chat_template.renderer import compiled, rendered, roles_of
 from megatron_run_engine.data.chat_template.template import PLAIN, ChatTemplate
 from tests.support.hub_folders import FAMILIES, TOOLS, conversations, hub_tokenizer
 
 ASKED = [{"role": "user", "content": "a fox?"}]
 SAID = {"role": "assistant", "content": "It is."}
+
+
+class Here:
+    """A :class:`Renderer` without a process: what bounds one is tried elsewhere."""
+
+    def __init__(self, source: str, date: str | None = None) -> None:
+        template = compiled(source, date)
+        self.render: Callable[[Mapping[str, Any]], str] = partial(rendered, template)
+        self.roles = frozenset(roles_of(template.environment.parse(source)))
+
+
+@pytest.fixture(autouse=True)
+def _renders_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megatron_run_engine.data.chat_template.template.Renderer", Here)
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
