@@ -6,10 +6,12 @@ import multiprocessing
 import os
 import traceback
 from collections.abc import Callable, Iterator
+from contextlib import chdir
 from multiprocessing import forkserver, resource_tracker
 from typing import Any
 
 from megatron_run_testing.ranks import run_on_ranks
+from tests.support.checkout import ROOT
 
 #: Forks from a process that has torch loaded but never used.
 CONTEXT = multiprocessing.get_context("forkserver")
@@ -71,6 +73,7 @@ def start_server() -> None:
     """Start what outlives a test on purpose without the mark by which leftovers are found; it ends with the session."""
     mark = os.environ.pop("TESTED_BY", None)
     resource_tracker.ensure_running()
-    forkserver.ensure_running()
+    with chdir(ROOT):  # from where it finds what it loads of the tests
+        forkserver.ensure_running()
     if mark is not None:
         os.environ["TESTED_BY"] = mark
