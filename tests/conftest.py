@@ -11,12 +11,14 @@ from collections.abc import Iterator
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
 from tests.support.census import AS_NEW, Census, renew, switches
 from tests.support.installed import read_once
 from tests.support.leftovers import end_leftovers
+from tests.support.ranks import PRELOADED
 
 # Read by torch when it is first imported, here or in a child process, so that tests without torch stay quick.
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -73,6 +75,13 @@ def _no_process_is_left_behind(_marked_environment: str) -> Iterator[None]:
 @pytest.fixture(scope="session", autouse=True)
 def _installed_is_read_once() -> Iterator[None]:
     with read_once():
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _all_ranks_are_forked_from_one_server() -> Iterator[None]:
+    """It has loaded what those of all tests need, also where a suite starts it: each would load seconds anew."""
+    with mock.patch("megatron_run_testing.ranks._PRELOADED", PRELOADED):
         yield
 
 

@@ -17,7 +17,7 @@ from tests.support.checkout import ROOT
 CONTEXT = multiprocessing.get_context("forkserver")
 #: What every rank would import anew. ``torch._inductor.config`` is loaded by asking for deterministic kernels: seconds;
 #: pytest by the file of the function that the ranks run: a tenth of one each.
-_PRELOADED = [
+PRELOADED = [
     "pytest",
     "numpy.testing",
     "torch.distributed",
@@ -35,7 +35,7 @@ _PRELOADED = [
     "megatron_run_schedule_1f1b",
     "tests.support.preloaded",
 ]
-CONTEXT.set_forkserver_preload(_PRELOADED)
+CONTEXT.set_forkserver_preload(PRELOADED)
 
 
 class RankFailed(AssertionError):

@@ -29,7 +29,12 @@ from megatron_run.registry.loaded_plugin import Plugin
 from megatron_run_testing import CheckFailed
 
 #: Modules of every rank, loaded once in the process from which they are forked.
-_PRELOADED = ["torch.distributed", "megatron_run_testing.parallel_layer", "megatron_run_testing.optimizer"]
+_PRELOADED = [
+    "torch.distributed",
+    "torch._dynamo",  # which the first optimizer that is made imports: seconds
+    "megatron_run_testing.parallel_layer",
+    "megatron_run_testing.optimizer",
+]
 #: Seconds for the other ranks to reach the item at which one failed.
 _GRACE = 10.0
 #: Seconds to wait for news of a dead rank after one of its peers has raised.
