@@ -30,7 +30,7 @@ class Memory(Arena):
 
     def __init__(self, freed: Callable[[Tensor], object] | None = None) -> None:
         super().__init__()
-        self._heard = freed or (lambda _: None)
+        self._heard = freed
 
     def _grow(self, size: int) -> Any:
         block = super()._grow(size)
@@ -38,8 +38,9 @@ class Memory(Arena):
         return block
 
     def _give_back(self, block: Any) -> None:
-        place = weak_alias(self._segments[block.segment][block.start : block.start + block.size])
-        self._heard(place.fill_(POISON))
+        place = self._segments[block.segment][block.start : block.start + block.size].fill_(POISON)
+        if self._heard:
+            self._heard(weak_alias(place))
         super()._give_back(block)
 
 
@@ -66,7 +67,8 @@ class Device(TorchDispatchMode):
         storages = {x.untyped_storage()._cdata for x in given}
 
         def place(tensor: Tensor) -> Tensor:
-            new = tensor.untyped_storage()._cdata not in storages
+            storage = tensor.untyped_storage()
+            new = storage._cdata not in storages and storage.nbytes()  # a weak alias begins as a tensor without memory
             if not (new and type(tensor) is Tensor and tensor.device.type == "cpu"):
                 return tensor
             moved = self.memory.like(tensor)
