@@ -13,7 +13,9 @@ from megatron_run_cli.main import main
 Output = pytest.CaptureFixture[str]
 
 
-@pytest.mark.parametrize("words", ["--size 1.3B --gpus 8 --as-is", "schedule preset:tiny --set parallel.pipeline=2"])
+@pytest.mark.parametrize(
+    "words", ["--size 1.3B --gpus 8 --as-is", "schedule preset:tiny --set parallel.pipeline=2 --effort 0.02"]
+)
 def test_a_device_that_nobody_named_is_told_and_memory_has_its_unit(words: str, capsys: Output) -> None:
     assert main(["plan", *words.split()]) == 0
     out, err = capsys.readouterr()

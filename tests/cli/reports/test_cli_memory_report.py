@@ -22,6 +22,7 @@ from megatron_run_planner.memory import RESERVED, SLACK
 Output = pytest.CaptureFixture[str]
 MIB = 2**20
 SETS = {
+    "model.num_layers": 2,
     "model.hidden_size": 256,
     "model.num_heads": 8,
     "train.sequence_length": 256,

@@ -123,6 +123,7 @@ def test_tokens_that_fp8_cannot_sum_over_keep_their_type() -> None:
 
 
 SETS = (
+    "model.num_layers=2",
     "train.steps=4",
     "train.precision=bf16",
     "train.lr_shape=constant",
