@@ -211,12 +211,16 @@ def test_a_rule_that_is_none_is_refused_before_anything_is_started(rule: str, me
     assert code == 2
 
 
+#: A rule of which nothing is known.
+WHOLE = "torch.optim:Adafactor"
+
+
 def test_a_rule_of_whole_matrices_is_refused_where_ranks_split_them() -> None:
     line, code = mistake(
-        sets=["optimizer.rule=muon", "parallel.tensor=2", "parallel-layer.use=tensor", "model.num_heads=2"], nproc=2
+        sets=[f"optimizer.rule={WHOLE}", "parallel.tensor=2", "parallel-layer.use=tensor", "model.num_heads=2"], nproc=2
     )
-    assert "optimizer.rule=muon updates whole matrices: parallel.tensor=2 cuts them" in line
-    assert "choose adamw, adam or sgd" in line
+    assert f"optimizer.rule={WHOLE} updates whole matrices: parallel.tensor=2 cuts them" in line
+    assert "choose adamw, adam, sgd or muon" in line
     assert code == 2
 
 

@@ -72,7 +72,8 @@ class FlatOptimizer(Optimizer):
         self._bucket_of = {parameter: bucket for bucket in self._buckets for parameter in bucket.parameters}
         # Buckets of a chunk are in the order of its backward. Tied buckets (the embedding's) are read first of all.
         self._in_backward_order = sorted(self._shards, key=lambda shard: _position(shard.bucket), reverse=True)
-        self._update = Update(self._shards, self._rule, self._options, self._device, self._warn)
+        together = self._groups.parallel_group(self._topology, "tensor")
+        self._update = Update(self._shards, self._rule, self._options, self._device, self._warn, together)
         self._reducer = BucketReducer(self._buckets, self._send, early=self._options.overlap_grad_reduce)
         self._reducer.start_step()
         self._gradients = gradients_of(self._shards, self._device)

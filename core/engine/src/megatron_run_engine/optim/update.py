@@ -15,6 +15,7 @@ from megatron_run_engine.optim.one_pass import one_pass_of
 from megatron_run_engine.optim.rule_memory import GROUP, GroupNumbers, ListsFields, RuleWatch, restored, saved_form
 from megatron_run_engine.optim.sharding import give_values
 from megatron_run_engine.optim.stretches import Hyperparameters, Stretch
+from megatron_run_engine.runtime.comm import ALONE
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,10 +26,14 @@ if TYPE_CHECKING:
     from megatron_run_engine.optim.gradients import Gradients
     from megatron_run_engine.optim.sharding import Piece, Shard
     from megatron_run_engine.optim.update_rules import UpdateOptions, UpdateRule
+    from megatron_run_engine.runtime.comm import ParallelGroup
 
 
 class Update:
-    """Applies ``rule``, which ``options`` select, to ``shards``. ``warn`` is told what no saved step would hold."""
+    """Applies ``rule``, which ``options`` select, to ``shards``. ``warn`` is told what no saved step would hold.
+
+    ``peers`` are the tensor-parallel ranks: they hold parts of matrices that a rule may need whole.
+    """
 
     def __init__(
         self,
@@ -37,6 +42,7 @@ class Update:
         options: UpdateOptions,
         device: torch.device,
         warn: Callable[[str], None],
+        peers: ParallelGroup = ALONE,
     ) -> None:
         self._shards, self._rule, self._options, self._device = shards, rule, options, device
         self._begun = False
@@ -48,12 +54,24 @@ class Update:
             for by_rest, rule in rules.items()
             if rule is not None and (groups := self._groups(by_rest=by_rest))
         ]
+        if rule.whole and peers.size > 1:
+            self._put_together(peers)
         # Rules for whole tensors, and what they leave to others, begin anywhere in a bucket.
         alone = len(self._optimizers) == 1 and not rule.whole
         self._one_pass = one_pass_of(rule, self._optimizers[0], self.stretches, device) if alone else None
         self._numbers = [GroupNumbers(optimizer) for optimizer in self._optimizers]
         pairs = zip(self._optimizers, self._numbers, strict=True) if rule.imported else ()
         self._watches = [RuleWatch(rule.imported, optimizer, numbers, warn) for optimizer, numbers in pairs]
+
+    def _put_together(self, peers: ParallelGroup) -> None:
+        """Let the rule put matrices together of which ``peers`` hold parts."""
+        from megatron_run_engine.optim.split_muon import SplitMuon
+
+        for optimizer in self._optimizers:
+            if isinstance(optimizer, SplitMuon):
+                own = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+                parts = {each.values: each.part for each in self.stretches if each.values in own and each.part}
+                optimizer.split(parts, peers)
 
     def step(self, lr: float, weight_decay: float, gradients: Gradients) -> None:
         """Update every stretch and round it to parameters; ``weight_decay`` applies to those that decay.
@@ -181,7 +199,7 @@ class Update:
                 by_rest = len(part.shape) != 2 or self._options.is_left_to_adamw(part.name)  # not a hidden matrix
                 group = self._group(info, by_rest=by_rest and self._rule.rest is not None)
                 in_bucket = range(start, start + len(part.local) * row)
-                yield Stretch.of(shard, in_bucket, group, (len(part.local), *columns))
+                yield Stretch.of(shard, in_bucket, group, (len(part.local), *columns), part)
 
 
 def _divides(optimizer: torch.optim.Optimizer) -> bool:

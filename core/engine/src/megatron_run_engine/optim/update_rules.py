@@ -179,11 +179,11 @@ def find_rule(options: UpdateOptions, tensor: int = 1) -> UpdateRule:
     Raises :class:`InputError` for a rule that does not exist, or that cannot update parts of a matrix.
     """
     rule = _find(options)
-    if rule.whole and tensor > 1:
+    if rule.whole and tensor > 1 and options.rule != "muon":
         raise InputError(
             f"optimizer.rule={options.rule} updates whole matrices",
             why=f"parallel.tensor={tensor} cuts them",
-            fix="set parallel.tensor=1, or choose adamw, adam or sgd",
+            fix="set parallel.tensor=1, or choose adamw, adam, sgd or muon",
         )
     return rule
 
@@ -210,14 +210,15 @@ def _find(options: UpdateOptions) -> UpdateRule:
 
 def _muon(options: UpdateOptions) -> UpdateRule:
     """Muon for hidden matrices, AdamW for the rest."""
-    kind = getattr(torch.optim, "Muon", None)
-    if kind is None:
+    if not hasattr(torch.optim, "Muon"):
         raise InputError(
             f"optimizer.rule=muon needs a newer torch than {torch.__version__}", fix="upgrade torch, or choose adamw"
         )
     momentum = _MUON_MOMENTUM if options.momentum is None else options.momentum
     rest = UpdateRule(torch.optim.AdamW, {"betas": options.betas, "eps": options.eps, "fused": True})
-    return UpdateRule(kind, {"momentum": momentum, **options.rule_options}, whole=True, rest=rest)
+    from megatron_run_engine.optim.split_muon import SplitMuon  # torch below 2.9 lacks what it derives from
+
+    return UpdateRule(SplitMuon, {"momentum": momentum, **options.rule_options}, whole=True, rest=rest)
 
 
 def _import(name: str) -> type[torch.optim.Optimizer]:
