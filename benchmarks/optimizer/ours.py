@@ -1,4 +1,4 @@
-"""This project's optimizers: ``adamw``, ``zero1``, and ``zero1`` on ranks that do not talk."""
+"""This project's optimizers: ``adamw``, ``zero1``, ``zero3``, and ``zero1`` on ranks that do not talk."""
 
 from __future__ import annotations
 
@@ -12,14 +12,16 @@ from torch import Tensor
 from benchmarks.optimizer.model import BETAS, CLIP, EPS, LR, WEIGHT_DECAY, Batch, build, gathered
 from benchmarks.support.gpt import gpt_options, train_section
 from benchmarks.support.shape import Shape
-from megatron_run.contracts import Optimizer, StatePiece
+from megatron_run.contracts import Lender, Optimizer, StatePiece
 from megatron_run.contracts.topology import Sizes, Topology
 from megatron_run_engine.builtin.optimizer import adamw
-from megatron_run_engine.optim import FlatOptimizer, ShardingStrategy, UpdateOptions
+from megatron_run_engine.optim import FlatOptimizer, Sharded, ShardingStrategy, UpdateOptions
 from megatron_run_engine.optim.buckets import Bucket
 from megatron_run_engine.runtime.comm import Groups, Pending, create_groups
 from megatron_run_engine.runtime.context import BuildContext
-from megatron_run_optimizer_zero1 import Sharded, Zero1Options, megatron_run_create_optimizer
+from megatron_run_optimizer_zero1 import Zero1Options, megatron_run_create_optimizer
+from megatron_run_optimizer_zero3 import Zero3Options
+from megatron_run_optimizer_zero3 import megatron_run_create_optimizer as create_zero3
 from megatron_run_testing.build_contexts import context_at
 
 _NUMBERS = {"betas": BETAS, "eps": EPS}
@@ -63,7 +65,10 @@ class OurSide:
         self.values = sum(prod(shape) for shape in self.shapes.values())
         self._one = torch.ones(1)
         optimizer.attach([self._model.chunk], [infos], grad_scale=1 / dist.get_world_size())
-        context.segments.read_parameters_after(optimizer.ensure_ready)
+        lender = optimizer if isinstance(optimizer, Lender) else None
+        context.segments.read_parameters_after(optimizer.ensure_ready, None if lender is None else lender.release)
+        if lender is not None:
+            context.gradients.borrow_from(lender)
 
     def step(self) -> None:
         """As the trainer's, with one microbatch after the other."""
@@ -141,6 +146,13 @@ def sharded(ranks: Ranks, shape: Shape, batch: Batch, *, overlap: bool = True) -
     context = ranks.context(shape)
     options = Zero1Options(**_NUMBERS, overlap_grad_reduce=overlap, overlap_param_gather=overlap)
     return OurSide(context, shape, batch, megatron_run_create_optimizer(context, options))
+
+
+def lent(ranks: Ranks, shape: Shape, batch: Batch, *, once_a_step: bool = False) -> OurSide:
+    """``optimizer=zero3``; ``once_a_step``: it gathers and reduces each segment once, and holds all of them."""
+    context = ranks.context(shape)
+    options = Zero3Options(**_NUMBERS, **({"segments_held": 0, "reduce": "step"} if once_a_step else {}))
+    return OurSide(context, shape, batch, create_zero3(context, options))
 
 
 def silent(ranks: Ranks, shape: Shape, batch: Batch) -> OurSide:

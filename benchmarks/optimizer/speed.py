@@ -24,7 +24,14 @@ from benchmarks.support.shape import Shape
 
 RANKS = 2
 ZERO1, AT_ONCE, ADAMW, SILENT = "zero1", "zero1, no overlap", "adamw", "zero1, silent"
-DDP, DDP_ZERO, FSDP2, DEEPSPEED = "DDP", "DDP + ZeroRedundancyOptimizer", "FSDP2", "DeepSpeed ZeRO-1"
+ZERO3, ZERO3_HELD = "zero3", "zero3, all held for a step"
+DDP, DDP_ZERO, FSDP2, DEEPSPEED = (
+    "DDP",
+    "DDP + ZeroRedundancyOptimizer",
+    "FSDP2, all held for a step",
+    "DeepSpeed ZeRO-1",
+)
+FSDP2_RESHARDING = "FSDP2"
 #: What is timed besides steps: everything that a step sends, and what is done to send it.
 SENDING, SENDING_NOTHING = "sending alone", "sending nothing"
 GOALS = (Goal(ZERO1, DDP, "at most", 1.02), Goal(ZERO1, DEEPSPEED, "at most", 0.97))
@@ -49,11 +56,14 @@ def make_sides(shape: Shape) -> dict[str, Side]:
     sides: dict[str, Side] = {
         ZERO1: ours.sharded(ranks, shape, batch),
         AT_ONCE: ours.sharded(ranks, shape, batch, overlap=False),
+        ZERO3: ours.lent(ranks, shape, batch),
+        ZERO3_HELD: ours.lent(ranks, shape, batch, once_a_step=True),
         ADAMW: ours.all_reduced(ranks, shape, batch),
         SILENT: ours.silent(ranks, shape, batch),
         DDP: DdpSide(ranks, shape, batch),
         DDP_ZERO: DdpSide(ranks, shape, batch, zero=True),
         FSDP2: FsdpSide(ranks, shape, batch),
+        FSDP2_RESHARDING: FsdpSide(ranks, shape, batch, resharding=True),
     }
     if deepspeed.installed():
         sides[DEEPSPEED] = deepspeed.DeepSpeedSide(ranks, shape, batch)

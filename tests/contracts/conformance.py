@@ -41,6 +41,10 @@ VARIANTS: Mapping[str, Mapping[str, Options]] = {
     "model=bert": {"norms after sums": {"norm.order": "post"}},
     "model=t5": {"first, one encoder layer": {"activation": "relu", "tie_embeddings": False, "encoder_layers": 1}},
     "optimizer=zero1": {"of whole matrices": {"rule": "muon"}},
+    "optimizer=zero3": {
+        "with all lent": {"whole_below": 0},
+        "reducing once a step": {"whole_below": 0, "reduce": "step", "segments_held": 0},
+    },
     "parallel-layer=tensor": {"without overlap": {"overlap": False}},
     "scaler=dynamic": {"short window": {"loss_scale_window": 7, "initial_loss_scale": 2.0**16, "hysteresis": 1}},
 }

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 from random import Random
+from typing import Protocol, TypeVar
 
 import numpy as np
 
@@ -215,9 +216,20 @@ def write_texts(folder: Path) -> None:
         (folder / f"{number:03}.txt").write_bytes(bytes(words.tolist()))
 
 
-def by_world(splits: Sequence[Split]) -> dict[int, list[Split]]:
+class OnRanks(Protocol):
+    """One run of a grid."""
+
+    @property
+    def world(self) -> int:
+        """The ranks that it needs."""
+
+
+Row = TypeVar("Row", bound=OnRanks)
+
+
+def by_world(splits: Sequence[Row]) -> dict[int, list[Row]]:
     """Splits that run on the same ranks, in order."""
-    found: dict[int, list[Split]] = {}
+    found: dict[int, list[Row]] = {}
     for split in splits:
         found.setdefault(split.world, []).append(split)
     return dict(sorted(found.items()))

@@ -27,6 +27,8 @@ class Case(NamedTuple):
 
 
 DENSE = ("parallel-layer=tensor", "optimizer=zero1")
+PIECES = ("parallel-layer=dense+context",)
+LENT = "optimizer=zero3,whole_below=0"
 EXPERTS = ("model.experts.count=8", "model.experts.top_k=2")
 CASES = {
     "2 tensor, 2 stages, 2 data": Case(
@@ -48,6 +50,23 @@ CASES = {
         64, ("parallel.tensor=4", "parallel.pipeline=4", "parallel.sequence=true"), (*DENSE, "schedule=1f1b")
     ),
     "64 data, adamw": Case(64, (), ()),
+    "4 of a sample, by ring": Case(8, ("parallel.context=4",), (*PIECES, "optimizer=zero1"), nightly=False),
+    "64 ranks, 4 of a sample, gathered": Case(
+        64,
+        ("parallel.context=4", "parallel.tensor=2", "parallel.sequence=true", "parallel.pipeline=2"),
+        ("parallel-layer=tensor+context,method=all_gather", "optimizer=zero1", "schedule=1f1b"),
+    ),
+    "64 ranks, 4 of a sample, exchanged": Case(
+        64,
+        (*EXPERTS, "parallel.expert=2", "parallel.context=4", "parallel.tensor=2", "parallel.pipeline=2"),
+        ("parallel-layer=tensor+context,method=ulysses", "optimizer=zero1", "schedule=zero-bubble"),
+    ),
+    "8 data, lent": Case(8, (), (LENT,), nightly=False),
+    "64 ranks, lent": Case(
+        64,
+        (*EXPERTS, "parallel.expert=4", "parallel.tensor=2", "parallel.pipeline=2", "train.recompute=full"),
+        ("parallel-layer=tensor", LENT, "schedule=zero-bubble"),
+    ),
 }
 
 
@@ -57,7 +76,7 @@ def size(case: Case, axis: str) -> int:
 
 
 def ranks_of(case: Case) -> list[Seen]:
-    data = case.world // (size(case, "tensor") * size(case, "pipeline"))
+    data = case.world // (size(case, "tensor") * size(case, "pipeline") * size(case, "context"))
     sets = (*TINY, f"train.global_batch_size={4 * data}", *case.sets)
     run = resolve(Request(("preset:tiny",), sets=sets, plugins=case.plugins, nproc=case.world))
     return [step_of(rank, case.world, run) for rank in range(case.world)]
@@ -73,7 +92,7 @@ def test_what_all_ranks_call_fits_together(name: str) -> None:
     assert {tuple(seen.made) for seen in ranks} == {tuple(ranks[0].made)}, "NCCL splits communicators with all ranks"
     played = play(ranks)
     assert (played["message"] > 0) == (size(case, "pipeline") > 1)
-    if "optimizer=zero1" in case.plugins:
+    if {"optimizer=zero1", LENT} & {*case.plugins}:
         assert any(operation.startswith("reduce_scatter") for operation in played)
         assert any(operation.startswith("all_gather") for operation in played)
 

@@ -234,11 +234,9 @@ def _digest(assembly: Any) -> str:
     """Of this rank's weights, bit for bit."""
     import torch
 
-    assembly.wait_for_parameters()
     found = sha256()
-    for described in assembly.infos:
-        for parameter in described:
-            found.update(parameter.detach().contiguous().view(torch.uint8).numpy().tobytes())
+    for parameter, _ in assembly.values():
+        found.update(parameter.detach().clone().view(torch.uint8).numpy().tobytes())
     return found.hexdigest()
 
 
@@ -267,11 +265,11 @@ def _record_actions(assembly: Any, seen: Seen) -> None:
 
 
 def _record_first_gradients(assembly: Any, seen: Seen) -> None:
-    """Keep the reduced gradients of the first step, by the logical tensors' names."""
+    """Keep the reduced gradients of the first step that are whole, by the logical tensors' names."""
     import torch
 
     from megatron_run_engine.runtime.gradients import main_grad
-    from megatron_run_engine.runtime.parameter_init import trained
+    from megatron_run_engine.runtime.parameter_init import has_memory, trained
 
     unscale = assembly.optimizer.unscale_
 
@@ -279,7 +277,7 @@ def _record_first_gradients(assembly: Any, seen: Seen) -> None:
         if not seen.gradients:
             for described in assembly.infos:
                 for parameter, info in trained(described).items():
-                    for part in info.parts:
+                    for part in info.parts if has_memory(main_grad(parameter)) else ():
                         rows = main_grad(parameter)[part.local.start : part.local.stop]
                         seen.gradients[part.name] = rows.to(
                             torch.promote_types(rows.dtype, torch.float32), copy=True

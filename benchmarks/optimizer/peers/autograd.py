@@ -38,7 +38,7 @@ class _First:
 class IntoGrad(GradientAccumulator):
     """Layers hand their weight gradients over to this: they go to ``parameter.grad``, as autograd's own do."""
 
-    def submit(self, parameters: Sequence[Parameter], compute: Callable[[], None]) -> None:
+    def submit(self, parameters: Sequence[Parameter], compute: Callable[[], None], *, reads: bool = False) -> None:
         """Compute at once, into the gradient that is there or a new one."""
         for parameter in parameters:
             vars(parameter)["main_grad"] = _First(parameter) if parameter.grad is None else parameter.grad

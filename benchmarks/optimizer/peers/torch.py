@@ -69,12 +69,16 @@ def _adamw(groups: list[dict[str, Any]], *, zero: bool) -> Any:
 
 
 class FsdpSide:
-    """``fully_shard`` by block; parameters and gradients stay whole between the first microbatch and the last."""
+    """``fully_shard`` by block; parameters and gradients stay whole between the first microbatch and the last.
 
-    def __init__(self, ranks: Ranks, shape: Shape, batch: Batch) -> None:
+    With ``resharding`` they are whole only where they are needed: gathered before a block's forward and backward, and
+    reduced after each microbatch.
+    """
+
+    def __init__(self, ranks: Ranks, shape: Shape, batch: Batch, *, resharding: bool = False) -> None:
         from torch.distributed.fsdp import fully_shard  # a second of imports
 
-        self._batch = batch
+        self._batch, self._resharding = batch, resharding
         model, infos = plain_model(ranks, shape)
         named, chunk = by_name(model, infos), model.chunk
         assert isinstance(chunk, DecoderChunk)
@@ -82,8 +86,8 @@ class FsdpSide:
         # A block is not called as a whole, but its halves are; nor is the head.
         together = [[half for half in block.children() if list(half.parameters())] for block in chunk.layers.values()]
         for modules in (*together, [module for module in (chunk.final_norm, chunk.output) if module is not None]):
-            fully_shard(modules, mesh=mesh, reshard_after_forward=False)
-        self._model: Any = fully_shard(model, mesh=mesh, reshard_after_forward=False)
+            fully_shard(modules, mesh=mesh, reshard_after_forward=resharding)
+        self._model: Any = fully_shard(model, mesh=mesh, reshard_after_forward=resharding)
         self._infos = {parameter: named[name] for name, parameter in model.named_parameters()}
         self._optimizer = torch.optim.AdamW(groups(self._infos.items()), **ADAMW)
 
@@ -92,7 +96,8 @@ class FsdpSide:
         self._optimizer.zero_grad()
         losses = list[Tensor]()
         for index, microbatch in enumerate(self._batch):
-            self._sync(last=index == self._batch.microbatches - 1)
+            if not self._resharding:
+                self._sync(last=index == self._batch.microbatches - 1)
             loss = self._model(microbatch)
             (loss / self._batch.microbatches).backward()
             losses.append(loss.detach())

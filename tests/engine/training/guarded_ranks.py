@@ -54,7 +54,7 @@ def _is_whole(parameter: Any, info: Any) -> bool:
 def _compare(bench: Any) -> Any:
     from megatron_run_engine.training.health.guards import compare_replicas
 
-    bench.assembly.wait_for_parameters()
+    bench.assembly.optimizer.finish_param_sync()
     return compare_replicas(bench.assembly, bench.trainer._guards._ranks, deterministic=True)
 
 

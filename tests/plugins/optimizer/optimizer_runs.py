@@ -151,10 +151,8 @@ def _watch_steps(assembly: Any, held: Held, planted: Mapping[int, Planted]) -> N
 def _digest(assembly: Any) -> str:
     """Of all weights of this rank, once they have arrived."""
     digest = hashlib.sha256()
-    for described in assembly.infos:
-        assembly.optimizer.ensure_ready(described)
-        for parameter in described:
-            digest.update(parameter.detach().float().numpy().tobytes())
+    for parameter, _ in assembly.values():
+        digest.update(parameter.detach().clone().float().numpy().tobytes())
     return digest.hexdigest()
 
 

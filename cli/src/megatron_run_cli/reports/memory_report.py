@@ -31,6 +31,7 @@ ROLES = {
     "gradients": ("g", "#56b4e9"),
     "masters": ("m", "#009e73"),
     "main_gradients": ("n", "#8fd3c0"),
+    "lent": ("l", "#bdd7ee"),
     "state": ("s", "#f0e442"),
     "optimizer": ("o", "#009e73"),
     "frozen": ("f", "#999999"),

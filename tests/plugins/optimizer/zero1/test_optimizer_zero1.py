@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_run_optimizer_zero1 import Sharded, Zero1Options, megatron_run_create_optimizer
+from megatron_run_engine.optim import Sharded
+from megatron_run_optimizer_zero1 import Zero1Options, megatron_run_create_optimizer
 from megatron_run_testing.build_contexts import single_process_context
 from megatron_run_testing.optimizer.bench import Bench, gradients
 from tests.plugins.optimizer.optimizer_runs import Case, Held, run_cases, state_of

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from megatron_run.contracts import Microbatch, mixture_of
+from megatron_run.contracts import Lender, Microbatch, mixture_of
 from megatron_run.contracts.topology import Sizes, Topology
 from megatron_run.errors import InputError, RunError
 from megatron_run.errors.wording import advice, did_you_mean
@@ -239,9 +239,11 @@ def _rank_size(held: Mapping[Parameter, ParamInfo], memory: Mapping[str, int]) -
 def _memory(run: ResolvedRun, rank: _Built) -> Mapping[str, int]:
     """Return the bytes of an optimizer attached to meta parameters, and of the staging copy of an asynchronous save."""
     optimizer = run.make_optimizer(rank.context)
+    if isinstance(optimizer, Lender):
+        optimizer.hold([frozen(described) for described in rank.infos])
     optimizer.attach(rank.chunks, [trained(described) for described in rank.infos], grad_scale=1 / run.sizes.data)
     memory = optimizer.memory()
-    if idle := frozen(rank.held):
+    if (idle := frozen(rank.held)) and not isinstance(optimizer, Lender):
         memory = {**memory, "frozen": sum(parameter.nbytes for parameter in idle)}
     if run.config.checkpoint.async_save:
         memory = {**memory, "staging": sum(piece.tensor.nbytes for piece in optimizer.iter_state())}

@@ -203,7 +203,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             if result is not None:
                 pass_over(result, None)
             if trains:
-                head.gradients.submit((weight,), lambda: pass_over(None, main_grad(weight)))
+                head.gradients.submit((weight,), lambda: pass_over(None, main_grad(weight)), reads=True)
         return result, None, None, None, None
 
 

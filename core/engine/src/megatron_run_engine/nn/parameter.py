@@ -19,8 +19,14 @@ def build_device(context: BuildContext) -> torch.device:
 
 
 def empty_parameter(context: BuildContext, *shape: int) -> Parameter:
-    """An uninitialised parameter in the parameter type, on the device where the model is being built."""
-    return Parameter(torch.empty(shape, dtype=context.dtypes.param, device=build_device(context)))
+    """An uninitialised parameter in the parameter type, on the device where the model is being built.
+
+    Where the optimizer lends memory it has none: no rank ever holds the whole model.
+    """
+    made = Parameter(torch.empty(shape, dtype=context.dtypes.param, device=build_device(context)))
+    if context.lends and made.device.type != "meta":
+        made.untyped_storage().resize_(0)
+    return made
 
 
 def owned(ids: Tensor, first: int, rows: int, stop: int) -> tuple[Tensor, Tensor]:

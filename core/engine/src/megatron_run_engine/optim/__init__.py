@@ -8,7 +8,7 @@ Reading order: ``flat`` (the contract), ``buckets`` (which gradients are reduced
 is sent), ``sharding`` (which values lie where, and what a rank updates), ``gradients`` (their norm, and what they are
 multiplied by), ``stretches`` (what a rule takes for parameters), ``update``, ``update_rules`` (the arithmetic, and the
 state in checkpoints), ``rule_memory`` (what else a rule keeps from step to step) and ``one_pass`` (AdamW as one
-kernel).
+kernel), ``lending`` and ``loans`` (what is whole only where a segment needs it).
 
 Imports: contracts, errors, nn, registry, runtime.
 """
@@ -16,11 +16,13 @@ Imports: contracts, errors, nn, registry, runtime.
 from megatron_run_engine.optim.buckets import Bucket, build_buckets
 from megatron_run_engine.optim.flat import FlatOptimizer
 from megatron_run_engine.optim.gradients import sum_of_squares
+from megatron_run_engine.optim.lending import LendingOptimizer
 from megatron_run_engine.optim.sharding import (
     FlatBox,
     ParamRange,
     PartBox,
     Replicated,
+    Sharded,
     ShardingStrategy,
     boxes,
     param_range,
@@ -34,10 +36,12 @@ __all__ = [
     "Decay",
     "FlatBox",
     "FlatOptimizer",
+    "LendingOptimizer",
     "Multiplier",
     "ParamRange",
     "PartBox",
     "Replicated",
+    "Sharded",
     "ShardingStrategy",
     "UpdateOptions",
     "boxes",

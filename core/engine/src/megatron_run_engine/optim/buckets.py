@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from megatron_run_engine.runtime.gradients import give_main_grad
+from megatron_run_engine.runtime.parameter_init import has_memory
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -61,12 +62,17 @@ class Bucket:
         return flat[start : start + parameter.numel()].view(parameter.shape)
 
     def flatten_parameters(self) -> Tensor:
-        """Move the parameters into one buffer with the layout of ``grad``; each becomes a view of it."""
+        """Move the parameters into one buffer with the layout of ``grad``; each becomes a view of it.
+
+        Those that have no memory yet get zeros.
+        """
         # Zeros, since padding is updated and gathered with the rest: it must stay finite.
         flat = self.grad.new_zeros(len(self.grad), dtype=self.parameters[0].dtype)
         for parameter in self.parameters:
             view = self.view(flat, parameter)
-            parameter.data = view.copy_(parameter.data)  # .data: the Parameter stays the same object for its module
+            if has_memory(parameter):
+                view.copy_(parameter.data)
+            parameter.data = view  # .data: the Parameter stays the same object for its module
         return flat
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING, TypeVar, get_args
 
 import torch
 from torch import Tensor
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from megatron_run_engine.optim.update_rules import UpdateOptions
     from megatron_run_engine.runtime.comm import ParallelGroup, Pending
     from megatron_run_engine.runtime.context import BuildContext
+
+    Kind = TypeVar("Kind", bound=Shard)
 
 
 class FlatOptimizer(Optimizer):
@@ -59,19 +61,12 @@ class FlatOptimizer(Optimizer):
     def attach(self, chunks: Sequence[Chunk], infos: Sequence[dict[Parameter, ParamInfo]], grad_scale: float) -> None:
         """Lay out the buckets, move the parameters into flat storage and create the master weights."""
         self._grad_scale = grad_scale
-        dtype = self._main if self._options.grad_dtype == "main" else None
-        self._buckets = build_buckets(
-            infos,
-            self._peers["replicas"].size,
-            dtype,
-            self._options.bucket_size,
-            whole=self._rule.whole,
-            expert_shards=self._peers["expert_replicas"].size,
-        )
-        self._shards = [self._shard(bucket) for bucket in self._buckets]
+        self._buckets = self._lay_out(infos)
+        kept = [self._shard(bucket, Shard) for bucket in self._buckets]
+        self._shards = [*kept, *self._lent_shards()]
         self._bucket_of = {parameter: bucket for bucket in self._buckets for parameter in bucket.parameters}
         # Buckets of a chunk are in the order of its backward. Tied buckets (the embedding's) are read first of all.
-        self._in_backward_order = sorted(self._shards, key=lambda shard: _position(shard.bucket), reverse=True)
+        self._in_backward_order = sorted(kept, key=lambda shard: _position(shard.bucket), reverse=True)
         together = self._groups.parallel_group(self._topology, "tensor")
         self._update = Update(self._shards, self._rule, self._options, self._device, self._warn, together)
         self._reducer = BucketReducer(self._buckets, self._send, early=self._options.overlap_grad_reduce)
@@ -80,8 +75,8 @@ class FlatOptimizer(Optimizer):
 
     def zero_grad(self) -> None:
         """Clear the gradient buckets and forget what has arrived and what was sent."""
-        if self._buckets:  # one launch for many of them
-            torch._foreach_zero_([bucket.grad for bucket in self._buckets])
+        if found := [*(bucket.grad for bucket in self._buckets), *(shard.reduced for shard in self._lent_shards())]:
+            torch._foreach_zero_(found)  # one launch for many of them
         self._gradients.arrived()
         self._reducer.start_step()
 
@@ -99,7 +94,7 @@ class FlatOptimizer(Optimizer):
         for shard in self._shards:
             axis = next(iter(shard.bucket.infos.values())).partial_over
             if axis is not None:
-                self._groups.sum_(shard.bucket.grad[shard.updated.start : shard.updated.stop], axis)
+                self._groups.sum_(shard.reduced, axis)
         take_gradients(self._shards)
         self._gradients.arrived()
 
@@ -131,7 +126,7 @@ class FlatOptimizer(Optimizer):
     def step(self, lr: float, weight_decay: float) -> None:
         """Update the master weights of this rank's shards and round them to parameters."""
         # A bucket that no segment has read since the last step may still be arriving, and would overwrite the update.
-        self.ensure_ready(self._bucket_of)
+        self.finish_param_sync()
         self._update.step(lr, weight_decay, self._gradients)
 
     def start_param_sync(self) -> None:
@@ -140,7 +135,11 @@ class FlatOptimizer(Optimizer):
             bucket = shard.bucket
             self._arriving[bucket] = self._sharding[bucket.replicas].start_gather(shard.values, bucket)
         if not self._overlap:
-            self.ensure_ready(self._bucket_of)
+            self.finish_param_sync()
+
+    def finish_param_sync(self) -> None:
+        """Wait for the buckets that are still arriving."""
+        FlatOptimizer.ensure_ready(self, self._bucket_of)
 
     def ensure_ready(self, parameters: Iterable[Parameter]) -> None:
         """Wait for the buckets of ``parameters`` that are still arriving; parameters in no bucket are always ready."""
@@ -156,8 +155,8 @@ class FlatOptimizer(Optimizer):
         """Bytes held by this rank, by role."""
         shards, state = self._shards, self._update.state_bytes()
         return {
-            "parameters": sum(shard.values.nbytes for shard in shards),
-            "gradients": sum(bucket.grad.nbytes for bucket in self._buckets),
+            "parameters": sum(shard.values_kept for shard in shards),
+            "gradients": sum(shard.gradients_kept for shard in shards),
             "masters": sum(shard.masters.nbytes for shard in shards if shard.has_masters),
             "main_gradients": sum(shard.grads.nbytes for shard in shards if shard.has_main_grads),
             **({} if state is None else {"state": state}),
@@ -176,11 +175,15 @@ class FlatOptimizer(Optimizer):
         self._load(partial(load_weights, self._update, read))
 
     def _load(self, load: Callable[[], None]) -> None:
-        self.ensure_ready(self._bucket_of)  # a gather still in flight would overwrite the loaded values
+        self.finish_param_sync()  # a gather still in flight would overwrite the loaded values
         load()
         give_values(self._shards)
         self.start_param_sync()
-        self.ensure_ready(self._bucket_of)
+        self.finish_param_sync()
+
+    def _lent_shards(self) -> Sequence[Shard]:
+        """The shards of what is whole only while a segment reads it; here none."""
+        return ()
 
     def _warn(self, message: str) -> None:
         if self._topology.rank == 0:  # the rule is the same on all
@@ -191,9 +194,22 @@ class FlatOptimizer(Optimizer):
             bucket.grad.mul_(self._grad_scale)  # before the sum, so that 16-bit gradients do not overflow in it
         return self._sharding[bucket.replicas].start_reduce(bucket)
 
-    def _shard(self, bucket: Bucket) -> Shard:
-        rank = self._peers[bucket.replicas].index
-        return Shard(bucket, self._sharding[bucket.replicas].updated(bucket), bucket.shares[rank], self._main)
+    def _lay_out(self, infos: Sequence[dict[Parameter, ParamInfo]]) -> list[Bucket]:
+        """The buckets of parameters that are used together: those of a chunk, or of less."""
+        return build_buckets(
+            infos,
+            self._peers["replicas"].size,
+            self._main if self._options.grad_dtype == "main" else None,
+            self._options.bucket_size,
+            whole=self._rule.whole,
+            expert_shards=self._peers["expert_replicas"].size,
+        )
+
+    def _shard(self, bucket: Bucket, kind: type[Kind]) -> Kind:
+        return kind(bucket, self._sharding[bucket.replicas].updated(bucket), self._owned(bucket), self._main)
+
+    def _owned(self, bucket: Bucket) -> range:
+        return bucket.shares[self._peers[bucket.replicas].index]
 
 
 def _position(bucket: Bucket) -> int:

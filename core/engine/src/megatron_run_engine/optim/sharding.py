@@ -158,6 +158,25 @@ class Replicated(ShardingStrategy):
         return Pending(values)
 
 
+class Sharded(ShardingStrategy):
+    """Each data-parallel rank updates only its own shard of every bucket."""
+
+    def __init__(self, peers: ParallelGroup) -> None:
+        self._peers = peers
+
+    def updated(self, bucket: Bucket) -> range:
+        """This rank's shard."""
+        return bucket.shares[self._peers.index]
+
+    def start_reduce(self, bucket: Bucket) -> Pending:
+        """A reduce-scatter; a reduce to the owner if one rank owns the whole bucket."""
+        return self._peers.start_sum_shares(bucket.grad, bucket.shares)
+
+    def start_gather(self, values: Tensor, bucket: Bucket) -> Pending:
+        """An all-gather; a broadcast from the owner if one rank owns the whole bucket."""
+        return self._peers.start_gather_shares(values, bucket.shares)
+
+
 class Piece(NamedTuple):
     """Contiguous values of a bucket that form a box of one logical tensor.
 
@@ -181,15 +200,25 @@ class Shard:
 
     Each value of the bucket is owned by one rank: only that rank saves it and counts it in norms. ``values`` are all
     parameters of the bucket, flat. ``masters`` and ``grads`` cover ``updated`` in the type ``main``: they are views of
-    the parameters and gradients if those have that type, and separate buffers otherwise.
+    the parameters and of the ``reduced`` gradients if those have that type, and separate buffers otherwise.
     """
 
     def __init__(self, bucket: Bucket, updated: range, owned: range, main: torch.dtype) -> None:
         self.bucket, self.updated, self.owned = bucket, updated, owned
         self.values = bucket.flatten_parameters()
-        self._values, self._gradients = self._cut(self.values), self._cut(bucket.grad)
+        self._values, self.reduced = self._kept(main)
         self.masters = self._values.to(main)  # the same tensor, without a copy, if the types are equal
-        self.grads = self._gradients.to(main)
+        self.grads = self.reduced.to(main)
+
+    @property
+    def values_kept(self) -> int:
+        """Bytes of parameters between steps."""
+        return self.values.nbytes
+
+    @property
+    def gradients_kept(self) -> int:
+        """Bytes of gradients between steps."""
+        return self.bucket.grad.nbytes
 
     @property
     def has_masters(self) -> bool:
@@ -199,7 +228,7 @@ class Shard:
     @property
     def has_main_grads(self) -> bool:
         """Whether gradients are copied to a separate buffer before the update."""
-        return self.grads is not self._gradients
+        return self.grads is not self.reduced
 
     def local(self, in_bucket: range) -> slice:
         """The range ``in_bucket`` of the bucket as a slice of ``masters`` and ``grads``."""
@@ -242,13 +271,18 @@ class Shard:
             for part, starts, sizes, flat in part_boxes(parameter.shape, info.parts, found.param):
                 yield Piece(info, part, starts, sizes, range(flat.start + start, flat.stop + start))
 
-    def _cut(self, flat: Tensor) -> Tensor:
+    def cut(self, flat: Tensor) -> Tensor:
+        """The part that this rank updates of ``flat``, a buffer with the layout of the bucket."""
         return flat[self.updated.start : self.updated.stop]
+
+    def _kept(self, main: torch.dtype) -> tuple[Tensor, Tensor]:
+        """The parameters and the reduced gradients that this rank keeps between steps, of what it updates."""
+        return self.cut(self.values), self.cut(self.bucket.grad)
 
 
 def take_gradients(shards: Iterable[Shard]) -> None:
     """Copy the reduced gradients to ``grads`` where they do not share storage, by few kernels."""
-    _copy([(shard.grads, shard._gradients) for shard in shards if shard.has_main_grads])
+    _copy([(shard.grads, shard.reduced) for shard in shards if shard.has_main_grads])
 
 
 def give_values(shards: Iterable[Shard]) -> None:

@@ -51,6 +51,7 @@ class BuildContext:
     report, and ``segments`` runs the segments of layers, eagerly or from a captured graph. ``sequence_shards`` is the
     number of ranks that split the sequence between blocks: the tensor-parallel size under sequence parallelism, else 1.
     ``fields`` are the names of the fields that the data's samples have (:meth:`megatron_run.contracts.Model.fields`).
+    ``lends``: parameters are built without memory, which their optimizer gives them.
     """
 
     topology: Topology
@@ -67,6 +68,7 @@ class BuildContext:
     log: logging.Logger
     sequence_shards: int = 1
     fields: frozenset[str] = frozenset({"tokens", "labels", "loss_mask"})
+    lends: bool = False
 
     @property
     def pieces(self) -> Pieces:

@@ -74,6 +74,23 @@ def fill(infos: dict[Parameter, ParamInfo], read: ReadBox) -> None:
                 rows.copy_(read(part.name, starts, tuple(rows.shape)))
 
 
+def has_memory(parameter: Tensor) -> bool:
+    """Whether ``parameter`` has values: not on the meta device, nor where its optimizer is still to give it memory."""
+    return parameter.device.type != "meta" and parameter.untyped_storage().nbytes() >= parameter.nbytes
+
+
+def without_memory(infos: Mapping[Parameter, ParamInfo]) -> dict[Parameter, ParamInfo]:
+    """Those of ``infos`` that have no values yet."""
+    return {parameter: info for parameter, info in infos.items() if not has_memory(parameter)}
+
+
+def give_memory(parameters: Iterable[Parameter]) -> None:
+    """Give uninitialised memory to those of ``parameters`` that have none."""
+    for parameter in parameters:
+        if parameter.device.type != "meta":
+            parameter.untyped_storage().resize_(parameter.nbytes)
+
+
 def unspecified(module: nn.Module) -> str:
     """The path of the first parameter of ``module`` without a ``parameter_specs`` entry; empty if all have one.
 
@@ -92,7 +109,7 @@ def unspecified(module: nn.Module) -> str:
 def initialise(infos: dict[Parameter, ParamInfo], seed: int) -> None:
     """Fill every parameter from its :class:`Init`; the values depend only on seed and name."""
     for parameter, info in infos.items():
-        if parameter.device.type == "meta":
+        if not has_memory(parameter):
             continue
         with torch.no_grad():
             parameter.zero_()  # padding, which no part covers, must be zero
@@ -127,6 +144,7 @@ def _info(path: str, name: str, parameter: Parameter, spec: ParameterSpec, tenso
         partial_over=spec.partial_over,
         tie=spec.tie,
         replicas=spec.replicas,
+        moved=spec.moved,
         counted=spec.counted and (tensor_rank == 0 or not _is_whole(parameter, parts)),
     )
 

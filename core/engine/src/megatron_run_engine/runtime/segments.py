@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from megatron_run.errors import GraphCaptureError
+from megatron_run_engine.runtime.gates import gated, in_backward
 from megatron_run_engine.runtime.recompute import Environment, recompute_names, run_recomputed
 
 if TYPE_CHECKING:
@@ -23,7 +24,8 @@ if TYPE_CHECKING:
     from megatron_run_engine.runtime.offload import Offload
     from megatron_run_engine.runtime.rng import RandomStreams
 
-EnsureReady = Callable[[Iterable["Parameter"]], None]
+#: What an optimizer does about parameters: ``ensure_ready`` or ``release``.
+OfParameters = Callable[[Iterable["Parameter"]], None]
 
 
 class SegmentRunner:
@@ -36,7 +38,8 @@ class SegmentRunner:
 
     def __init__(self, rng: RandomStreams, offload: Offload | None = None) -> None:
         self._rng, self._offload = rng, offload
-        self._ensure_ready: EnsureReady | None = None
+        self._ensure_ready: OfParameters | None = None
+        self._release: OfParameters | None = None
         self._preparing: dict[Parameter, Callable[[], None]] = {}
         self._capture: GraphCapture | None = None
         self._capture_name = ""
@@ -53,9 +56,12 @@ class SegmentRunner:
         if self._offload is not None:
             self._offload.keep(tensors)
 
-    def read_parameters_after(self, ensure_ready: EnsureReady) -> None:
-        """From now on call ``ensure_ready`` with a segment's parameters before each run of it."""
-        self._ensure_ready = ensure_ready
+    def read_parameters_after(self, ensure_ready: OfParameters, release: OfParameters | None = None) -> None:
+        """From now on call ``ensure_ready`` with a segment's parameters before each run of it.
+
+        With ``release``, that is called after the run, and both again around its backward.
+        """
+        self._ensure_ready, self._release = ensure_ready, release
 
     def before_reading(self, parameter: Parameter, prepare: Callable[[], None]) -> None:
         """From now on call ``prepare`` before each run of a segment with ``parameter``, once that is ready.
@@ -81,6 +87,8 @@ class SegmentRunner:
                 decoding = {"decoding": microbatch.decoding} if segment.decodes else {}
                 result = segment.fn(*(environment[name] for name in segment.inputs), **decoding)
                 _store(segment, result, environment)
+                if self._release is not None:
+                    self._release(segment.params)
             return
         learns = microbatch.train and torch.is_grad_enabled()
         if self._offload is not None and learns and segments:
@@ -133,7 +141,19 @@ class SegmentRunner:
             self._note_inputs(region, environment)  # it begins among segments that are recomputed together
         self._make_ready(segment)
         self._rng.position(microbatch, segment.layer, segment.index)
-        _store(segment, segment.fn(*(environment[name] for name in segment.inputs)), environment)
+        run = segment.fn if self._release is None else partial(self._borrow, segment, self._release)
+        _store(segment, run(*(environment[name] for name in segment.inputs)), environment)
+
+    def _borrow(self, segment: Segment, release: OfParameters, *inputs: Tensor | None) -> object:
+        """Run ``segment``, and ``release`` its parameters; in the backward they are made ready again."""
+        give_back = partial(release, segment.params)
+        if not torch.is_grad_enabled():
+            result = segment.fn(*inputs)
+        else:
+            result = gated(segment.fn, inputs, partial(self._make_ready, segment), give_back)
+        if not in_backward():  # what is recomputed there is read until the backward has passed it
+            give_back()
+        return result
 
     def _note_inputs(self, region: Region, environment: Environment) -> None:
         self._examples[region] = tuple(without_values(environment[name]) for name in region.inputs)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from types import MappingProxyType
 from typing import TYPE_CHECKING
@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from megatron_run.config.origin import DEFAULT
-from megatron_run.contracts import ModelOptions
+from megatron_run.contracts import Lender, ModelOptions
 from megatron_run.contracts.activity import Activity
 from megatron_run.contracts.data import DOCUMENTS, LABELS, LOSS_MASK, TOKENS, as_fields
 from megatron_run.contracts.topology import Topology
@@ -27,14 +27,14 @@ from megatron_run_engine.runtime.gradients import GradientAccumulator
 from megatron_run_engine.runtime.messages import Messenger
 from megatron_run_engine.runtime.metrics import Metrics
 from megatron_run_engine.runtime.offload import make_offload
-from megatron_run_engine.runtime.parameter_init import describe_parameters, initialise, trained
+from megatron_run_engine.runtime.parameter_init import describe_parameters, frozen, initialise, trained
 from megatron_run_engine.runtime.rng import RandomStreams
 from megatron_run_engine.runtime.sample_cut import SampleCut
 from megatron_run_engine.runtime.segments import SegmentRunner
 from megatron_run_engine.training.checked_plugins import CheckedLayers, CheckedScaler, module_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from pydantic import BaseModel
 
@@ -126,10 +126,17 @@ class Assembly:
         assert isinstance(options, ModelOptions)  # planning has checked them
         return options.costs(length, self.context.vocab_size).flops_per_token
 
-    def wait_for_parameters(self) -> None:
-        """Wait until every all-gather of updated parameters to this rank has completed."""
+    def values(self) -> Iterator[tuple[nn.Parameter, ParamInfo]]:
+        """Each parameter of this rank, which has its values until the next one is asked for.
+
+        Collective over the ranks that divide them: each asks for all.
+        """
         for described in self.infos:
-            self.optimizer.ensure_ready(described)
+            for parameter, info in described.items():
+                self.optimizer.ensure_ready((parameter,))
+                yield parameter, info
+                if isinstance(self.optimizer, Lender):
+                    self.optimizer.release((parameter,))
 
 
 def build(run: ResolvedRun, world: World, activity: Activity | None = None) -> Assembly:
@@ -141,6 +148,8 @@ def build(run: ResolvedRun, world: World, activity: Activity | None = None) -> A
     groups = create_groups(topology, timedelta(seconds=patience(run.config.run.timeout)), activity)
     activity.enter("start", "the model")
     context = make_context(run, topology, groups, torch.device(world.device), with_vocabulary(run, data), data.fields)
+    optimizer = run.make_optimizer(context)
+    context = replace(context, lends=isinstance(optimizer, Lender))
     layers = make_layers(run, context)
     model, positions, chunks = build_chunks(run, context, layers)
     layers.check_names([module_of(chunk) for chunk in chunks])
@@ -152,9 +161,12 @@ def build(run: ResolvedRun, world: World, activity: Activity | None = None) -> A
         initialise(described, run.config.train.seed)
         for parameter, info in (trained(described) if layers.adapters() else described).items():
             context.gradients.adopt(parameter, info.name)
-    optimizer = run.make_optimizer(context)
+    lender = optimizer if isinstance(optimizer, Lender) else None
+    if lender is not None:
+        lender.hold([frozen(described) for described in infos])
+        context.gradients.borrow_from(lender)
     optimizer.attach(chunks, [trained(described) for described in infos], grad_scale=1 / run.sizes.data)
-    context.segments.read_parameters_after(optimizer.ensure_ready)
+    context.segments.read_parameters_after(optimizer.ensure_ready, None if lender is None else lender.release)
     messenger = Messenger(
         groups.channels,
         topology.peers("pipeline"),

@@ -104,7 +104,7 @@ class StepRunner:
         """
         _check(program)
         assembly, context = self._assembly, self._assembly.context
-        assembly.wait_for_parameters()
+        assembly.optimizer.finish_param_sync()
         microbatches = sorted({action.microbatch for action in actions if action.op == "F"})
         static = {index: self._static(index) for index in microbatches}
         reports: list[_Report] = []
@@ -138,7 +138,7 @@ class StepRunner:
         self, captured: _Captured, program: Sequence[Instruction], inputs: StepInputs, loaded: Mapping[int, Microbatch]
     ) -> StepRecord:
         assembly, activity = self._assembly, self._assembly.context.groups.activity
-        assembly.wait_for_parameters()
+        assembly.optimizer.finish_param_sync()
         activity.enter("forward", "and backward of the whole step")
         for index, microbatch in captured.inputs.items():
             for name, field in microbatch.fields.items():

@@ -188,7 +188,7 @@ class Trainer:
                 observers.on_eval_end(metrics)
         if saving:
             # With overlap_param_gather, all-gathers may be in flight. None may be when the run ends, as it may here.
-            self._assembly.wait_for_parameters()
+            self._assembly.optimizer.finish_param_sync()
         for saved in self._checkpoints.after_step(self._progress, last, stopping=stopping):
             observers.on_checkpoint(saved)
 

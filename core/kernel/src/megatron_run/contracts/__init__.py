@@ -44,7 +44,7 @@ from megatron_run.contracts.observer import (
     StepTrace,
     Timeline,
 )
-from megatron_run.contracts.optimizer import MASTER, Optimizer, ReadState, StatePiece
+from megatron_run.contracts.optimizer import MASTER, Lender, Optimizer, ReadState, StatePiece
 from megatron_run.contracts.parallel_layer import (
     Adapters,
     AttentionCore,
@@ -93,6 +93,7 @@ __all__ = [
     "Init",
     "Judge",
     "LayoutSpec",
+    "Lender",
     "LinearPart",
     "LinearSpec",
     "Microbatch",

@@ -88,6 +88,10 @@ class BuildContext(Protocol):
         """The pieces of each sample that this rank holds: its tokens are those of ``pieces.columns(length)``."""
 
     @property
+    def lends(self) -> bool:
+        """Whether parameters are built without memory: their optimizer is a :class:`~megatron_run.contracts.Lender`."""
+
+    @property
     def fields(self) -> frozenset[str]:
         """The names of the fields of the data's samples (:meth:`megatron_run.contracts.Model.fields`)."""
 
@@ -118,10 +122,11 @@ class BuildGroups(Protocol):
 class WeightGradients(Protocol):
     """Every weight gradient goes here, at once or deferred."""
 
-    def submit(self, parameters: Sequence[Parameter], compute: Callable[[], None]) -> None:
+    def submit(self, parameters: Sequence[Parameter], compute: Callable[[], None], *, reads: bool = False) -> None:
         """Take over a layer's weight gradient: ``compute`` adds it to the ``main_grad`` of ``parameters``.
 
-        In a whole backward (``B``) it runs at once; in a split one (``I``) it is kept for ``W``.
+        In a whole backward (``B``) it runs at once; in a split one (``I``) it is kept for ``W``. With ``reads`` it
+        reads the parameters' values too, which may not be there in ``W``.
         """
 
 

@@ -303,6 +303,6 @@ class Model(ABC):
         """Change parameters by a rule of the model's own. Collective: called once a step, on every rank.
 
         All gradients of the step have arrived, and the optimizer's update follows unless it is ``skipped``: then forget
-        what was counted. Such parameters must get no gradient and no weight decay, and have the type of the master
-        weights; every rank that holds one must change it alike.
+        what was counted. Such parameters are declared ``moved`` (:class:`ParameterSpec`), get no gradient and no weight
+        decay, and have the type of the master weights; every rank that holds one must change it alike.
         """

@@ -123,12 +123,16 @@ class Optimizer(ABC):
         """Block until ``parameters`` hold their updated values. Idempotent, and cheap if they do already."""
 
     @abstractmethod
+    def finish_param_sync(self) -> None:
+        """Wait until no collective for parameters is in flight: a run saves, or ends."""
+
+    @abstractmethod
     def memory(self) -> Mapping[str, int]:
         """Bytes that this rank holds between steps, by role.
 
-        The roles are ``parameters``, ``gradients``, ``masters``, ``main_gradients`` (fp32 copies of 16-bit gradients)
-        and ``state``, which is omitted if it is not known. On the meta device, where runs are planned, the numbers are
-        those after a first step on a real device.
+        The roles are ``parameters``, ``gradients``, ``masters``, ``main_gradients`` (fp32 copies of 16-bit gradients),
+        ``state``, which is omitted if it is not known, and of a :class:`Lender` ``lent`` and ``frozen``. On the meta
+        device, where runs are planned, the numbers are those after a first step on a real device.
         """
 
     @abstractmethod
@@ -160,6 +164,34 @@ class Optimizer(ABC):
             return read(name, field, starts, sizes) if field == MASTER else zeros(sizes)
 
         self.load_state(read_or_zeros)
+
+
+class Lender(Optimizer):
+    """An optimizer that holds parameters and gradients whole only while a segment needs them, and lends their memory.
+
+    The engine builds parameters without memory, and this gives those without values their initial ones. ``release``
+    ends what ``ensure_ready`` began, around the forward and the backward of a segment; what is not whole may be read by
+    nobody. ``before_adding`` comes before each addition to a ``main_grad``, which is read by nobody else. A parameter
+    keeps its storage, whose memory comes and goes: what autograd has saved of it then has its values again.
+
+    The bytes that are ``lent`` at once at most, and those of ``frozen`` parameters, are roles of its ``memory``.
+    """
+
+    @abstractmethod
+    def hold(self, infos: Sequence[dict[Parameter, ParamInfo]]) -> None:
+        """Take over the frozen parameters of each chunk too. Called before :meth:`attach`."""
+
+    @abstractmethod
+    def release(self, parameters: Iterable[Parameter]) -> None:
+        """``parameters`` are not read before the next ``ensure_ready``."""
+
+    @abstractmethod
+    def keep(self, parameters: Iterable[Parameter]) -> None:
+        """Values were written to frozen ``parameters`` while they were ready: they are theirs from now on."""
+
+    @abstractmethod
+    def before_adding(self, parameters: Sequence[Parameter]) -> None:
+        """``main_grad`` of ``parameters`` is about to be added to."""
 
 
 class StatePiece(NamedTuple):

@@ -54,6 +54,7 @@ class ParameterSpec:
     counted: bool = True
     name: str = ""
     replicas: Replicas = "replicas"
+    moved: bool = False
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,8 @@ class ParamInfo:
     because each rank computes a part of it: ``tie`` for a tied embedding on two stages, ``tensor`` for norms under
     sequence parallelism. ``tie`` is equal on all copies of a tied parameter. ``counted`` is true on exactly one copy,
     which enters the gradient norm and the checkpoint. ``replicas`` is the axis whose ranks hold the same parameter and
-    reduce its gradient together; an expert has fewer replicas than the other parameters.
+    reduce its gradient together; an expert has fewer replicas than the other parameters. ``moved``: the model itself
+    changes it between steps (:meth:`Model.before_update`), so every replica holds it whole.
     """
 
     name: str
@@ -76,3 +78,4 @@ class ParamInfo:
     tie: str = ""
     counted: bool = True
     replicas: Replicas = "replicas"
+    moved: bool = False

@@ -16,7 +16,7 @@ from megatron_run_testing.optimizer.bench import COLUMNS, ROWS, Bench, Optimizer
 #: Types of parameters in which state is saved and loaded.
 _NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 #: The roles that ``memory`` may report.
-_ROLES = {"parameters", "gradients", "masters", "main_gradients", "state"}
+_ROLES = {"parameters", "gradients", "masters", "main_gradients", "lent", "state"}
 
 
 def check_storage(factory: OptimizerFactory) -> None:

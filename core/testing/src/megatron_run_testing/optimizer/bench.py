@@ -6,8 +6,19 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.nn import Parameter
 
-from megatron_run.contracts import MASTER, ChunkOut, Init, Microbatch, Optimizer, ParameterSpec, Segment, StatePiece
+from megatron_run.contracts import (
+    MASTER,
+    ChunkOut,
+    Init,
+    Lender,
+    Microbatch,
+    Optimizer,
+    ParameterSpec,
+    Segment,
+    StatePiece,
+)
 from megatron_run_engine.runtime.context import BuildContext
 from megatron_run_engine.runtime.gradients import main_grad
 from megatron_run_engine.runtime.parameter_init import describe_parameters
@@ -41,11 +52,15 @@ class SmallChunk(nn.Module):
     def forward(self, x: Tensor | None, microbatch: Microbatch) -> ChunkOut:
         """X [s, b, columns] -> [s, b, rows]."""
         assert x is not None  # only a first chunk is called without input
-        return ChunkOut(nn.functional.linear(x, self.weight, self.bias))
+        return ChunkOut(self._linear(x))
 
     def segments(self) -> Sequence[Segment]:
-        """No segments: nothing of it is captured."""
-        return ()
+        """One, which reads both."""
+        read = (self.weight, self.bias)
+        return (Segment("linear", 0, 0, self._linear, ("x",), ("x",), read, why_eager="nothing is captured here"),)
+
+    def _linear(self, x: Tensor) -> Tensor:
+        return nn.functional.linear(x, self.weight, self.bias)
 
 
 class Bench:
@@ -70,8 +85,8 @@ class Bench:
     def reduce(self, weight: Tensor | float, bias: Tensor | float) -> None:
         """Set gradients as if a backward had produced them, and finish their reduction."""
         self.optimizer.zero_grad()
-        main_grad(self.weight).add_(torch.as_tensor(weight, device=self.one.device))
-        main_grad(self.bias).add_(torch.as_tensor(bias, device=self.one.device))
+        for parameter, gradient in ((self.weight, weight), (self.bias, bias)):
+            add_gradient(self.optimizer, parameter, torch.as_tensor(gradient, device=self.one.device))
         self.optimizer.start_grad_sync(0)
         self.optimizer.finish_grad_sync()
 
@@ -91,7 +106,25 @@ class Bench:
 
     def values(self) -> dict[str, Tensor]:
         """A copy of the parameters by name."""
-        return {"weight": self.weight.detach().clone(), "bias": self.bias.detach().clone()}
+        return values_of(self.optimizer, {"weight": self.weight, "bias": self.bias})
+
+
+def add_gradient(optimizer: Optimizer, parameter: Parameter, gradient: Tensor) -> None:
+    """Add ``gradient`` to the ``main_grad`` of ``parameter``, as a backward does."""
+    if isinstance(optimizer, Lender):
+        optimizer.before_adding((parameter,))
+    main_grad(parameter).add_(gradient)
+
+
+def values_of(optimizer: Optimizer, named: Mapping[str, Parameter]) -> dict[str, Tensor]:
+    """A copy of the parameters by name, read as a segment reads them."""
+    found = {}
+    for name, parameter in named.items():
+        optimizer.ensure_ready((parameter,))
+        found[name] = parameter.detach().clone()
+        if isinstance(optimizer, Lender):
+            optimizer.release((parameter,))
+    return found
 
 
 def numbers_of(optimizer: Optimizer, one: Tensor, max_norm: float) -> Tensor:

@@ -17,7 +17,6 @@ from torch.nn import Parameter
 from megatron_run.contracts import Init, ParameterSpec
 from megatron_run.contracts.topology import Sizes
 from megatron_run_engine.runtime.context import BuildContext
-from megatron_run_engine.runtime.gradients import main_grad
 from megatron_run_engine.runtime.parameter_init import describe_parameters, shapes_of
 from megatron_run_testing.optimizer.alone import expect, expect_same
 from megatron_run_testing.optimizer.bench import (
@@ -26,8 +25,10 @@ from megatron_run_testing.optimizer.bench import (
     SavedState,
     Shape,
     SmallChunk,
+    add_gradient,
     gradients,
     numbers_of,
+    values_of,
 )
 from megatron_run_testing.optimizer.together import MAX_NORM, STEPS, of_all, saved_pieces
 
@@ -80,14 +81,15 @@ class Stage:
 
     def values(self) -> dict[str, Tensor]:
         """A copy of the parameters by name."""
-        return {info.name: parameter.detach().clone() for each in self.infos for parameter, info in each.items()}
+        named = {info.name: parameter for each in self.infos for parameter, info in each.items()}
+        return values_of(self.optimizer, named)
 
     def _backward(self, step: int, chunk: int) -> None:
         """The gradients of ``chunk`` arrive: in another order on every second rank, as nothing promises one."""
         found = _gradients(step, self._topology.stage, chunk, self._topology.data_rank)
         arrivals: list[tuple[Parameter, Tensor]] = list(zip(self.infos[chunk], found, strict=True))
         for parameter, gradient in arrivals if self._topology.data_rank % 2 else reversed(arrivals):
-            main_grad(parameter).add_(gradient.to(self._one.device))
+            add_gradient(self.optimizer, parameter, gradient.to(self._one.device))
             if step > 0:
                 self.optimizer.grad_ready(parameter)
 

@@ -126,6 +126,9 @@ class DeepSpeedZero(Optimizer):
     def ensure_ready(self, parameters: Iterable[Parameter]) -> None:
         """No-op: ``step`` returns with current parameters."""
 
+    def finish_param_sync(self) -> None:
+        """No-op, as above."""
+
     def memory(self) -> Mapping[str, int]:
         """Bytes that this rank holds, by role."""
         partitions = [torch.empty(group.partition, device="meta") for group in self._flat]

@@ -14,17 +14,14 @@ from pydantic import Field
 from megatron_run.contracts import PluginInfo
 from megatron_run.contracts.meaning import NOT_LEARNED
 from megatron_run.hookspecs import hookimpl
-from megatron_run_engine.optim import FlatOptimizer, ShardingStrategy, UpdateOptions, check_update
+from megatron_run_engine.optim import FlatOptimizer, Sharded, UpdateOptions, check_update
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from torch import Tensor
-
     from megatron_run.contracts import Optimizer
     from megatron_run.contracts.schema import Config
-    from megatron_run_engine.optim import Bucket
-    from megatron_run_engine.runtime import BuildContext, ParallelGroup, Pending
+    from megatron_run_engine.runtime import BuildContext
 
 
 class Zero1Options(UpdateOptions):
@@ -34,25 +31,6 @@ class Zero1Options(UpdateOptions):
         True,
         description="gather parameters while the next forward runs, which waits for each bucket that it reads",
     )
-
-
-class Sharded(ShardingStrategy):
-    """Each data-parallel rank updates only its own shard of every bucket."""
-
-    def __init__(self, peers: ParallelGroup) -> None:
-        self._peers = peers
-
-    def updated(self, bucket: Bucket) -> range:
-        """This rank's shard."""
-        return bucket.shares[self._peers.index]
-
-    def start_reduce(self, bucket: Bucket) -> Pending:
-        """A reduce-scatter; a reduce to the owner if one rank owns the whole bucket."""
-        return self._peers.start_sum_shares(bucket.grad, bucket.shares)
-
-    def start_gather(self, values: Tensor, bucket: Bucket) -> Pending:
-        """An all-gather; a broadcast from the owner if one rank owns the whole bucket."""
-        return self._peers.start_gather_shares(values, bucket.shares)
 
 
 def check_config(config: Config, options: Zero1Options) -> Iterator[str]:

@@ -57,7 +57,7 @@ class Router(nn.Module):
         self.expert_bias: Parameter | None = None
         if experts.bias_rate:
             self.expert_bias = nn.Parameter(torch.empty(experts.count, dtype=self.dtype, device=build_device(context)))
-            self.parameter_specs["expert_bias"] = ParameterSpec(Init("zeros"), decay=False)
+            self.parameter_specs["expert_bias"] = ParameterSpec(Init("zeros"), decay=False, moved=True)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """[n, h] -> [n, e] in the type of the master weights, whatever the type of the tokens."""

@@ -46,6 +46,7 @@ from megatron_run_engine.runtime.gradients.accumulator import (
     has_main_grad,
     main_grad,
     own_main_grad,
+    take_main_grad,
 )
 
-__all__ = ["GradientAccumulator", "give_main_grad", "has_main_grad", "main_grad", "own_main_grad"]
+__all__ = ["GradientAccumulator", "give_main_grad", "has_main_grad", "main_grad", "own_main_grad", "take_main_grad"]

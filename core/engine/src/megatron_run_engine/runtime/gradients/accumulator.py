@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.nn import Parameter
 
+    from megatron_run.contracts import Lender
+
 Compute = Callable[[], None]
 #: (microbatch, chunk): whose backward a deferred weight gradient belongs to.
 Key = tuple[int, int]
@@ -37,6 +39,11 @@ def main_grad(parameter: Tensor) -> Tensor:
 def give_main_grad(parameter: Tensor, grad: Tensor) -> None:
     """Accumulate the gradient of ``parameter`` in ``grad``, of the same shape, from now on."""
     setattr(parameter, _ATTRIBUTE, grad)
+
+
+def take_main_grad(parameter: Tensor) -> None:
+    """Accumulate the gradient of ``parameter`` no longer: it is frozen."""
+    delattr(parameter, _ATTRIBUTE)
 
 
 def has_main_grad(parameter: Tensor) -> bool:
@@ -60,7 +67,7 @@ class GradientAccumulator:
 
     def __init__(self) -> None:
         self._deferred_to: Key | None = None
-        self._queues: dict[Key, deque[tuple[Sequence[Parameter], Compute]]] = {}
+        self._queues: dict[Key, deque[tuple[Sequence[Parameter], Compute, bool]]] = {}
         self._names: dict[Parameter, str] = {}
         self._arrivals: Counter[Parameter] = Counter()
         self._per_microbatch: dict[Parameter, float] = {}
@@ -68,6 +75,7 @@ class GradientAccumulator:
         self._microbatches = 0
         self.steps = 0
         self._on_ready: Callable[[Parameter], None] | None = None
+        self._lender: Lender | None = None
         self._recorded: list[Parameter] | None = None
 
     def adopt(self, parameter: Parameter, name: str) -> None:
@@ -86,20 +94,25 @@ class GradientAccumulator:
             vars(parameter)["accumulator"] = self  # it lives as long as what it adopted; the collector sees this
             parameter.register_post_accumulate_grad_hook(partial(_move_grad, weakref.ref(self)))
 
+    def borrow_from(self, lender: Lender) -> None:
+        """From now on ask ``lender`` for each ``main_grad`` before it is added to."""
+        self._lender = lender
+
     @property
     def defers(self) -> bool:
         """Whether what is submitted now waits for W."""
         return self._deferred_to is not None
 
-    def submit(self, parameters: Sequence[Parameter], compute: Compute) -> None:
+    def submit(self, parameters: Sequence[Parameter], compute: Compute, *, reads: bool = False) -> None:
         """Take over a layer's weight gradient: ``compute`` adds it to the ``main_grad`` of ``parameters``.
 
-        In a whole backward (``B``) it runs at once; in a split one (``I``) it is kept for ``W``.
+        In a whole backward (``B``) it runs at once; in a split one (``I``) it is kept for ``W``. With ``reads`` it
+        reads the parameters' values too, which may not be there in ``W``.
         """
         if self._deferred_to is None:
             self._finish(parameters, compute)
         else:
-            self._queues.setdefault(self._deferred_to, deque()).append((parameters, compute))
+            self._queues.setdefault(self._deferred_to, deque()).append((parameters, compute, reads))
 
     def start_step(self, microbatches: int, on_ready: Callable[[Parameter], None]) -> None:
         """Begin a step of ``microbatches``; ``on_ready`` is called at each parameter's last arrival."""
@@ -140,10 +153,16 @@ class GradientAccumulator:
 
     def run_deferred(self, key: Key) -> None:
         """Compute the deferred weight gradients of ``key``, first in, first out (action W)."""
-        for parameters, compute in self._queues.pop(key, ()):
+        for parameters, compute, reads in self._queues.pop(key, ()):
+            if reads and self._lender is not None:
+                self._lender.ensure_ready(parameters)
             self._finish(parameters, compute)
+            if reads and self._lender is not None:
+                self._lender.release(parameters)
 
     def _finish(self, parameters: Sequence[Parameter], compute: Compute) -> None:
+        if self._lender is not None:
+            self._lender.before_adding(parameters)
         with _without_history():  # W runs outside of a backward
             compute()
         for parameter in parameters:
@@ -153,6 +172,8 @@ class GradientAccumulator:
         """Add what autograd put into ``.grad`` to ``main_grad``."""
         if parameter.grad is None:
             return  # the hook also fires when a Function returned None for a parameter it submitted
+        if self._lender is not None:
+            self._lender.before_adding((parameter,))
         with _without_history():
             main_grad(parameter).add_(parameter.grad)
         parameter.grad = None  # or autograd would add the next gradient to it, and it would be counted twice

@@ -15,7 +15,7 @@ import torch
 from megatron_run.config.faults import Fault, read_faults
 from megatron_run.contracts.activity import BACKGROUND, Collective
 from megatron_run_engine.runtime.gradients import main_grad
-from megatron_run_engine.runtime.parameter_init import trained
+from megatron_run_engine.runtime.parameter_init import has_memory, trained
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -90,8 +90,8 @@ class _FaultInjector:
         elif fault.kind == "flip":
             flip_bit(self._parameters[0])
         else:
-            for parameter in self._parameters:
-                main_grad(parameter).fill_(float(fault.kind))
+            for gradient in filter(has_memory, map(main_grad, self._parameters)):
+                gradient.fill_(float(fault.kind))
 
 
 def _signal(number: signal.Signals, after: float) -> None:

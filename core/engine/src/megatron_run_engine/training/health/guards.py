@@ -81,17 +81,16 @@ def _note(assembly: Assembly, reported: Iterable[Reported]) -> dict[str, Any]:
     return {
         "stage": assembly.context.topology.stage,
         "loss": min(losses, default=None),
-        "weights": next(_not_finite_weights(assembly), None),
+        "weights": next(iter([*_not_finite_weights(assembly)]), None),  # all: values may have to be gathered
     }
 
 
 def _not_finite_weights(assembly: Assembly) -> Iterator[str]:
     """Yield the parameters that are not finite, each with such a value."""
-    for described in assembly.infos:
-        for parameter, info in described.items():
-            finite = torch.isfinite(parameter.detach())
-            if not finite.all():
-                yield f"{info.name} holds {parameter.detach()[~finite][0].item()}"
+    for parameter, info in assembly.values():
+        finite = torch.isfinite(parameter.detach())
+        if not finite.all():
+            yield f"{info.name} holds {parameter.detach()[~finite][0].item()}"
 
 
 def _merged(notes: Sequence[dict[str, Any]]) -> NotFinite:
@@ -230,7 +229,6 @@ class Guards:
         self._stop(GuardError(f"{progress.skipped_in_a_row} steps in a row were skipped", why=why, fix=fix))
 
     def _compare_replicas(self, step: int) -> None:
-        self._assembly.wait_for_parameters()  # do not hash a parameter that an all-gather is still writing
         fed = {}
         if self._data:
             at = self._assembly.context.topology
@@ -252,7 +250,8 @@ class Guards:
             self._warn(f"rank {found.rank} holds the others up in {found.section}: it takes {times}")
 
     def _stop(self, error: GuardError) -> NoReturn:
-        self._assembly.wait_for_parameters()  # no collective may be in flight when the process groups are destroyed
+        # No collective may be in flight when the process groups are destroyed.
+        self._assembly.optimizer.finish_param_sync()
         raise error
 
     def _warn(self, text: str) -> None:
@@ -305,10 +304,9 @@ def compare_replicas(
     """
     hashes: dict[str, Tensor] = {**more}
     tensor_rank = assembly.context.topology.tensor_rank
-    for described in assembly.infos:
-        for parameter, info in described.items():
-            own = 0 if deterministic or info.partial_over == "tensor" else tensor_rank
-            hashes[_label(info, own)] = content_hash(parameter)
+    for parameter, info in assembly.values():
+        own = 0 if deterministic or info.partial_over == "tensor" else tensor_rank
+        hashes[_label(info, own)] = content_hash(parameter)
     numbers = torch.stack(list(hashes.values())).tolist() if hashes else []  # one copy to the host for all
     notes = ranks.gather(json.dumps(dict(zip(hashes, numbers, strict=True))))
     found = find_difference([json.loads(note) for note in notes]) if ranks.rank == 0 else None

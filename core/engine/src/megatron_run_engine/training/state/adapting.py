@@ -5,12 +5,12 @@ from __future__ import annotations
 from shlex import quote
 from typing import TYPE_CHECKING, NamedTuple
 
-from megatron_run.contracts import MASTER
+from megatron_run.contracts import MASTER, Lender
 from megatron_run.errors import CheckpointError
 from megatron_run_engine.checkpoint.adapted import MergedReader, adapters_fault, find_base, open_step
 from megatron_run_engine.checkpoint.manifest import AdaptersRecord
 from megatron_run_engine.checkpoint.reader import Reader
-from megatron_run_engine.runtime.parameter_init import fill, frozen
+from megatron_run_engine.runtime.parameter_init import fill
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -62,5 +62,8 @@ def fill_frozen(assembly: Assembly, reader: Reader | MergedReader | None) -> Non
     """Copy this rank's part of every frozen weight from ``reader``, if there is one."""
     if reader is None:
         return
-    for described in assembly.infos:
-        fill(frozen(described), lambda name, starts, sizes: reader.read(name, MASTER, starts, sizes))
+    for parameter, info in assembly.values():
+        if not parameter.requires_grad:
+            fill({parameter: info}, lambda name, starts, sizes: reader.read(name, MASTER, starts, sizes))
+            if isinstance(assembly.optimizer, Lender):
+                assembly.optimizer.keep((parameter,))

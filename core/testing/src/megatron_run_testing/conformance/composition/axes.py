@@ -217,7 +217,16 @@ CARRIED_OUT = (
     Axis("sequence", [(), ("parallel.sequence=true",)], needs="tensor"),
     Axis("messages", [(), ("parallel.scatter_messages=true",)], needs="tensor"),
     Axis("uneven", [(), ("parallel.embedding_as_layer=true",)], needs="pipeline"),
-    Axis("update", [("optimizer=adamw",), ("optimizer=zero1",), ("optimizer=zero1,bucket_size=300",)]),
+    Axis(
+        "update",
+        [
+            ("optimizer=adamw",),
+            ("optimizer=zero1",),
+            ("optimizer=zero1,bucket_size=300",),
+            ("optimizer=zero3,whole_below=0",),
+            ("optimizer=zero3,whole_below=40,reduce=step,segments_held=0",),
+        ],
+    ),
     Axis("scaler", [(), ("scaler=constant,loss_scale=64",), ("scaler=dynamic,initial_loss_scale=64",)]),
     Axis(
         "recompute",

@@ -1,0 +1,147 @@
+"""The optimizer on flat buffers whose parameters and gradients are whole only while a segment needs them (ZeRO-3)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+from megatron_run.contracts import Lender
+from megatron_run_engine.optim.flat import FlatOptimizer
+from megatron_run_engine.optim.loans import LentShard, LentValues
+from megatron_run_engine.optim.units import LentGradients, LentParameters, Unit, most_lent, units_of
+from megatron_run_engine.runtime.parameter_init import frozen, give_memory, initialise, trained, without_memory
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+
+    from torch.nn import Parameter
+
+    from megatron_run.contracts import Chunk, ParamInfo
+    from megatron_run_engine.optim.sharding import Shard, ShardingStrategy
+    from megatron_run_engine.optim.update_rules import UpdateOptions
+    from megatron_run_engine.runtime.comm import ParallelGroup, Pending
+    from megatron_run_engine.runtime.context import BuildContext
+
+
+class LendingOptimizer(FlatOptimizer, Lender):
+    """Parameters of a segment are gathered where it runs, and its gradients are reduced when its backward ends.
+
+    At most ``held`` segments are whole at a time; 0: from the first use in a step to its update. ``reduce`` says how
+    often gradients leave: after each microbatch, or once a step. Parameters of fewer than ``whole_below`` values, those
+    that no segment reads or the model itself moves, and those without another replica stay whole, as with ``zero1``.
+
+    ``sharding`` cuts each bucket into the shares of its ranks.
+    """
+
+    def __init__(
+        self,
+        context: BuildContext,
+        options: UpdateOptions,
+        sharding: Callable[[ParallelGroup], ShardingStrategy],
+        *,
+        held: int = 2,
+        whole_below: int = 0,
+        reduce: Literal["microbatch", "step"] = "microbatch",
+    ) -> None:
+        super().__init__(context, options, sharding, overlap_param_gather=True)
+        self._held, self._whole_below, self._each_microbatch = held, whole_below, reduce == "microbatch"
+        self._seed = context.train.seed
+        self._units: list[Unit] = []
+        self._frozen: Sequence[dict[Parameter, ParamInfo]] = ()
+
+    def attach(self, chunks: Sequence[Chunk], infos: Sequence[dict[Parameter, ParamInfo]], grad_scale: float) -> None:
+        """Lay out the buckets of each segment, and those of the rest; give values to what was built without memory."""
+        still = self._frozen or [{} for _ in infos]
+        every = [{**described, **more} for described, more in zip(infos, still, strict=True)]
+        read = [[segment.params for segment in chunk.segments()] for chunk in chunks]
+        found = units_of(read, every, self._lends)
+        lent = {parameter for _, _, described in found for parameter in described}
+        rest = [{p: info for p, info in described.items() if p not in lent} for described in every]
+        for described in rest:
+            fresh = without_memory(described)
+            give_memory(fresh)
+            initialise(fresh, self._seed)
+        self._units = [self._unit(chunk, place, described) for chunk, place, described in found]
+        self._parameters = LentParameters(self._units, self._gather, self._held)
+        self._lent_gradients = LentGradients(self._units, self._reduce, each_microbatch=self._each_microbatch)
+        self._idle = [parameter for described in rest for parameter in frozen(described)]
+        super().attach(chunks, [trained(described) for described in rest], grad_scale)
+
+    def hold(self, infos: Sequence[dict[Parameter, ParamInfo]]) -> None:
+        """Lend frozen parameters too: a rank keeps its share of their values."""
+        self._frozen = infos
+
+    def keep(self, parameters: Iterable[Parameter]) -> None:
+        """Take over what was written to frozen ``parameters``."""
+        self._parameters.keep(parameters)
+
+    def before_adding(self, parameters: Sequence[Parameter]) -> None:
+        """Give the gradients of ``parameters`` memory; those of the segment before leave."""
+        self._lent_gradients.begin(parameters)
+
+    def grad_ready(self, parameter: Parameter) -> None:
+        """Send complete buckets of what stays whole; what is lent leaves by itself."""
+        if parameter in self._bucket_of:
+            super().grad_ready(parameter)
+
+    def start_grad_sync(self, chunk: int) -> None:
+        """Send the remaining gradients of ``chunk``."""
+        super().start_grad_sync(chunk)
+        self._lent_gradients.finish(chunk)
+
+    def finish_grad_sync(self) -> None:
+        """Wait for every reduction, those of what is lent too."""
+        self._lent_gradients.finish()
+        super().finish_grad_sync()
+
+    def step(self, lr: float, weight_decay: float) -> None:
+        """Update this rank's shares; what was gathered before is taken back."""
+        self._parameters.forget()
+        super().step(lr, weight_decay)
+
+    def ensure_ready(self, parameters: Iterable[Parameter]) -> None:
+        """Gather the segments of ``parameters`` that are not whole; wait for those that are on the way."""
+        parameters = tuple(parameters)
+        super().ensure_ready(parameters)
+        self._parameters.take(parameters)
+
+    def release(self, parameters: Iterable[Parameter]) -> None:
+        """The segments of ``parameters`` may make room for others."""
+        self._parameters.give_back(parameters)
+
+    def finish_param_sync(self) -> None:
+        """Wait for every gather."""
+        super().finish_param_sync()
+        self._parameters.settle()
+
+    def memory(self) -> Mapping[str, int]:
+        """Bytes held by this rank, by role; ``lent`` are those that segments hold whole at a time."""
+        lent = most_lent(self._units, self._held, each_microbatch=self._each_microbatch)
+        kept = sum(each.kept for unit in self._units for each in unit.frozen)
+        idle = kept + sum(parameter.nbytes for parameter in self._idle)
+        return {**super().memory(), "lent": lent, **({"frozen": idle} if idle else {})}
+
+    def _load(self, load: Callable[[], None]) -> None:
+        self._parameters.forget()
+        super()._load(load)
+
+    def _lends(self, parameter: Parameter, info: ParamInfo) -> bool:
+        small = parameter.numel() < self._whole_below
+        return not small and not info.moved and self._peers[info.replicas].size > 1
+
+    def _lent_shards(self) -> Sequence[Shard]:
+        return [shard for unit in self._units for shard in unit.shards]
+
+    def _unit(self, chunk: int, place: int, described: dict[Parameter, ParamInfo]) -> Unit:
+        shards = [self._shard(bucket, LentShard) for bucket in self._lay_out([trained(described)])]
+        still = [LentValues.frozen(each, self._owned(each)) for each in self._lay_out([frozen(described)])]
+        for shard in shards:
+            shard.initialise(self._seed)
+        for values in still:
+            values.initialise(self._seed)
+        return Unit(chunk, place, tuple(shards), tuple(still))
+
+    def _gather(self, lent: LentValues) -> Pending:
+        return self._sharding[lent.bucket.replicas].start_gather(lent.values, lent.bucket)
+
+    def _reduce(self, shard: LentShard) -> Pending:
+        return self._send(shard.bucket)
