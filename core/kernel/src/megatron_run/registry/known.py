@@ -55,6 +55,7 @@ KNOWN: tuple[Known, ...] = (
     Known("optimizer", "adamw", builtin=True),
     Known("optimizer", "deepspeed"),
     Known("optimizer", "zero1"),
+    Known("optimizer", "zero3"),
     Known("schedule", "1f1b", frozenset({"parallel.pipeline"})),
     Known("schedule", "gpipe", frozenset({"parallel.chunks", "parallel.pipeline"})),
     Known("schedule", "interleaved", frozenset({"parallel.chunks", "parallel.pipeline"})),
@@ -166,6 +167,10 @@ SUMMARIES: Mapping[str, str] = MappingProxyType(
         ),
         "megatron-run-optimizer-zero1": (
             "The distributed optimizer (ZeRO-1): every data-parallel rank updates its share of the parameters."
+        ),
+        "megatron-run-optimizer-zero3": (
+            "The distributed optimizer by segments (ZeRO-3): parameters and gradients are whole only while a layer "
+            "needs them."
         ),
         "megatron-run-parallel-layer-context": (
             "Context parallelism: attention over sequences whose tokens are split over ranks."
