@@ -154,7 +154,7 @@ class Member:
             loaded.boxes.setdefault((piece.name, piece.field), []).append(Box(piece.starts, piece.sizes))
             if not same_bits(piece.tensor, reader.read(*piece[:4])):
                 loaded.wrong.append(f"{piece.field} of {piece.name}{loaded.boxes[piece.name, piece.field][-1]}")
-        for parameter, info in (item for described in self.assembly.infos for item in described.items()):
+        for parameter, info in self.assembly.values():
             for part in info.parts:
                 rows = parameter.detach()[part.local.start : part.local.stop]
                 starts = (part.start, part.column, 0)[: rows.ndim]

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from megatron_run_engine.runtime.parameter_init import take_memory
+
 if TYPE_CHECKING:
     from megatron_run.contracts import BuildContext
 
@@ -24,8 +26,8 @@ def empty_parameter(context: BuildContext, *shape: int) -> Parameter:
     Where the optimizer lends memory it has none: no rank ever holds the whole model.
     """
     made = Parameter(torch.empty(shape, dtype=context.dtypes.param, device=build_device(context)))
-    if context.lends and made.device.type != "meta":
-        made.untyped_storage().resize_(0)
+    if context.lends:
+        take_memory(made)
     return made
 
 

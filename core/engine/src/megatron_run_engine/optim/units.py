@@ -94,7 +94,7 @@ class LentParameters:
 
     def forget(self) -> None:
         """Take all back: what was gathered is no longer the parameters' value."""
-        self.settle()
+        self._read.clear()
         for unit in [*self._whole]:
             self._drop(unit)
 

@@ -84,6 +84,12 @@ def without_memory(infos: Mapping[Parameter, ParamInfo]) -> dict[Parameter, Para
     return {parameter: info for parameter, info in infos.items() if not has_memory(parameter)}
 
 
+def take_memory(parameter: Parameter) -> None:
+    """Take the memory of ``parameter``, whose values nobody needs."""
+    if parameter.device.type != "meta":
+        parameter.untyped_storage().resize_(0)
+
+
 def give_memory(parameters: Iterable[Parameter]) -> None:
     """Give uninitialised memory to those of ``parameters`` that have none."""
     for parameter in parameters:
