@@ -13,12 +13,16 @@ from benchmarks.optimizer.speed import (
     DDP,
     DDP_ZERO,
     DEEPSPEED,
+    DEEPSPEED3,
     FSDP2,
+    FSDP2_RESHARDING,
     REPLICATED,
     SENDING,
     SENDING_NOTHING,
     SILENT,
     ZERO1,
+    ZERO3,
+    ZERO3_HELD,
     measure,
     overlap_table,
     state_table,
@@ -70,7 +74,8 @@ def measure_tiny(rank: int, world: int) -> dict[str, Any]:
 @pytest.mark.nightly
 def test_every_side_trains_alike_and_holds_the_state_that_it_should() -> None:
     found = run_ranks(measure_tiny, 2, timeout=280)[0]
-    sides = {ZERO1, AT_ONCE, ADAMW, SILENT, DDP, DDP_ZERO, FSDP2} | ({DEEPSPEED} if deepspeed.installed() else set())
+    sides = {ZERO1, AT_ONCE, ZERO3, ZERO3_HELD, ADAMW, SILENT, DDP, DDP_ZERO, FSDP2, FSDP2_RESHARDING}
+    sides |= {DEEPSPEED, DEEPSPEED3} if deepspeed.installed() else set()
     assert found["state"].keys() == sides
     assert found["apart"].keys() == sides - {SILENT}
     assert found["apart"][AT_ONCE] == found["apart"][ADAMW] == 0.0

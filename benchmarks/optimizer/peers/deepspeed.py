@@ -1,4 +1,4 @@
-"""DeepSpeed's engine with ZeRO stage 1, on CPUs over gloo."""
+"""DeepSpeed's engine with ZeRO, on CPUs over gloo."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ def installed() -> bool:
 
 
 class DeepSpeedSide:
-    """The engine with its defaults but for what is said here."""
+    """The engine with ZeRO ``stage`` 1 or 3, and its defaults but for what is said here."""
 
-    def __init__(self, ranks: Ranks, shape: Shape, batch: Batch) -> None:
-        self._batch = batch
+    def __init__(self, ranks: Ranks, shape: Shape, batch: Batch, *, stage: int = 1) -> None:
+        self._batch, self._stage = batch, stage
         os.environ["DS_ACCELERATOR"] = "cpu"  # looked up when DeepSpeed is imported
         os.environ.setdefault("LOCAL_RANK", os.environ.get("RANK", "0"))  # what its launcher would say
         deepspeed, operators = import_module("deepspeed"), import_module("deepspeed.ops")
@@ -36,7 +36,7 @@ class DeepSpeedSide:
         deepspeed.comm.init_distributed("gloo", dist_init_required=False, verbose=False)
         model, self._infos = plain_model(ranks, shape)
         self._engine, self._optimizer, *_ = deepspeed.initialize(
-            model=model, optimizer=torch.optim.AdamW(groups(self._infos.items()), **ADAMW), config=_config(shape)
+            model=model, optimizer=torch.optim.AdamW(groups(self._infos.items()), **ADAMW), config=_config(shape, stage)
         )
 
     def step(self) -> None:
@@ -51,9 +51,10 @@ class DeepSpeedSide:
 
     def first_moments(self) -> Mapping[str, Tensor]:
         """Put together by DeepSpeed from the partitions."""
-        # DeepSpeed has looked up its state after the update of the first group, when the others had none yet.
-        self._optimizer._hp_optimizer_states_linked = False
-        self._optimizer._lazy_init_hp_params_optimizer_state()
+        if self._stage < 3:
+            # DeepSpeed has looked up its state after the update of the first group, when the others had none yet.
+            self._optimizer._hp_optimizer_states_linked = False
+            self._optimizer._lazy_init_hp_params_optimizer_state()
         whole = import_module("deepspeed.utils").safe_get_full_optimizer_state
         return logical((whole(parameter, "exp_avg"), info) for parameter, info in self._infos.items())
 
@@ -62,12 +63,12 @@ class DeepSpeedSide:
         return bytes_of(self._optimizer.optimizer.state)
 
 
-def _config(shape: Shape) -> dict[str, object]:
+def _config(shape: Shape, stage: int) -> dict[str, object]:
     return {
         "train_micro_batch_size_per_gpu": shape.micro_batch,
         "gradient_accumulation_steps": shape.microbatches,
         "gradient_clipping": CLIP,
-        "zero_optimization": {"stage": 1},
+        "zero_optimization": {"stage": stage},
         "zero_allow_untested_optimizer": True,  # torch's AdamW
         "steps_per_print": 10**9,
     }
