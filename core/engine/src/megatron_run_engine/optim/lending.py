@@ -61,6 +61,8 @@ class LendingOptimizer(FlatOptimizer, Lender):
             give_memory(fresh)
             initialise(fresh, self._seed)
         self._units = [self._unit(chunk, place, described) for chunk, place, described in found]
+        for unit in self._units:
+            unit.initialise(self._seed)
         self._parameters = LentParameters(self._units, self._gather, self._held)
         self._lent_gradients = LentGradients(self._units, self._reduce, each_microbatch=self._each_microbatch)
         self._idle = [parameter for described in rest for parameter in frozen(described)]
@@ -134,10 +136,6 @@ class LendingOptimizer(FlatOptimizer, Lender):
     def _unit(self, chunk: int, place: int, described: dict[Parameter, ParamInfo]) -> Unit:
         shards = [self._shard(bucket, LentShard) for bucket in self._lay_out([trained(described)])]
         still = [LentValues.frozen(each, self._owned(each)) for each in self._lay_out([frozen(described)])]
-        for shard in shards:
-            shard.initialise(self._seed)
-        for values in still:
-            values.initialise(self._seed)
         return Unit(chunk, place, tuple(shards), tuple(still))
 
     def _gather(self, lent: LentValues) -> Pending:

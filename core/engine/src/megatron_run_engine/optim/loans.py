@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from megatron_run_engine.optim.sharding import Shard
-from megatron_run_engine.runtime.gradients import give_main_grad, take_main_grad
-from megatron_run_engine.runtime.parameter_init import initialise, without_memory
+from megatron_run_engine.runtime.gradients import give_main_grad, main_grad, take_main_grad
+from megatron_run_engine.runtime.parameter_init import give_memory, initialise, take_memory, without_memory
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from torch.nn import Parameter
 
@@ -29,19 +29,24 @@ if TYPE_CHECKING:
 
 
 class Loan:
-    """A ``flat`` buffer in the layout of ``bucket`` whose memory comes and goes, and the tensors that are seen of it.
+    """A ``flat`` buffer whose memory comes and goes, and the tensors that are seen of it: ``views``, by parameter.
 
     ``show`` makes a tensor that of a parameter; while the memory is away that is ``away`` [], in the parameter's shape.
     """
 
-    def __init__(self, bucket: Bucket, flat: Tensor, away: Tensor, show: Callable[[Parameter, Tensor], None]) -> None:
+    def __init__(
+        self,
+        flat: Tensor,
+        views: Mapping[Parameter, Tensor],
+        away: Tensor,
+        show: Callable[[Parameter, Tensor], None],
+    ) -> None:
         self._flat, self._show = flat, show
-        self._views = {p: (bucket.view(flat, p), away.expand(p.shape)) for p in bucket.parameters}
+        self._views = {parameter: (view, away.expand(view.shape)) for parameter, view in views.items()}
 
     def give(self) -> None:
         """Give it memory, without values."""
-        if self._flat.device.type != "meta":
-            self._flat.untyped_storage().resize_(self._flat.nbytes)
+        give_memory((self._flat,))
         for parameter, (view, _) in self._views.items():
             self._show(parameter, view)
 
@@ -49,8 +54,7 @@ class Loan:
         """Take its memory."""
         for parameter, (_, away) in self._views.items():
             self._show(parameter, away)
-        if self._flat.device.type != "meta":
-            self._flat.untyped_storage().resize_(0)
+        take_memory(self._flat)
 
 
 def _set_data(parameter: Parameter, values: Tensor) -> None:
@@ -65,17 +69,18 @@ class LentValues:
 
     def __init__(self, bucket: Bucket, values: Tensor, share: Tensor, own: Tensor, fresh: Infos) -> None:
         self.bucket, self.values, self._share, self._own, self._fresh = bucket, values, share, own, fresh
-        self._loan = Loan(bucket, values, values.new_full((), torch.nan), _set_data)
+        views = {parameter: parameter.data for parameter in bucket.parameters}
+        self._loan = Loan(values, views, share.new_full((), torch.nan), _set_data)
 
     @classmethod
     def frozen(cls, bucket: Bucket, owned: range) -> LentValues:
         """Those of parameters that are not trained: no masters, and no gradients."""
-        fresh = without_memory(bucket.infos)
+        fresh = _without_values(bucket)
         values = bucket.flatten_parameters()
         own = values[owned.start : owned.stop]
         for parameter in bucket.parameters:
             take_main_grad(parameter)
-        return cls(bucket, values, own.clone(), own, fresh)
+        return cls(bucket, values, _share(own, fresh), own, fresh)
 
     @property
     def kept(self) -> int:
@@ -84,9 +89,11 @@ class LentValues:
 
     def initialise(self, seed: int) -> None:
         """Give values to parameters without, and take the memory back."""
-        initialise(self._fresh, seed)
-        self._fresh = {}
-        self.keep()
+        if self._fresh:
+            self._loan.give()
+            initialise(self._fresh, seed)
+            self._fresh = {}
+            self.keep()
         self.take_back()
 
     def lend(self) -> None:
@@ -110,10 +117,11 @@ class LentShard(Shard):
     """
 
     def __init__(self, bucket: Bucket, updated: range, owned: range, main: torch.dtype) -> None:
-        fresh = without_memory(bucket.infos)
+        self._fresh = _without_values(bucket)
         super().__init__(bucket, updated, owned, main)
-        self.lent = LentValues(bucket, self.values, self._values, self.cut(self.values), fresh)
-        self._gradients = Loan(bucket, bucket.grad, bucket.grad.new_zeros(()), give_main_grad)
+        self.lent = LentValues(bucket, self.values, self._values, self._own_values, self._fresh)
+        gradients = {parameter: main_grad(parameter) for parameter in bucket.parameters}
+        self._gradients = Loan(bucket.grad, gradients, bucket.grad.new_zeros(()), give_main_grad)
 
     def initialise(self, seed: int) -> None:
         """Give values to parameters that were built without memory, and take the memory of the bucket."""
@@ -139,9 +147,27 @@ class LentShard(Shard):
 
     def add_reduced(self) -> None:
         """Add what has been reduced to ``reduced``, and take the bucket's memory."""
-        self.reduced.add_(self.cut(self.bucket.grad))
+        self.reduced.add_(self._own_gradients)
         self._gradients.take_back()
 
     def _kept(self, main: torch.dtype) -> tuple[Tensor, Tensor]:
-        values = self.cut(self.values)
-        return values.clone(), torch.zeros_like(values, dtype=main)
+        # Views are made while there is memory.
+        self._own_values, self._own_gradients = self.cut(self.values), self.cut(self.bucket.grad)
+        take_memory(self.bucket.grad)
+        return _share(self._own_values, self._fresh), torch.zeros_like(self._own_values, dtype=main)
+
+
+def _without_values(bucket: Bucket) -> Infos:
+    """All parameters of ``bucket`` if one was built without memory: the others have initial values too."""
+    return bucket.infos if without_memory(bucket.infos) else {}
+
+
+def _share(own: Tensor, fresh: Infos) -> Tensor:
+    """A place for this rank's part ``own`` of whole values, and what it holds unless that is still to come.
+
+    Memory that nobody needs goes first: what is kept then lies side by side, and leaves no gaps of odd sizes.
+    """
+    if not fresh:
+        return own.clone()
+    take_memory(own)
+    return torch.empty_like(own)

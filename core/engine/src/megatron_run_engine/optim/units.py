@@ -32,6 +32,13 @@ class Unit:
     shards: tuple[LentShard, ...]
     frozen: tuple[LentValues, ...] = ()
 
+    def initialise(self, seed: int) -> None:
+        """Give values to parameters that were built without memory, and take that of the buckets."""
+        for shard in self.shards:
+            shard.initialise(seed)
+        for values in self.frozen:
+            values.initialise(seed)
+
     @property
     def lent(self) -> tuple[LentValues, ...]:
         """The parameters, those that are trained and those that are not."""

@@ -84,17 +84,17 @@ def without_memory(infos: Mapping[Parameter, ParamInfo]) -> dict[Parameter, Para
     return {parameter: info for parameter, info in infos.items() if not has_memory(parameter)}
 
 
-def take_memory(parameter: Parameter) -> None:
-    """Take the memory of ``parameter``, whose values nobody needs."""
-    if parameter.device.type != "meta":
-        parameter.untyped_storage().resize_(0)
+def take_memory(tensor: Tensor) -> None:
+    """Take the memory of ``tensor``, and of all that shares its storage: nobody needs the values."""
+    if tensor.device.type != "meta":
+        tensor.untyped_storage().resize_(0)
 
 
-def give_memory(parameters: Iterable[Parameter]) -> None:
-    """Give uninitialised memory to those of ``parameters`` that have none."""
-    for parameter in parameters:
-        if parameter.device.type != "meta":
-            parameter.untyped_storage().resize_(parameter.nbytes)
+def give_memory(tensors: Iterable[Tensor]) -> None:
+    """Give uninitialised memory to each of ``tensors``, which covers its storage."""
+    for tensor in tensors:
+        if tensor.device.type != "meta":
+            tensor.untyped_storage().resize_(tensor.nbytes)
 
 
 def unspecified(module: nn.Module) -> str:
