@@ -37,7 +37,7 @@ class Segments:
         self.parameters = [next(iter(each)) for each in infos]
         self.units = []
         for place, each in enumerate(infos):
-            (bucket,) = build_buckets([each], 2)
+            (bucket,) = build_buckets([each], 2, lent=True)
             shard = LentShard(bucket, range(len(bucket.grad)), range(len(bucket.grad)), torch.float32)
             shard.initialise(0)
             self.units.append(Unit(0, place, (shard,)))

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from megatron_run_engine.runtime.gradients import give_main_grad
-from megatron_run_engine.runtime.parameter_init import has_memory
+from megatron_run_engine.runtime.parameter_init import has_memory, take_memory
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -84,6 +84,7 @@ def build_buckets(
     *,
     whole: bool = False,
     expert_shards: int | None = None,
+    lent: bool = False,
 ) -> list[Bucket]:
     """Build the buckets of a stage and set every ``main_grad`` to a view of one.
 
@@ -94,7 +95,7 @@ def build_buckets(
 
     ``shards`` is the data-parallel size; ``expert_shards`` is the number of its ranks that hold the same experts, by
     default all. Each bucket is cut into that many equal shares or, with ``whole``, owned by a single rank, so that no
-    parameter is cut.
+    parameter is cut. With ``lent`` gradients get no memory yet.
     """
     buckets: list[Bucket] = []
     shares: dict[Replicas, _Shares] = {
@@ -105,11 +106,11 @@ def build_buckets(
     for chunk, described in enumerate(infos):
         fresh = [(p, info) for p, info in reversed(described.items()) if p not in seen]
         seen.update(described)
-        buckets += [_bucket(None, [item], shares, dtype) for item in fresh if item[1].tie]
+        buckets += [_bucket(None, [item], shares, dtype, lent=lent) for item in fresh if item[1].tie]
         untied = [item for item in fresh if not item[1].tie]
         for key in dict.fromkeys(map(_bucket_key, untied)):
             members = [item for item in untied if _bucket_key(item) == key]
-            buckets += [_bucket(chunk, part, shares, dtype) for part in _cut(members, capacity)]
+            buckets += [_bucket(chunk, part, shares, dtype, lent=lent) for part in _cut(members, capacity)]
     return buckets
 
 
@@ -162,6 +163,8 @@ def _bucket(
     members: list[tuple[Parameter, ParamInfo]],
     shares: Mapping[Replicas, _Shares],
     dtype: torch.dtype | None,
+    *,
+    lent: bool,
 ) -> Bucket:
     starts: dict[Parameter, int] = {}
     length = 0
@@ -174,6 +177,8 @@ def _bucket(
     bucket = Bucket(chunk, grad, starts, dict(members), ranges)
     for parameter in starts:
         give_main_grad(parameter, bucket.view(bucket.grad, parameter))
+    if lent:  # at once, so that no two are there
+        take_memory(grad)
     return bucket
 
 

@@ -194,7 +194,7 @@ class FlatOptimizer(Optimizer):
             bucket.grad.mul_(self._grad_scale)  # before the sum, so that 16-bit gradients do not overflow in it
         return self._sharding[bucket.replicas].start_reduce(bucket)
 
-    def _lay_out(self, infos: Sequence[dict[Parameter, ParamInfo]]) -> list[Bucket]:
+    def _lay_out(self, infos: Sequence[dict[Parameter, ParamInfo]], *, lent: bool = False) -> list[Bucket]:
         """The buckets of parameters that are used together: those of a chunk, or of less."""
         return build_buckets(
             infos,
@@ -203,6 +203,7 @@ class FlatOptimizer(Optimizer):
             self._options.bucket_size,
             whole=self._rule.whole,
             expert_shards=self._peers["expert_replicas"].size,
+            lent=lent,
         )
 
     def _shard(self, bucket: Bucket, kind: type[Kind]) -> Kind:

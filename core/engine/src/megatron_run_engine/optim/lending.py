@@ -134,8 +134,8 @@ class LendingOptimizer(FlatOptimizer, Lender):
         return [shard for unit in self._units for shard in unit.shards]
 
     def _unit(self, chunk: int, place: int, described: dict[Parameter, ParamInfo]) -> Unit:
-        shards = [self._shard(bucket, LentShard) for bucket in self._lay_out([trained(described)])]
-        still = [LentValues.frozen(each, self._owned(each)) for each in self._lay_out([frozen(described)])]
+        shards = [self._shard(bucket, LentShard) for bucket in self._lay_out([trained(described)], lent=True)]
+        still = [LentValues.frozen(each, self._owned(each)) for each in self._lay_out([frozen(described)], lent=True)]
         return Unit(chunk, place, tuple(shards), tuple(still))
 
     def _gather(self, lent: LentValues) -> Pending:

@@ -147,13 +147,11 @@ class LentShard(Shard):
 
     def add_reduced(self) -> None:
         """Add what has been reduced to ``reduced``, and take the bucket's memory."""
-        self.reduced.add_(self._own_gradients)
+        self.reduced.add_(self.cut(self.bucket.grad))
         self._gradients.take_back()
 
     def _kept(self, main: torch.dtype) -> tuple[Tensor, Tensor]:
-        # Views are made while there is memory.
-        self._own_values, self._own_gradients = self.cut(self.values), self.cut(self.bucket.grad)
-        take_memory(self.bucket.grad)
+        self._own_values = self.cut(self.values)  # a view is made while there is memory
         return _share(self._own_values, self._fresh), torch.zeros_like(self._own_values, dtype=main)
 
 
