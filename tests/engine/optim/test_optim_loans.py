@@ -12,7 +12,7 @@ from torch.nn import Parameter
 
 from megatron_run.contracts import Init, ParamInfo, Part
 from megatron_run_engine.optim.buckets import build_buckets
-from megatron_run_engine.optim.loans import LentShard, LentValues
+from megatron_run_engine.optim.loans import LentShard, LentValues, Room
 from megatron_run_engine.optim.units import LentGradients, LentParameters, Unit, most_lent, units_of
 from megatron_run_engine.runtime.comm import Pending
 from megatron_run_engine.runtime.gates import gated, in_backward
@@ -38,7 +38,8 @@ class Segments:
         self.units = []
         for place, each in enumerate(infos):
             (bucket,) = build_buckets([each], 2, lent=True)
-            shard = LentShard(bucket, range(len(bucket.grad)), range(len(bucket.grad)), torch.float32)
+            every = range(len(bucket.grad))
+            shard = LentShard(bucket, every, every, torch.float32, Room(len(every), bucket.grad, torch.float32))
             shard.initialise(0)
             self.units.append(Unit(0, place, (shard,)))
         self.lent = LentParameters(self.units, lambda lent: self._note("gather", lent, lent.values), held)

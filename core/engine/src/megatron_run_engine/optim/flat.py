@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar, get_args
+from typing import TYPE_CHECKING, get_args
 
 import torch
 from torch import Tensor
@@ -28,8 +28,6 @@ if TYPE_CHECKING:
     from megatron_run_engine.optim.update_rules import UpdateOptions
     from megatron_run_engine.runtime.comm import ParallelGroup, Pending
     from megatron_run_engine.runtime.context import BuildContext
-
-    Kind = TypeVar("Kind", bound=Shard)
 
 
 class FlatOptimizer(Optimizer):
@@ -62,7 +60,7 @@ class FlatOptimizer(Optimizer):
         """Lay out the buckets, move the parameters into flat storage and create the master weights."""
         self._grad_scale = grad_scale
         self._buckets = self._lay_out(infos)
-        kept = [self._shard(bucket, Shard) for bucket in self._buckets]
+        kept = [Shard(bucket, self._updated(bucket), self._owned(bucket), self._main) for bucket in self._buckets]
         self._shards = [*kept, *self._lent_shards()]
         self._bucket_of = {parameter: bucket for bucket in self._buckets for parameter in bucket.parameters}
         # Buckets of a chunk are in the order of its backward. Tied buckets (the embedding's) are read first of all.
@@ -206,8 +204,8 @@ class FlatOptimizer(Optimizer):
             lent=lent,
         )
 
-    def _shard(self, bucket: Bucket, kind: type[Kind]) -> Kind:
-        return kind(bucket, self._sharding[bucket.replicas].updated(bucket), self._owned(bucket), self._main)
+    def _updated(self, bucket: Bucket) -> range:
+        return self._sharding[bucket.replicas].updated(bucket)
 
     def _owned(self, bucket: Bucket) -> range:
         return bucket.shares[self._peers[bucket.replicas].index]

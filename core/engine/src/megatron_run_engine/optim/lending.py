@@ -6,16 +6,19 @@ from typing import TYPE_CHECKING, Literal
 
 from megatron_run.contracts import Lender
 from megatron_run_engine.optim.flat import FlatOptimizer
-from megatron_run_engine.optim.loans import LentShard, LentValues
+from megatron_run_engine.optim.loans import LentShard, LentValues, Room
 from megatron_run_engine.optim.units import LentGradients, LentParameters, Unit, most_lent, units_of
 from megatron_run_engine.runtime.parameter_init import frozen, give_memory, initialise, trained, without_memory
+from megatron_run_engine.runtime.returned_memory import returned_when_freed
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
+    import torch
     from torch.nn import Parameter
 
     from megatron_run.contracts import Chunk, ParamInfo
+    from megatron_run_engine.optim.buckets import Bucket
     from megatron_run_engine.optim.sharding import Shard, ShardingStrategy
     from megatron_run_engine.optim.update_rules import UpdateOptions
     from megatron_run_engine.runtime.comm import ParallelGroup, Pending
@@ -60,7 +63,8 @@ class LendingOptimizer(FlatOptimizer, Lender):
             fresh = without_memory(described)
             give_memory(fresh)
             initialise(fresh, self._seed)
-        self._units = [self._unit(chunk, place, described) for chunk, place, described in found]
+        with returned_when_freed(self._device):
+            self._units = list(self._lay_out_units(found))
         for unit in self._units:
             unit.initialise(self._seed)
         self._parameters = LentParameters(self._units, self._gather, self._held)
@@ -133,10 +137,25 @@ class LendingOptimizer(FlatOptimizer, Lender):
     def _lent_shards(self) -> Sequence[Shard]:
         return [shard for unit in self._units for shard in unit.shards]
 
-    def _unit(self, chunk: int, place: int, described: dict[Parameter, ParamInfo]) -> Unit:
-        shards = [self._shard(bucket, LentShard) for bucket in self._lay_out([trained(described)], lent=True)]
-        still = [LentValues.frozen(each, self._owned(each)) for each in self._lay_out([frozen(described)], lent=True)]
-        return Unit(chunk, place, tuple(shards), tuple(still))
+    def _lay_out_units(self, found: Sequence[tuple[int, int, dict[Parameter, ParamInfo]]]) -> Iterator[Unit]:
+        """The units of parameters by chunk and segment, with the memory that this rank keeps of them."""
+        laid_out = [self._lay_out([trained(described)], lent=True) for _, _, described in found]
+        rooms = self._rooms([bucket for buckets in laid_out for bucket in buckets])
+        for (chunk, place, described), buckets in zip(found, laid_out, strict=True):
+            shards = [self._lent_shard(bucket, rooms[bucket.parameters[0].dtype]) for bucket in buckets]
+            idle = self._lay_out([frozen(described)], lent=True)
+            yield Unit(chunk, place, tuple(shards), tuple(LentValues.frozen(each, self._owned(each)) for each in idle))
+
+    def _rooms(self, buckets: Sequence[Bucket]) -> dict[torch.dtype, Room]:
+        """Memory for this rank's shares, by the type of parameters."""
+        kinds = {bucket.parameters[0].dtype: bucket.parameters[0] for bucket in buckets}
+        lengths = dict.fromkeys(kinds, 0)
+        for bucket in buckets:
+            lengths[bucket.parameters[0].dtype] += len(self._updated(bucket))
+        return {dtype: Room(lengths[dtype], parameter.data, self._main) for dtype, parameter in kinds.items()}
+
+    def _lent_shard(self, bucket: Bucket, room: Room) -> LentShard:
+        return LentShard(bucket, self._updated(bucket), self._owned(bucket), self._main, room)
 
     def _gather(self, lent: LentValues) -> Pending:
         return self._sharding[lent.bucket.replicas].start_gather(lent.values, lent.bucket)

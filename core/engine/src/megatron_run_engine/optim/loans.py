@@ -16,6 +16,7 @@ from torch import Tensor
 from megatron_run_engine.optim.sharding import Shard
 from megatron_run_engine.runtime.gradients import give_main_grad, main_grad, take_main_grad
 from megatron_run_engine.runtime.parameter_init import give_memory, initialise, take_memory, without_memory
+from megatron_run_engine.runtime.returned_memory import returned_when_freed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -46,7 +47,8 @@ class Loan:
 
     def give(self) -> None:
         """Give it memory, without values."""
-        give_memory((self._flat,))
+        with returned_when_freed(self._flat.device):
+            give_memory((self._flat,))
         for parameter, (view, _) in self._views.items():
             self._show(parameter, view)
 
@@ -80,7 +82,7 @@ class LentValues:
         own = values[owned.start : owned.stop]
         for parameter in bucket.parameters:
             take_main_grad(parameter)
-        return cls(bucket, values, _share(own, fresh), own, fresh)
+        return cls(bucket, values, _fill(torch.empty_like(own), own, fresh), own, fresh)
 
     @property
     def kept(self) -> int:
@@ -110,15 +112,37 @@ class LentValues:
         self._loan.take_back()
 
 
+class Room:
+    """Memory for what a rank keeps of ``buckets`` of one type: each part allocated once, so that it leaves no gaps.
+
+    There are values, gradients in the type ``main`` and, where types differ, masters.
+    """
+
+    def __init__(self, values: int, like: Tensor, main: torch.dtype) -> None:
+        self._values = like.new_empty(values)
+        self._gradients = like.new_zeros(values, dtype=main)
+        self._masters = like.new_empty(values if like.dtype != main else 0, dtype=main)
+        self._taken = 0
+
+    def take(self, values: int) -> tuple[Tensor, Tensor, Tensor]:
+        """The next ``values`` of each part."""
+        place = slice(self._taken, self._taken + values)
+        self._taken += values
+        return self._values[place], self._gradients[place], self._masters[place]
+
+
 class LentShard(Shard):
-    """This rank's share of a bucket, and no more between two uses.
+    """This rank's share of a bucket, in ``room``, and no more between two uses.
 
     ``reduced`` has the type ``main`` whatever that of the bucket's gradients: several reductions add to it.
     """
 
-    def __init__(self, bucket: Bucket, updated: range, owned: range, main: torch.dtype) -> None:
+    def __init__(self, bucket: Bucket, updated: range, owned: range, main: torch.dtype, room: Room) -> None:
         self._fresh = _without_values(bucket)
+        self._room = room.take(len(updated))
         super().__init__(bucket, updated, owned, main)
+        if self.has_masters:
+            self.masters = self._room[2].copy_(self.masters)
         self.lent = LentValues(bucket, self.values, self._values, self._own_values, self._fresh)
         gradients = {parameter: main_grad(parameter) for parameter in bucket.parameters}
         self._gradients = Loan(bucket.grad, gradients, bucket.grad.new_zeros(()), give_main_grad)
@@ -152,7 +176,8 @@ class LentShard(Shard):
 
     def _kept(self, main: torch.dtype) -> tuple[Tensor, Tensor]:
         self._own_values = self.cut(self.values)  # a view is made while there is memory
-        return _share(self._own_values, self._fresh), torch.zeros_like(self._own_values, dtype=main)
+        values, gradients, _ = self._room
+        return _fill(values, self._own_values, self._fresh), gradients
 
 
 def _without_values(bucket: Bucket) -> Infos:
@@ -160,12 +185,9 @@ def _without_values(bucket: Bucket) -> Infos:
     return bucket.infos if without_memory(bucket.infos) else {}
 
 
-def _share(own: Tensor, fresh: Infos) -> Tensor:
-    """A place for this rank's part ``own`` of whole values, and what it holds unless that is still to come.
-
-    Memory that nobody needs goes first: what is kept then lies side by side, and leaves no gaps of odd sizes.
-    """
-    if not fresh:
-        return own.clone()
-    take_memory(own)
-    return torch.empty_like(own)
+def _fill(share: Tensor, own: Tensor, fresh: Infos) -> Tensor:
+    """``share`` with the values of this rank's part ``own`` of the whole; with none if they are still to come."""
+    if fresh:
+        take_memory(own)
+        return share
+    return share.copy_(own)
