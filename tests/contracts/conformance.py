@@ -40,8 +40,13 @@ VARIANTS: Mapping[str, Mapping[str, Options]] = {
     },
     "model=bert": {"norms after sums": {"norm.order": "post"}},
     "model=t5": {"first, one encoder layer": {"activation": "relu", "tie_embeddings": False, "encoder_layers": 1}},
-    "optimizer=zero1": {"of whole matrices": {"rule": "muon"}},
+    "optimizer=adamw": {"updating on the host": {"state_on_host": True}},
+    "optimizer=zero1": {
+        "of whole matrices": {"rule": "muon"},
+        "updating matrices on the host": {"rule": "muon", "state_on_host": True},
+    },
     "optimizer=zero3": {
+        "updating on the host": {"whole_below": 0, "state_on_host": True, "grad_dtype": "param"},
         "with all lent": {"whole_below": 0},
         "reducing once a step": {"whole_below": 0, "reduce": "step", "segments_held": 0},
     },

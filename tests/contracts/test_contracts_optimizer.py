@@ -104,7 +104,8 @@ def gives_twice(optimizer: Any, iter_state: Change) -> Any:
 
 
 def forgets_nothing(optimizer: Any, load_weights: Change, read: Any) -> None:
-    optimizer._update.drop_state = lambda: None
+    for update in optimizer._updates:
+        update.drop_state = lambda: None
     load_weights(read)
 
 

@@ -62,7 +62,7 @@ class Trial:
         factors = mock.patch.object(flat, "gradients_of", FactorsAtOnce if torchs else LateFactors)
         with factors, mock.patch.object(update, "one_pass_of", return_value=None) if torchs else nullcontext():
             self.optimizer.attach([self.chunk], [describe_parameters(self.chunk, 0)], 1.0)
-        assert torchs or isinstance(self.optimizer._update._one_pass, OnePass)
+        assert torchs or isinstance(self.optimizer._updates[0]._one_pass, OnePass)
 
     def step(self, number: int, max_norm: float) -> None:
         self.optimizer.zero_grad()
@@ -149,11 +149,11 @@ def test_other_rules_are_torchs(options: dict[str, Any], monkeypatch: pytest.Mon
         )
         chunk = Chunk(torch.bfloat16, "cpu")
         optimizer.attach([chunk], [describe_parameters(chunk, 0)], 1.0)
-        assert isinstance(optimizer._update._one_pass, expected)
+        assert isinstance(optimizer._updates[0]._one_pass, expected)
 
 
 def test_without_kernels_the_rule_is_torchs() -> None:
     chunk = Chunk(torch.bfloat16, "cpu")
     optimizer: Any = megatron_run_create_optimizer(single_process_context(dtype=torch.bfloat16), UpdateOptions())
     optimizer.attach([chunk], [describe_parameters(chunk, 0)], 1.0)
-    assert optimizer._update._one_pass is None
+    assert optimizer._updates[0]._one_pass is None

@@ -112,7 +112,10 @@ def test_the_marks_of_what_is_built_in() -> None:
     assert marked(run, FREE_OF_WEIGHTS) == {f"model.rope.{name}" for name in (*rope, "short_factors", "long_factors")}
     assert marked(run, NOT_LEARNED) == {
         *(f"train.{name}" for name in ("max_skips", "recompute", "offload", "count_zeros")),
-        *(f"optimizer.{name}" for name in ("bucket_size", "overlap_grad_reduce", "overlap_param_gather")),
+        *(
+            f"optimizer.{name}"
+            for name in ("bucket_size", "overlap_grad_reduce", "state_on_host", "overlap_param_gather")
+        ),
         *(f"model.{name}" for name in ("loss_chunks", "experts.dispatcher", "experts.pad_to_capacity")),
     }
     assert marked(run, OF_TRAINING) == {

@@ -16,8 +16,9 @@ from megatron_run.contracts import Microbatch, Segment
 from megatron_run_engine.builtin.model.gpt import Gpt, GptOptions
 from megatron_run_engine.estimate.step_memory import LiveBytes
 from megatron_run_engine.host.process import deterministic_kernels
+from megatron_run_engine.runtime.copies import CpuCopies
 from megatron_run_engine.runtime.metrics import Metrics
-from megatron_run_engine.runtime.offload import METRICS, CpuCopies, Offload, make_offload
+from megatron_run_engine.runtime.offload import METRICS, Offload, make_offload
 from megatron_run_engine.runtime.rng import RandomStreams
 from megatron_run_engine.runtime.segments import SegmentRunner
 from megatron_run_testing.build_contexts import example_microbatch, logical_gradients, single_process_context

@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_run.errors import PluginError
 from megatron_run_engine.optim import flat
-from megatron_run_engine.optim.gradients import LateFactors
+from megatron_run_engine.optim.gradients import LateFactors, LateFactorsOfCopies
 from megatron_run_engine.training.loader import AHEAD
 from tests.support.training_bench import Bench
 
@@ -46,10 +46,13 @@ class Reads(TorchDispatchMode):
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("more", [(), ("train.count_zeros=true", "train.loss_mean=token")], ids=["plain", "counted"])
+@pytest.mark.parametrize("on_host", [False, True])
 def test_the_host_reads_once_in_a_step_and_before_the_update(
-    precision: str, more: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    on_host: bool, precision: str, more: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(flat, "gradients_of", LateFactors)  # as on a GPU: on a CPU a norm looks at its values
+    # As on a GPU: on a CPU a norm looks at its values.
+    monkeypatch.setattr(flat, "gradients_of", LateFactorsOfCopies if on_host else LateFactors)
+    more = (*more, f"optimizer.state_on_host={str(on_host).lower()}")
     bench = Bench(tmp_path, *SIX, f"train.precision={precision}", *more)
     reads, optimizer = Reads(monkeypatch), cast("Any", bench.assembly.optimizer)
     for name in ("zero_grad", "clip_", "step"):
@@ -123,7 +126,9 @@ def test_what_was_loaded_ahead_is_kept_until_it_is_taken(tmp_path: Path) -> None
     assert tokens() is None
 
 
-def test_a_rewound_step_loads_its_own_data(tmp_path: Path) -> None:
+@pytest.mark.parametrize("on_host", ["false", "true"])
+def test_a_rewound_step_loads_its_own_data(on_host: str, tmp_path: Path) -> None:
+    """Wherever the state lies that it goes back to."""
     sets = (
         "train.micro_batch_size=4",
         "train.steps=12",
@@ -131,7 +136,8 @@ def test_a_rewound_step_loads_its_own_data(tmp_path: Path) -> None:
         "guard.spike=rewind",
         "checkpoint.interval=8",
     )
-    plain, bench = Bench(tmp_path, *SMALL, *sets), Bench(tmp_path, *SMALL, *sets)
+    plain = Bench(tmp_path, *SMALL, *sets)
+    bench = Bench(tmp_path, *SMALL, *sets, f"optimizer.state_on_host={on_host}")
     ahead(bench)
     for each in (plain, bench):
         each.spoil_losses(lambda begun, _, total: total * 9 if begun == 10 else total)

@@ -17,7 +17,7 @@ from megatron_run.contracts import Microbatch, Schedule, Segment
 from megatron_run.contracts.schedule import Action
 from megatron_run_engine.builtin.model.gpt import GptOptions
 from megatron_run_engine.capture.graphs import Graph, Place, tape, weak_alias
-from megatron_run_engine.runtime import offload
+from megatron_run_engine.runtime import copies
 from megatron_run_graph_capture_partial.recording import Recording, _Gradient
 from megatron_run_schedule_1f1b import OneForwardOneBackward
 from megatron_run_schedule_interleaved import Interleaved
@@ -113,9 +113,9 @@ def test_what_segments_beside_graphs_save_leaves_the_device_and_comes_back(
     plan: tuple[Schedule, int], scope: str, train: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They save what graphs have left in their pool. Copies are as late as they may be."""
-    copies = [LateCopies(name, [], to_host=name == "out") for _ in range(2) for name in ("out", "back")]
-    waiting = iter(copies)
-    monkeypatch.setattr(offload, "CpuCopies", lambda: next(waiting))
+    late = [LateCopies(name, [], to_host=name == "out") for _ in range(2) for name in ("out", "back")]
+    waiting = iter(late)
+    monkeypatch.setattr(copies, "CpuCopies", lambda _: next(waiting))
     eager = Pipeline(*plan, stages=2, model=DENSE)
     expected = [eager.step(number) for number in (1, 2, 3)]
     with Device():
@@ -124,8 +124,8 @@ def test_what_segments_beside_graphs_save_leaves_the_device_and_comes_back(
         captured.start_capture()
         for number in (2, 3):
             assert expected[number - 1].losses_and_weights_equal(captured.step(number))
-    assert all(each.log for each in copies[:2]), "the first stage holds several microbatches"
-    assert not any(each.lost for each in copies)
+    assert all(each.log for each in late[:2]), "the first stage holds several microbatches"
+    assert not any(each.lost for each in late)
 
 
 @pytest.mark.nightly  # by day it does where memory is kept; here chunks in flight and captures anew show more

@@ -8,7 +8,8 @@ Reading order: ``flat`` (the contract), ``buckets`` (which gradients are reduced
 is sent), ``sharding`` (which values lie where, and what a rank updates), ``gradients`` (their norm, and what they are
 multiplied by), ``stretches`` (what a rule takes for parameters), ``update``, ``update_rules`` (the arithmetic, and the
 state in checkpoints), ``rule_memory`` (what else a rule keeps from step to step) and ``one_pass`` (AdamW as one
-kernel), ``lending`` and ``loans`` (what is whole only where a segment needs it).
+kernel), ``place`` and ``host_place`` (an update on the device, or on the host), ``lending`` and ``loans`` (what is
+whole only where a segment needs it).
 
 Imports: contracts, errors, nn, registry, runtime.
 """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING, get_args
 
 import torch
@@ -12,10 +13,13 @@ from megatron_run.contracts import Optimizer
 from megatron_run.contracts.topology import Replicas
 from megatron_run_engine.optim.buckets import build_buckets
 from megatron_run_engine.optim.gradients import gradients_of
+from megatron_run_engine.optim.host_place import HostPlace
+from megatron_run_engine.optim.place import Place
 from megatron_run_engine.optim.reducer import BucketReducer
-from megatron_run_engine.optim.sharding import Shard, give_values, take_gradients
+from megatron_run_engine.optim.sharding import Shard
 from megatron_run_engine.optim.update import Update, iter_state, load_state, load_weights
 from megatron_run_engine.optim.update_rules import find_rule
+from megatron_run_engine.runtime.comm.gloo import is_gloo
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -23,6 +27,7 @@ if TYPE_CHECKING:
     from torch.nn import Parameter
 
     from megatron_run.contracts import Chunk, ParamInfo, ReadState, StatePiece
+    from megatron_run.contracts.topology import Axis
     from megatron_run_engine.optim.buckets import Bucket
     from megatron_run_engine.optim.sharding import ShardingStrategy
     from megatron_run_engine.optim.update_rules import UpdateOptions
@@ -55,24 +60,34 @@ class FlatOptimizer(Optimizer):
         self._overlap = overlap_param_gather
         self._rule = find_rule(options, self._topology.sizes.tensor)
         self._arriving: dict[Bucket, Pending] = {}
+        self._place = (HostPlace if options.state_on_host else Place)(self._device)
 
     def attach(self, chunks: Sequence[Chunk], infos: Sequence[dict[Parameter, ParamInfo]], grad_scale: float) -> None:
         """Lay out the buckets, move the parameters into flat storage and create the master weights."""
         self._grad_scale = grad_scale
         self._buckets = self._lay_out(infos)
-        kept = [Shard(bucket, self._updated(bucket), self._owned(bucket), self._main) for bucket in self._buckets]
+        kept = [
+            Shard(bucket, self._updated(bucket), self._owned(bucket), self._main, self._place.keep)
+            for bucket in self._buckets
+        ]
         self._shards = [*kept, *self._lent_shards()]
+        self._followed = {shard.bucket: shard for shard in kept if _partial_over(shard.bucket) is None}
         self._bucket_of = {parameter: bucket for bucket in self._buckets for parameter in bucket.parameters}
         # Buckets of a chunk are in the order of its backward. Tied buckets (the embedding's) are read first of all.
         self._in_backward_order = sorted(kept, key=lambda shard: _position(shard.bucket), reverse=True)
         together = self._groups.parallel_group(self._topology, "tensor")
-        self._update = Update(self._shards, self._rule, self._options, self._device, self._warn, together)
+        # A rule of the user's may keep numbers of all tensors.
+        parts = self._place.parts(self._shards, together=bool(self._rule.imported))
+        self._updates = [
+            Update(part, self._rule, self._options, self._place.device, self._warn, together) for part in parts
+        ]
         self._reducer = BucketReducer(self._buckets, self._send, early=self._options.overlap_grad_reduce)
         self._reducer.start_step()
         self._gradients = gradients_of(self._shards, self._device)
 
     def zero_grad(self) -> None:
         """Clear the gradient buckets and forget what has arrived and what was sent."""
+        self._place.begin_step()
         if found := [*(bucket.grad for bucket in self._buckets), *(shard.reduced for shard in self._lent_shards())]:
             torch._foreach_zero_(found)  # one launch for many of them
         self._gradients.arrived()
@@ -90,10 +105,10 @@ class FlatOptimizer(Optimizer):
         """Wait for every reduction, then sum partial gradients over their axis, where this rank updates them."""
         self._reducer.finish()
         for shard in self._shards:
-            axis = next(iter(shard.bucket.infos.values())).partial_over
+            axis = _partial_over(shard.bucket)
             if axis is not None:
                 self._groups.sum_(shard.reduced, axis)
-        take_gradients(self._shards)
+        self._place.take(self._shards)
         self._gradients.arrived()
 
     def unscale_(self, factor: Tensor) -> Tensor:
@@ -113,19 +128,19 @@ class FlatOptimizer(Optimizer):
 
     def count_zeros(self) -> Tensor:
         """Number of zeros among the gradients of all logical tensors, padding excluded, fp32 [1]."""
-        self._gradients.settle()  # what is unscaled may be too small for fp32
         zeros = torch.zeros(1, dtype=torch.int64, device=self._device)  # fp32 would stop counting at 2**24
         for shard in self._shards:
+            grads = self._gradients.multiplied(shard)  # what is unscaled may be too small for fp32
             for piece in shard.pieces(shard.owned):
                 if piece.info.counted:
-                    zeros += (shard.grads[shard.local(piece.in_bucket)] == 0).sum()
+                    zeros += (grads[shard.local(piece.in_bucket)] == 0).sum()
         return self._groups.sum_(zeros, "world").float()
 
     def step(self, lr: float, weight_decay: float) -> None:
         """Update the master weights of this rank's shards and round them to parameters."""
         # A bucket that no segment has read since the last step may still be arriving, and would overwrite the update.
         self.finish_param_sync()
-        self._update.step(lr, weight_decay, self._gradients)
+        self._place.step(self._updates, lr, weight_decay, self._gradients)
 
     def start_param_sync(self) -> None:
         """Start gathering what other ranks updated, in the order in which the next forward reads the buckets."""
@@ -151,31 +166,35 @@ class FlatOptimizer(Optimizer):
 
     def memory(self) -> Mapping[str, int]:
         """Bytes held by this rank, by role."""
-        shards, state = self._shards, self._update.state_bytes()
+        shards, role = self._shards, self._place.role
+        state = [update.state_bytes() for update in self._updates]
         return {
             "parameters": sum(shard.values_kept for shard in shards),
             "gradients": sum(shard.gradients_kept for shard in shards),
-            "masters": sum(shard.masters.nbytes for shard in shards if shard.has_masters),
-            "main_gradients": sum(shard.grads.nbytes for shard in shards if shard.has_main_grads),
-            **({} if state is None else {"state": state}),
+            role("masters"): sum(shard.masters.nbytes for shard in shards if shard.has_masters),
+            role("main_gradients"): sum(shard.main_grads_kept for shard in shards),
+            **({} if None in state else {role("state"): sum(filter(None, state))}),
         }
 
     def iter_state(self) -> Iterator[StatePiece]:
         """The state that this rank owns, in boxes of logical tensors; a tied or replicated copy comes once."""
-        return iter_state(self._update)
+        self._place.settle()
+        return chain.from_iterable(map(iter_state, self._updates))
 
     def load_state(self, read: ReadState) -> None:
         """Read master weights and state of all that this rank updates, then bring the parameters to every rank."""
-        self._load(partial(load_state, self._update, read))
+        self._load(partial(load_state, read=read))
 
     def load_weights(self, read: ReadState) -> None:
         """Read the master weights alone; the rule creates its state in the next step, as in the first one."""
-        self._load(partial(load_weights, self._update, read))
+        self._load(partial(load_weights, read=read))
 
-    def _load(self, load: Callable[[], None]) -> None:
+    def _load(self, load: Callable[[Update], None]) -> None:
         self.finish_param_sync()  # a gather still in flight would overwrite the loaded values
-        load()
-        give_values(self._shards)
+        self._place.settle()
+        for update in self._updates:
+            load(update)
+        self._place.give(self._shards)
         self.start_param_sync()
         self.finish_param_sync()
 
@@ -190,7 +209,14 @@ class FlatOptimizer(Optimizer):
     def _send(self, bucket: Bucket) -> Pending:
         if self._grad_scale != 1.0:
             bucket.grad.mul_(self._grad_scale)  # before the sum, so that 16-bit gradients do not overflow in it
-        return self._sharding[bucket.replicas].start_reduce(bucket)
+        pending = self._sharding[bucket.replicas].start_reduce(bucket)
+        if (shard := self._followed.get(bucket)) is not None:
+            self._place.follow(shard, pending, on_stream=self._awaited_on_stream(bucket, pending))
+        return pending
+
+    def _awaited_on_stream(self, bucket: Bucket, pending: Pending) -> bool:
+        """Whether the host need not wait for ``pending``: a stream of the device can, or nothing is under way."""
+        return pending.work is None or not is_gloo(self._peers[bucket.replicas].group)
 
     def _lay_out(self, infos: Sequence[dict[Parameter, ParamInfo]], *, lent: bool = False) -> list[Bucket]:
         """The buckets of parameters that are used together: those of a chunk, or of less."""
@@ -209,6 +235,11 @@ class FlatOptimizer(Optimizer):
 
     def _owned(self, bucket: Bucket) -> range:
         return bucket.shares[self._peers[bucket.replicas].index]
+
+
+def _partial_over(bucket: Bucket) -> Axis | None:
+    """The axis over which the gradients of ``bucket`` are still to be summed once they are reduced."""
+    return next(iter(bucket.infos.values())).partial_over
 
 
 def _position(bucket: Bucket) -> int:

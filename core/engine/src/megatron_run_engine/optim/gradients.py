@@ -3,6 +3,9 @@
 A step divides them by the loss scale and clips them. On a GPU each multiplication would be a pass over memory, and so
 would the search for non-finite values. :class:`LateFactors` reads the gradients once, for all of their norms, and
 leaves the multiplication to the update, which reads them anyway.
+
+Gradients whose update runs on the host are on their way there when their norm, and so the factor of clipping, becomes
+known: the device's are measured, and their copies multiplied.
 """
 
 from __future__ import annotations
@@ -28,7 +31,7 @@ class Gradients(ABC):
 
     def __init__(self, shards: Sequence[Shard], device: torch.device) -> None:
         self._device = device
-        self._all = [shard.grads for shard in shards if shard.updated]
+        self._all = [shard.measured for shard in shards if shard.updated]
         self._counted = [grads for shard in shards for grads in shard.counted()]
         self._others = [grads for shard in shards for grads in shard.not_counted()]
 
@@ -51,6 +54,16 @@ class Gradients(ABC):
     @abstractmethod
     def settle(self) -> None:
         """Multiply by what is still to be multiplied by."""
+
+    @property
+    def factors(self) -> Sequence[Tensor]:
+        """The factors by which an update of copies multiplies them, one after the other."""
+        return () if self.factor is None else (self.factor,)
+
+    def multiplied(self, shard: Shard) -> Tensor:
+        """The gradients of ``shard`` times all factors, on the device."""
+        self.settle()
+        return shard.grads
 
 
 class FactorsAtOnce(Gradients):
@@ -130,9 +143,72 @@ class LateFactors(Gradients):
         return self._norms
 
 
+class FactorsOfCopies(Gradients):
+    """Multiplies a copy for each look at the gradients: on a CPU, where it gives the bits of ``FactorsAtOnce``."""
+
+    def __init__(self, shards: Sequence[Shard], device: torch.device) -> None:
+        super().__init__(shards, device)
+        self._factors: list[Tensor] = []
+        self._main = shards[0].grads.dtype
+
+    @property
+    def factors(self) -> Sequence[Tensor]:
+        """All of them."""
+        return self._factors
+
+    def arrived(self) -> None:
+        """Forget the factors."""
+        self._factors.clear()
+
+    def unscale_(self, factor: Tensor) -> Tensor:
+        """Check without multiplying."""
+        finite = all(bool(grads.isfinite().all()) for grads in self._all)
+        self._factors.append(factor)
+        return torch.full((1,), 0.0 if finite else 1.0, device=self._device)
+
+    def sum_of_squares(self) -> Tensor:
+        """One tensor after the other."""
+        squares = torch.zeros(1, dtype=torch.float64, device=self._device)
+        for grads in self._counted:
+            squares += sum_of_squares(self._times(grads))
+        return squares
+
+    def multiply_(self, factor: Tensor) -> None:
+        """Remember the factor."""
+        self._factors.append(factor)
+
+    def settle(self) -> None:
+        """The host multiplies."""
+
+    def multiplied(self, shard: Shard) -> Tensor:
+        """A copy."""
+        return self._times(shard.reduced)
+
+    def _times(self, grads: Tensor) -> Tensor:
+        product = grads.to(self._main, copy=True)
+        for factor in self._factors:
+            product.mul_(factor.to(product.dtype))
+        return product
+
+
+class LateFactorsOfCopies(LateFactors):
+    """Reads the device's gradients once, and collects the factors: on a GPU."""
+
+    def settle(self) -> None:
+        """The host multiplies."""
+
+    def multiplied(self, shard: Shard) -> Tensor:
+        """A copy."""
+        grads = shard.reduced.to(shard.grads.dtype)
+        return grads if self.factor is None else grads * self.factor
+
+
 def gradients_of(shards: Sequence[Shard], device: torch.device) -> Gradients:
     """The gradients of ``shards``, handled as is quick on ``device``."""
-    return (LateFactors if device.type == "cuda" else FactorsAtOnce)(shards, device)
+    cuda = device.type == "cuda"
+    if any(shard.on_host for shard in shards):
+        return (LateFactorsOfCopies if cuda else FactorsOfCopies)(shards, device)
+    return (LateFactors if cuda else FactorsAtOnce)(shards, device)
 
 
 #: Values per row whose squares are summed in fp32: few enough that the rounding error is negligible in the norm.

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from megatron_run.contracts import Chunk, ParamInfo
     from megatron_run_engine.optim.buckets import Bucket
     from megatron_run_engine.optim.sharding import Shard, ShardingStrategy
+    from megatron_run_engine.optim.update import Update
     from megatron_run_engine.optim.update_rules import UpdateOptions
     from megatron_run_engine.runtime.comm import ParallelGroup, Pending
     from megatron_run_engine.runtime.context import BuildContext
@@ -126,7 +127,7 @@ class LendingOptimizer(FlatOptimizer, Lender):
         idle = kept + sum(parameter.nbytes for parameter in self._idle)
         return {**super().memory(), "lent": lent, **({"frozen": idle} if idle else {})}
 
-    def _load(self, load: Callable[[], None]) -> None:
+    def _load(self, load: Callable[[Update], None]) -> None:
         self._parameters.forget()
         super()._load(load)
 
@@ -152,10 +153,14 @@ class LendingOptimizer(FlatOptimizer, Lender):
         lengths = dict.fromkeys(kinds, 0)
         for bucket in buckets:
             lengths[bucket.parameters[0].dtype] += len(self._updated(bucket))
-        return {dtype: Room(lengths[dtype], parameter.data, self._main) for dtype, parameter in kinds.items()}
+        masters = not self._options.state_on_host
+        return {
+            dtype: Room(lengths[dtype], parameter.data, self._main, masters=masters)
+            for dtype, parameter in kinds.items()
+        }
 
     def _lent_shard(self, bucket: Bucket, room: Room) -> LentShard:
-        return LentShard(bucket, self._updated(bucket), self._owned(bucket), self._main, room)
+        return LentShard(bucket, self._updated(bucket), self._owned(bucket), self._main, room, self._place.keep)
 
     def _gather(self, lent: LentValues) -> Pending:
         return self._sharding[lent.bucket.replicas].start_gather(lent.values, lent.bucket)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from megatron_run_engine.optim.sharding import Shard
+from megatron_run_engine.optim.sharding import Keep, Shard
 from megatron_run_engine.runtime.gradients import give_main_grad, main_grad, take_main_grad
 from megatron_run_engine.runtime.parameter_init import give_memory, initialise, take_memory, without_memory
 from megatron_run_engine.runtime.returned_memory import returned_when_freed
@@ -115,13 +115,13 @@ class LentValues:
 class Room:
     """Memory for what a rank keeps of ``buckets`` of one type: each part allocated once, so that it leaves no gaps.
 
-    There are values, gradients in the type ``main`` and, where types differ, masters.
+    There are values, gradients in the type ``main`` and, where types differ and ``masters`` lie here too, those.
     """
 
-    def __init__(self, values: int, like: Tensor, main: torch.dtype) -> None:
+    def __init__(self, values: int, like: Tensor, main: torch.dtype, *, masters: bool = True) -> None:
         self._values = like.new_empty(values)
         self._gradients = like.new_zeros(values, dtype=main)
-        self._masters = like.new_empty(values if like.dtype != main else 0, dtype=main)
+        self._masters = like.new_empty(values if masters and like.dtype != main else 0, dtype=main)
         self._taken = 0
 
     def take(self, values: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -137,13 +137,21 @@ class LentShard(Shard):
     ``reduced`` has the type ``main`` whatever that of the bucket's gradients: several reductions add to it.
     """
 
-    def __init__(self, bucket: Bucket, updated: range, owned: range, main: torch.dtype, room: Room) -> None:
+    def __init__(
+        self,
+        bucket: Bucket,
+        updated: range,
+        owned: range,
+        main: torch.dtype,
+        room: Room,
+        keep: Keep = lambda tensor: tensor,
+    ) -> None:
         self._fresh = _without_values(bucket)
         self._room = room.take(len(updated))
-        super().__init__(bucket, updated, owned, main)
-        if self.has_masters:
+        super().__init__(bucket, updated, owned, main, keep)
+        if self.has_masters and not self.on_host:
             self.masters = self._room[2].copy_(self.masters)
-        self.lent = LentValues(bucket, self.values, self._values, self._own_values, self._fresh)
+        self.lent = LentValues(bucket, self.values, self.rounded, self._own_values, self._fresh)
         gradients = {parameter: main_grad(parameter) for parameter in bucket.parameters}
         self._gradients = Loan(bucket.grad, gradients, bucket.grad.new_zeros(()), give_main_grad)
 
@@ -151,7 +159,7 @@ class LentShard(Shard):
         """Give values to parameters that were built without memory, and take the memory of the bucket."""
         self.lent.initialise(seed)
         if self.has_masters:
-            self.masters.copy_(self._values)
+            self.masters.copy_(self.rounded)
         self._gradients.take_back()
 
     @property

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from megatron_run_engine.runtime.comm import ParallelGroup
 
 Key = TypeVar("Key")
+#: See :class:`Shard`.
+Keep = Callable[["Tensor"], "Tensor"]
 
 
 class ParamRange(NamedTuple):
@@ -199,16 +201,23 @@ class Shard:
     """The range ``updated`` of a bucket, which this rank updates, and within it the range ``owned``.
 
     Each value of the bucket is owned by one rank: only that rank saves it and counts it in norms. ``values`` are all
-    parameters of the bucket, flat. ``masters`` and ``grads`` cover ``updated`` in the type ``main``: they are views of
-    the parameters and of the ``reduced`` gradients if those have that type, and separate buffers otherwise.
+    parameters of the bucket, flat. All else covers ``updated``: the parameters ``rounded``, the ``reduced`` gradients,
+    and in the type ``main`` ``masters`` and ``grads``. Those are views of the former two if these have that type, and
+    separate buffers otherwise.
+
+    ``keep`` gives what stands for a tensor where the update runs: the same, or a copy in host memory. ``arrived`` is
+    that of ``reduced``.
     """
 
-    def __init__(self, bucket: Bucket, updated: range, owned: range, main: torch.dtype) -> None:
+    def __init__(
+        self, bucket: Bucket, updated: range, owned: range, main: torch.dtype, keep: Keep = lambda tensor: tensor
+    ) -> None:
         self.bucket, self.updated, self.owned = bucket, updated, owned
         self.values = bucket.flatten_parameters()
-        self._values, self.reduced = self._kept(main)
-        self.masters = self._values.to(main)  # the same tensor, without a copy, if the types are equal
-        self.grads = self.reduced.to(main)
+        self.rounded, self.reduced = self._kept(main)
+        self.masters = keep(self.rounded).to(main)  # the same tensor, without a copy, if the types are equal
+        self.arrived = keep(self.reduced)
+        self.grads = self.arrived.to(main)
 
     @property
     def values_kept(self) -> int:
@@ -223,12 +232,28 @@ class Shard:
     @property
     def has_masters(self) -> bool:
         """Whether the masters are a separate buffer."""
-        return self.masters is not self._values
+        return self.masters is not self.rounded
 
     @property
     def has_main_grads(self) -> bool:
         """Whether gradients are copied to a separate buffer before the update."""
-        return self.grads is not self.reduced
+        return self.grads is not self.arrived
+
+    @property
+    def main_grads_kept(self) -> int:
+        """Bytes of gradients where the update runs, beside the reduced ones."""
+        copies = [self.arrived] if self.on_host else []
+        return sum(each.nbytes for each in (*copies, *([self.grads] if self.has_main_grads else [])))
+
+    @property
+    def on_host(self) -> bool:
+        """Whether masters and main gradients lie in host memory, and the reduced gradients stay as they are."""
+        return self.arrived is not self.reduced
+
+    @property
+    def measured(self) -> Tensor:
+        """The gradients on the device of which norms are taken."""
+        return self.reduced if self.on_host else self.grads
 
     def local(self, in_bucket: range) -> slice:
         """The range ``in_bucket`` of the bucket as a slice of ``masters`` and ``grads``."""
@@ -252,13 +277,13 @@ class Shard:
 
     def counted(self) -> list[Tensor]:
         """The gradients that this rank adds to the global norm. They may include padding, which is zero."""
-        return [self.grads[self.local(run)] for counted, run in self._by_count() if counted]
+        return [self.measured[self.local(run)] for counted, run in self._by_count() if counted]
 
     def not_counted(self) -> list[Tensor]:
         """The gradients that this rank updates and does not add to the global norm."""
         before, after = range(self.updated.start, self.owned.start), range(self.owned.stop, self.updated.stop)
         runs = [before, *(run for counted, run in self._by_count() if not counted), after]
-        return [self.grads[self.local(run)] for run in runs if run]
+        return [self.measured[self.local(run)] for run in runs if run]
 
     def _by_count(self) -> Iterator[tuple[bool, range]]:
         return self.runs(lambda info: info.counted, self.owned)
@@ -281,13 +306,13 @@ class Shard:
 
 
 def take_gradients(shards: Iterable[Shard]) -> None:
-    """Copy the reduced gradients to ``grads`` where they do not share storage, by few kernels."""
-    _copy([(shard.grads, shard.reduced) for shard in shards if shard.has_main_grads])
+    """Copy what has arrived of gradients to ``grads`` where they do not share storage, by few kernels."""
+    _copy([(shard.grads, shard.arrived) for shard in shards if shard.has_main_grads])
 
 
 def give_values(shards: Iterable[Shard]) -> None:
     """Round the masters to the parameters where they do not share storage, by few kernels."""
-    _copy([(shard._values, shard.masters) for shard in shards if shard.has_masters])
+    _copy([(shard.rounded, shard.masters) for shard in shards if shard.has_masters])
 
 
 def _copy(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:

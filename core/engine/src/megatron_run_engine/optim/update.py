@@ -44,7 +44,7 @@ class Update:
         warn: Callable[[str], None],
         peers: ParallelGroup = ALONE,
     ) -> None:
-        self._shards, self._rule, self._options, self._device = shards, rule, options, device
+        self.shards, self._rule, self._options, self._device = shards, rule, options, device
         self._begun = False
         cut = self._whole_tensors if self._rule.whole else self._runs
         self.stretches = tuple(stretch for shard in shards for stretch in cut(shard))
@@ -84,9 +84,13 @@ class Update:
             return
         if not all(map(_divides, self._optimizers)):
             gradients.settle()
-        self._step(lr, weight_decay, gradients.factor)
+        self.apply(lr, weight_decay, gradients.factor)
         gradients.arrived()  # fused rules write back what they have multiplied
-        give_values(self._shards)
+        give_values(self.shards)
+
+    def apply(self, lr: float, weight_decay: float, factor: Tensor | None = None) -> None:
+        """Update every stretch by its gradient times ``factor``, and leave the parameters as they are."""
+        self._step(lr, weight_decay, factor)
         for watch in self._watches:
             watch.after_step()
 
@@ -111,7 +115,7 @@ class Update:
         PyTorch's optimizers create their state only in ``step``. For a rule that ``starts_at_zero`` the result is its
         initial state; for others the values are meaningless until they are loaded.
         """
-        for shard in self._shards:
+        for shard in self.shards:
             shard.grads.zero_()  # left over from the last step, perhaps not finite
         self._step(0.0, 0.0)
         for numbers in self._numbers:

@@ -93,6 +93,9 @@ class UpdateOptions(BaseModel):
     overlap_grad_reduce: Annotated[bool, NOT_LEARNED] = Field(
         True, description="reduce complete buckets during the backward"
     )
+    state_on_host: Annotated[bool, NOT_LEARNED] = Field(
+        False, description="masters, main gradients and state in host memory, where the update runs"
+    )
 
     def factor(self, name: str) -> float:
         """The learning rate's factor for the parameter ``name``."""
@@ -162,6 +165,8 @@ def check_update(config: Config, options: UpdateOptions) -> Iterator[str]:
         find_rule(options, config.parallel.tensor)
     except FileNotRunError:
         yield f"optimizer.rule={options.rule} is a file, and no file is run here: it is not checked"
+    if options.state_on_host:
+        _check_host(config, options)
     for option, rules in _READ_BY.items():
         # Not model_fields_set: the configuration that a run writes has every key.
         usual = type(options).model_fields[option].get_default(call_default_factory=True)
@@ -171,6 +176,18 @@ def check_update(config: Config, options: UpdateOptions) -> Iterator[str]:
         yield f"optimizer.rule_options: {key} does nothing: every step sets it from train.{key}"
     if options.grad_dtype == "param" and config.train.precision == "fp32":
         yield "optimizer.grad_dtype=param changes nothing: with train.precision=fp32 both types are fp32"
+
+
+def _check_host(config: Config, options: UpdateOptions) -> None:
+    """Raise :class:`InputError` for a rule whose steps need the device."""
+    if options.rule == "muon" and config.parallel.tensor > 1:
+        why = f"parallel.tensor={config.parallel.tensor} cuts matrices, which ranks put together on the device"
+        fix = "choose rule adamw, adam or sgd, or set optimizer.state_on_host=false"
+    elif options.rule_options.get("capturable"):
+        why, fix = "steps that are capturable run on a GPU alone", "leave capturable out of optimizer.rule_options"
+    else:
+        return
+    raise InputError(f"optimizer.rule={options.rule} cannot update on the host", why=why, fix=fix)
 
 
 def find_rule(options: UpdateOptions, tensor: int = 1) -> UpdateRule:

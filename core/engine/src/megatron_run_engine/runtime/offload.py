@@ -14,85 +14,25 @@ import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
+
+from megatron_run_engine.runtime.copies import make_copies
 
 if TYPE_CHECKING:
     from torch.nn import Parameter
 
     from megatron_run.contracts import Microbatch
     from megatron_run.contracts.schema import TrainSection
+    from megatron_run_engine.runtime.copies import Copies
     from megatron_run_engine.runtime.metrics import Metrics
 
 #: Bytes below which a tensor stays: by device type, since a copy costs a launch on each side. On a CPU there is nothing
 #: to gain, and a small model shows what would be moved.
 SMALLEST = {"cuda": 2**18, "cpu": 2**10}
-
-
-class Copies(Protocol):
-    """Copies in one direction, on a side stream of the device."""
-
-    def buffer(self, size: int) -> Tensor:
-        """Memory to copy to: ``size`` bytes, uint8."""
-        ...
-
-    def start(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> Any:
-        """Start to copy each (target, source) once the work issued so far is done. Return an event: all are copied."""
-        ...
-
-    def wait(self, event: Any) -> None:
-        """Let the work that is issued from now on wait for ``event``; the host does not."""
-        ...
-
-
-class CudaCopies:
-    """Copies between ``device`` and pinned memory; ``to_host`` is the direction.
-
-    PyTorch caches pinned blocks, and gives one out again only when the copies that use it have run.
-    """
-
-    def __init__(self, device: torch.device, *, to_host: bool) -> None:
-        self._device, self._to_host = device, to_host
-        self._stream = torch.cuda.Stream(device)
-
-    def buffer(self, size: int) -> Tensor:
-        """Pinned, or on the device. The latter belongs to the current stream: it is freed in that stream's order."""
-        if self._to_host:
-            return torch.empty(size, dtype=torch.uint8, pin_memory=True)
-        return torch.empty(size, dtype=torch.uint8, device=self._device)
-
-    def start(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> torch.cuda.Event:
-        """See :class:`Copies`."""
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._stream):
-            for target, source in pairs:
-                target.copy_(source, non_blocking=True)
-        copied = torch.cuda.Event()
-        copied.record(self._stream)
-        return copied
-
-    def wait(self, event: torch.cuda.Event) -> None:
-        """See :class:`Copies`."""
-        torch.cuda.current_stream(self._device).wait_event(event)
-
-
-class CpuCopies:
-    """Copies within the host's memory, at once: equal values and counts, and nothing gained."""
-
-    def buffer(self, size: int) -> Tensor:
-        """See :class:`Copies`."""
-        return torch.empty(size, dtype=torch.uint8)
-
-    def start(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
-        """See :class:`Copies`."""
-        for target, source in pairs:
-            target.copy_(source)
-
-    def wait(self, event: None) -> None:
-        """Nothing is under way."""
 
 
 #: Metrics as observers see them: MiB of a rank that a step moves to the host and back, and holds there at most.
@@ -283,10 +223,7 @@ def make_offload(train: TrainSection, device: torch.device, metrics: Metrics) ->
     """The offload that ``train.offload`` asks for on ``device``, and its metrics in MiB a rank; None without any."""
     if train.offload == "none":
         return None
-    if device.type == "cuda":
-        out, back = CudaCopies(device, to_host=True), CudaCopies(device, to_host=False)
-        offload = Offload(device, out, back, SMALLEST["cuda"])
-    else:
-        offload = Offload(device, CpuCopies(), CpuCopies(), SMALLEST["cpu"])
+    out, back = make_copies(device, to_host=True), make_copies(device, to_host=False)
+    offload = Offload(device, out, back, SMALLEST["cuda" if device.type == "cuda" else "cpu"])
     metrics.read(METRICS, offload.traffic.take)
     return offload

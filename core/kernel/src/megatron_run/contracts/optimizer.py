@@ -131,8 +131,9 @@ class Optimizer(ABC):
         """Bytes that this rank holds between steps, by role.
 
         The roles are ``parameters``, ``gradients``, ``masters``, ``main_gradients`` (fp32 copies of 16-bit gradients),
-        ``state``, which is omitted if it is not known, and of a :class:`Lender` ``lent`` and ``frozen``. On the meta
-        device, where runs are planned, the numbers are those after a first step on a real device.
+        ``state``, which is omitted if it is not known, and of a :class:`Lender` ``lent`` and ``frozen``. Those that
+        begin with ``host_`` lie in host memory whatever the device. On the meta device, where runs are planned, the
+        numbers are those after a first step on a real device.
         """
 
     @abstractmethod

@@ -22,7 +22,7 @@ The callbacks of one step, from the backward to the reduction. ``optimizer`` is 
       optimizer.finish_grad_sync()
         tied buckets; waits for every collective         BucketReducer.finish -> _send, as above
         partial gradients are summed over their axis     groups.sum_
-        where it updates: to the type of the masters     take_gradients
+        where it updates: to the type of the masters     Place.take: take_gradients
     Trainer._update                                    unscale_, clip_, step, start_param_sync
 
 A replay of the whole step (``training/step_runner.py``) runs no action: all backwards end first, then it calls

@@ -223,6 +223,7 @@ CARRIED_OUT = (
             ("optimizer=adamw",),
             ("optimizer=zero1",),
             ("optimizer=zero1,bucket_size=300",),
+            ("optimizer=zero1,bucket_size=300,state_on_host=true",),
             ("optimizer=zero3,whole_below=0",),
             ("optimizer=zero3,whole_below=40,reduce=step,segments_held=0",),
         ],

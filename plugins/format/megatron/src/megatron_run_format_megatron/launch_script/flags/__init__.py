@@ -129,6 +129,7 @@ _PLUGINS = (
     keys_flag("--muon-momentum", "optimizer.momentum", number),
     keys_flag("--decoupled-lr", "optimizer.lr_mult", number),
     keys_flag("--grad-reduce-in-bf16", "optimizer.grad_dtype", on),
+    key_flag("--optimizer-cpu-offload", "optimizer.state_on_host", on),
     key_flag("--ddp-bucket-size", "optimizer.bucket_size", whole),
     keys_flag("--mock-data", "data.use", on),
     keys_flag("--data-path", "data.paths, data.weights", list),
