@@ -25,7 +25,7 @@ from megatron_run_planner.layer_time.passes import joining_passes, layer_passes
 from megatron_run_planner.memory import head_activations, layer_activations, least_memory, temporaries
 from megatron_run_planner.step_time import after_backward, message_time
 from megatron_run_planner.task import read_task
-from megatron_run_planner.workload import ModelSplit
+from megatron_run_planner.workload import OPTIMIZERS, ModelSplit
 from tests.support.checkout import ROOT
 
 A100 = read_device("a100")
@@ -225,12 +225,12 @@ def test_gradients_are_summed_over_all_ranks_that_have_the_weights() -> None:
 def test_pieces_and_copies_reduce_and_shard_alike() -> None:
     """One group: two pieces of two copies take as long as four copies, and hold as much of the optimizer."""
     model, layout = benchmark_model(8, 4096), looped_layout(LayoutSpec(1, 1, 2))
-    copies = ModelSplit(data=4, micro_batch=1, global_batch=8, zero1=True)
+    copies = ModelSplit(data=4, micro_batch=1, global_batch=8, optimizer="zero1")
     pieces = replace(copies, context=2, data=2)
     assert pieces.ranks == copies.ranks
     assert pieces.microbatches == 2 * copies.microbatches
-    for zero1 in (True, False):
-        ways = [replace(each, zero1=zero1) for each in (copies, pieces)]
+    for optimizer in OPTIMIZERS:
+        ways = [replace(each, optimizer=optimizer) for each in (copies, pieces)]
         assert after_backward(model, ways[0], A100, layout) == after_backward(model, ways[1], A100, layout)
         states = [least_memory(model, each).state for each in ways]
         assert states[0] == states[1]

@@ -10,10 +10,11 @@ import pytest
 from benchmarks.planner.configuration import FULL, HALF, SPLIT, Configuration, sized, stages
 from benchmarks.planner.memory import planned_bytes
 from megatron_run.planning import resolve
+from megatron_run_engine.estimate.model_size import model_size
 from megatron_run_engine.nn.parallel import rows_of_a_rank
 from megatron_run_planner.memory import stage_memory
 from megatron_run_planner.task import read_task
-from megatron_run_planner.workload import rows_of_words
+from megatron_run_planner.workload import Lending, rows_of_words
 
 if TYPE_CHECKING:
     from megatron_run_engine.runtime.comm import ParallelGroup
@@ -77,6 +78,7 @@ GRID = {
     "two stages of two chunks": Configuration(2, ("schedule=interleaved",), GPT | stages(2, chunks=2)),
     "a split backward": Configuration(2, ("schedule=zero-bubble",), GPT | stages(2)),
     "sharded state": Configuration(2, ("optimizer=zero1",), GPT | {"parallel.data": 2}),
+    "lent weights": Configuration(2, ("optimizer=zero3",), LLAMA | {"parallel.data": 2}),
     "stages of sequence parallel ranks": Configuration(4, (*PIPE, SPLIT), GPT | stages(2) | SEQUENCE),
     "a ring of two": Configuration(2, (by("ring"),), PIECES | over(2)),
     "a ring of four": Configuration(4, (by("ring"),), PIECES | over(4)),
@@ -94,6 +96,34 @@ GRID = {
     "pieces, sharded state": Configuration(
         4, ("optimizer=zero1", by("ring")), PIECES | over(2) | {"parallel.data": 2, "train.global_batch_size": 64}
     ),
+}
+
+#: Runs whose weights are lent to segments: by kind of layers, by ranks, and by what is whole for how long.
+LENT, COPIES = "optimizer=zero3", {"parallel.data": 2}
+EXPERTS = PADDED | {"model.experts.count": 4}
+LATENT = {"kv_rank": 128, "query_rank": 256, "rope_head_size": 32, "nope_head_size": 96, "value_head_size": 96}
+MIXED = {"experts.count": 4, "experts.layer_first": 1, "experts.ffn_size": 512, "experts.shared.ffn_size": 512}
+DEEPSEEK = {key: value for key, value in LLAMA.items() if key != "model.num_kv_heads"} | {
+    f"model.{key}": value for key, value in (LATENT | MIXED).items()
+}
+LENDING = {
+    "gpt": Configuration(2, (LENT,), GPT | COPIES),
+    "llama, untied": Configuration(4, (LENT,), LLAMA | {"model.tie_embeddings": "false", "parallel.data": 4}),
+    "three at a time": Configuration(2, (f"{LENT},segments_held=3",), GPT | FEW_WORDS | COPIES),
+    "whole until the update": Configuration(2, (f"{LENT},segments_held=0,reduce=step",), GPT | COPIES),
+    "whole weights": Configuration(2, (f"{LENT},segments_held=0",), GPT | FEW_WORDS | COPIES),
+    "whole matrices": Configuration(2, (f"{LENT},whole_below=2000000",), GPT | FEW_WORDS | COPIES),
+    "experts": Configuration(2, (LENT,), GPT | EXPERTS | COPIES),
+    "experts of several ranks": Configuration(4, (LENT,), GPT | EXPERTS | {"parallel.data": 4, "parallel.expert": 2}),
+    "experts without a replica": Configuration(2, (LENT,), GPT | EXPERTS | COPIES | {"parallel.expert": 2}),
+    "deepseek": Configuration(2, (LENT, "model=deepseek"), DEEPSEEK | COPIES),
+    "deepseek, a further token": Configuration(
+        2, (LENT, "model=deepseek"), DEEPSEEK | COPIES | {"model.mtp_layers": 1}
+    ),
+    "two stages": Configuration(4, (*PIPE, LENT), GPT | stages(2) | COPIES),
+    "two stages of two chunks": Configuration(4, ("schedule=interleaved", LENT), LLAMA | stages(2, chunks=2) | COPIES),
+    "tensor ranks": Configuration(4, (SPLIT, LENT), GPT | SEQUENCE | COPIES),
+    "pieces": Configuration(2, (LENT, by("ring")), PIECES | over(2)),
 }
 
 #: By night, since by day each choice has another case: the other layers, the other vocabulary, or more stages.
@@ -131,3 +161,16 @@ def test_a_rank_needs_what_a_dry_run_counts(name: str) -> None:
     run, task = resolve(request), read_task(request, GRID[name].ranks)
     planned = [each.total for each in stage_memory(task.model, task.split, run.plans[max(run.plans)])]
     assert planned == pytest.approx(planned_bytes(request, gpu=True), rel=0.01)
+
+
+@pytest.mark.parametrize("name", LENDING)
+def test_what_is_kept_and_lent_is_what_the_optimizer_says(name: str) -> None:
+    request = LENDING[name].request
+    run, task = resolve(request), read_task(request, LENDING[name].ranks)
+    planned = stage_memory(task.model, task.split, run.plans[max(run.plans)])
+    counted = [stage.memory for stage in model_size(run).stages]
+    assert [each.state + each.lent for each in planned] == pytest.approx(
+        [sum(each.values()) for each in counted], rel=0.01
+    )
+    if task.split.lending == Lending():
+        assert [each.lent for each in planned] == pytest.approx([each["lent"] for each in counted], rel=0.01)

@@ -38,6 +38,7 @@ def test_every_setting_that_saves_is_tried_once() -> None:
     settings = [each for each, _ in changes(TASK.split, TASK, a100(40))]
     assert settings == [
         ("optimizer=zero1",),
+        ("optimizer=zero3",),
         ("parallel.sequence=true",),
         ("train.recompute=mlp",),
         ("train.recompute=full",),
@@ -50,7 +51,7 @@ def test_every_setting_that_saves_is_tried_once() -> None:
 
 
 def test_what_is_turned_already_is_not_proposed() -> None:
-    done = replace(TASK.split, tensor=8, context=4, data=1, zero1=True, sequence_parallel=True, recompute="full")
+    done = replace(TASK.split, tensor=8, context=4, data=1, optimizer="zero3", sequence_parallel=True, recompute="full")
     done = replace(done, micro_batch=1)
     assert [each for each, _ in changes(done, TASK, a100(40))] == [
         ("schedule=1f1b", "parallel.pipeline=2", "parallel.data=1")
@@ -75,7 +76,20 @@ def test_bytes_that_the_caller_counted_stay_in_the_sum(schedules: Schedules) -> 
         {each.settings: each.needed for each in more}
     )
     zero1 = next(each for each in exact if each.settings == ("optimizer=zero1",))
-    assert zero1.needed == pytest.approx(needed(TASK, replace(TASK.split, zero1=True), schedules))
+    assert zero1.needed == pytest.approx(needed(TASK, replace(TASK.split, optimizer="zero1"), schedules))
+
+
+def test_more_is_shared_out_where_the_task_may_have_it() -> None:
+    """Nothing with one copy of the model, and no lending with captured graphs."""
+    first = replace(TASK, optimizers=("adamw", "zero1"))
+    for task, split, offered in (
+        (TASK, replace(TASK.split, optimizer="zero1"), ["zero3"]),
+        (TASK, replace(TASK.split, optimizer="zero3"), []),
+        (TASK, replace(TASK.split, data=1), []),
+        (first, TASK.split, ["zero1"]),
+    ):
+        settings = [each for (each, *_), _ in changes(split, task, a100(40)) if each.startswith("optimizer=")]
+        assert settings == [f"optimizer={each}" for each in offered]
 
 
 @pytest.mark.parametrize("memory", [40, 30])

@@ -18,9 +18,9 @@ from megatron_run_engine.estimate.model_size import model_size
 from megatron_run_planner.devices import read_device, shipped_devices
 from megatron_run_planner.memory import head_activations, layer_activations, least_memory, stage_memory
 from megatron_run_planner.schedules import Schedules, named, spread
-from megatron_run_planner.search import Candidate, Growth, Search
+from megatron_run_planner.search import GAIN, Candidate, Growth, Search
 from megatron_run_planner.task import check_sizes, read_task, sized, to_type, written
-from megatron_run_planner.workload import ModelSplit, gpt2
+from megatron_run_planner.workload import OPTIMIZERS, ModelSplit, Optimizer, gpt2
 
 A100 = read_device("a100")
 MODEL = gpt2(8, 2048, 16, 1024, 51200, flash=True)
@@ -45,7 +45,7 @@ def search(schedules: Schedules, memory: float = 80 * 2**30, ranks: int = 4) -> 
 def test_a_step_that_is_one_graph_is_split_as_its_graph_allows(
     capture: str, tensor: set[int], schedules: Schedules
 ) -> None:
-    found = Search(MODEL, 4, 32, A100, schedules, one_graph=capture).run(keep=1000)
+    found = Search(MODEL, 4, 32, A100, schedules, like=ModelSplit(one_graph=capture)).run(keep=1000)
     assert {each.split.pipeline for each in found.best} == {1}
     assert {each.split.tensor for each in found.best} == tensor
     assert {each.split.one_graph for each in found.best} == {capture}
@@ -109,11 +109,11 @@ def accepted(schedule: str, stages: int, chunks: int, microbatches: int) -> bool
 def everything(schedules: Schedules, ranks: int = 4) -> list[Candidate]:
     """Every split of powers of two under every schedule that takes it."""
     found = []
-    for tensor, pipeline, micro_batch, recompute, zero1 in product(
-        (1, 2, 4), (1, 2, 4), (1, 2, 4, 8, 16, 32), ("none", "mlp", "full"), (False, True)
+    for tensor, pipeline, micro_batch, recompute, optimizer in product(
+        (1, 2, 4), (1, 2, 4), (1, 2, 4, 8, 16, 32), ("none", "mlp", "full"), OPTIMIZERS
     ):
         data = ranks // (tensor * pipeline)
-        if data * tensor * pipeline != ranks or 32 % (micro_batch * data) or (zero1 and data == 1):
+        if data * tensor * pipeline != ranks or 32 % (micro_batch * data) or (optimizer != "adamw" and data == 1):
             continue
         for chunks, name in product((1, 2, 4, 8), schedules.names()):
             split = ModelSplit(
@@ -125,7 +125,7 @@ def everything(schedules: Schedules, ranks: int = 4) -> list[Candidate]:
                 global_batch=32,
                 recompute=recompute,  # type: ignore[arg-type]  # one of its words
                 sequence_parallel=tensor > 1,
-                zero1=zero1,
+                optimizer=optimizer,
                 overlap=True,
                 gradient_bytes=4,
             )
@@ -137,8 +137,10 @@ def everything(schedules: Schedules, ranks: int = 4) -> list[Candidate]:
 
 
 def test_the_best_is_the_best_of_all(schedules: Schedules) -> None:
-    best = search(schedules).run().best[0]
-    assert best.step.seconds == pytest.approx(min(each.step.seconds for each in everything(schedules)), rel=1e-3)
+    """Of ``zero3`` too, but for a gain that is not worth what it sends."""
+    best, every = search(schedules).run().best[0].step.seconds, everything(schedules)
+    assert best == pytest.approx(min(each.step.seconds for each in every if not each.split.lends), rel=1e-3)
+    assert best <= min(each.step.seconds for each in every) / (1 - GAIN)
 
 
 def test_the_best_come_first_and_all_fit(schedules: Schedules) -> None:
@@ -200,10 +202,10 @@ def test_in_flight_microbatches_are_held(schedules: Schedules) -> None:
     assert least_memory(MODEL, split).total == pytest.approx(stages[0].total)
 
 
-@pytest.mark.parametrize(("zero1", "each"), [(False, 18), (True, 9)])
-def test_a_parameter_takes_as_many_bytes_as_the_optimizers_say(zero1: bool, each: int) -> None:
-    """``--dry-run`` of a bf16 run over four copies says 18 and 9 bytes a parameter for adamw and zero1."""
-    held = least_memory(MODEL, ModelSplit(data=4, micro_batch=1, global_batch=4, zero1=zero1))
+@pytest.mark.parametrize(("optimizer", "each"), [("adamw", 18), ("zero1", 9), ("zero3", 4.5)])
+def test_a_parameter_takes_as_many_bytes_as_the_optimizers_say(optimizer: Optimizer, each: float) -> None:
+    """``--dry-run`` of a bf16 run over four copies says 18, 9 and 4.5 bytes a parameter."""
+    held = least_memory(MODEL, ModelSplit(data=4, micro_batch=1, global_batch=4, optimizer=optimizer))
     state = held.parameters + held.gradients + held.optimizer
     assert state / MODEL.weights == pytest.approx(each)
 

@@ -155,7 +155,7 @@ ENDS = ([False, False], [True, False], [False, True], [True, True])
     ("model", "split"),
     [
         (GPT, ModelSplit(8, 4, micro_batch=2, global_batch=64, recompute="full", sequence_parallel=True)),
-        (GPT, ModelSplit(8, 4, chunks=2, data=2, micro_batch=2, global_batch=64, zero1=True)),
+        (GPT, ModelSplit(8, 4, chunks=2, data=2, micro_batch=2, global_batch=64, optimizer="zero1")),
         (ModelCosts((ROUTED,) * 8, 51200), ModelSplit(2, 4, data=4, expert=4, global_batch=64)),
         (ModelCosts((GPT.layers[0], ROUTED) * 4, 51200), ModelSplit(2, 4, data=4, expert=4, global_batch=64)),
     ],

@@ -23,7 +23,7 @@ from megatron_run_planner.step_time import (
     place_times,
     step_time,
 )
-from megatron_run_planner.workload import ModelSplit, gpt2, tables
+from megatron_run_planner.workload import OPTIMIZERS, ModelSplit, gpt2, tables
 
 A100 = read_device("a100")
 #: GPT-3: Brown et al. 2020.
@@ -199,9 +199,10 @@ def test_a_tied_embedding_is_summed_by_the_stages_that_hold_it() -> None:
     assert reduction((0, 1, 2, 3), (2, 2, 2, 2)) == pytest.approx(all_reduce(A100.links, table, 2))
     assert reduction((0, 1, 2, 3), (0, 4, 4, 0)) == 0
     assert reduction((0, 1, 2, 3, 3, 2, 1, 0), (1,) * 8) == 0
-    apart = [reduction((0, 1), (4, 4), data=4, zero1=zero1) for zero1 in (False, True)]
+    apart = [reduction((0, 1), (4, 4), data=4, optimizer=optimizer) for optimizer in OPTIMIZERS]
     more = all_reduce(A100.links, table, 2, 4) - all_reduce(A100.links, table / 4, 2, 4)
     assert apart[0] - apart[1] == pytest.approx(more)
+    assert apart[2] == pytest.approx(all_reduce(A100.links, table / 4, 2, 4)), "zero3 has reduced all before"
 
 
 def waiting(seconds: float) -> Device:

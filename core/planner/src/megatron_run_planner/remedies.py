@@ -6,7 +6,7 @@ better: a dry run counts its activations layer by layer.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,7 +17,7 @@ from megatron_run_planner.devices import Device
 from megatron_run_planner.schedules import Schedules
 from megatron_run_planner.search import Candidate, Search
 from megatron_run_planner.task import Task
-from megatron_run_planner.workload import ModelSplit, split_over
+from megatron_run_planner.workload import OPTIMIZERS, ModelSplit, Optimizer, split_over
 
 
 @dataclass(frozen=True)
@@ -109,8 +109,8 @@ def _merged(settings: tuple[str, ...], more: tuple[str, ...]) -> tuple[str, ...]
 def changes(split: ModelSplit, task: Task, device: Device) -> Iterator[tuple[tuple[str, ...], ModelSplit]]:
     """Each single change of ``split`` that saves memory somewhere, with its settings."""
     model = task.model
-    if split.replicas > 1 and not split.zero1:
-        yield ("optimizer=zero1",), replace(split, zero1=True)
+    for optimizer in _sharing_more(split, task):
+        yield (f"optimizer={optimizer}",), replace(split, optimizer=optimizer)
     if split.tensor > 1 and not split.sequence_parallel:
         yield ("parallel.sequence=true",), replace(split, sequence_parallel=True)
     if split.recompute in ("none", "core") and not model.experts:
@@ -125,7 +125,7 @@ def changes(split: ModelSplit, task: Task, device: Device) -> Iterator[tuple[tup
     if wider.tensor <= device.links.machine and _splits(model, wider.tensor) and not wider.no_graph:
         plugin = (_layers(wider),) if split.tensor == 1 else ()
         yield (*plugin, f"parallel.tensor={wider.tensor}", f"parallel.data={wider.data}"), wider
-    longer = replace(split, context=2 * split.context, **{**_copies(split), "zero1": split.zero1})
+    longer = replace(split, context=2 * split.context, **{**_copies(split), "optimizer": split.optimizer})
     if not (short(model, longer) or why_not(model, longer) or longer.no_graph):
         plugin = (_layers(longer),) if split.context == 1 else ()
         yield (*plugin, f"parallel.context={longer.context}", f"parallel.data={longer.data}"), longer
@@ -133,6 +133,12 @@ def changes(split: ModelSplit, task: Task, device: Device) -> Iterator[tuple[tup
     if deeper.pipeline * deeper.chunks <= len(model.layers) and not deeper.no_graph:
         plugin = ("schedule=1f1b",) if split.pipeline == 1 else ()
         yield (*plugin, f"parallel.pipeline={deeper.pipeline}", f"parallel.data={deeper.data}"), deeper
+
+
+def _sharing_more(split: ModelSplit, task: Task) -> Sequence[Optimizer]:
+    """The optimizers that ``task`` may have by which copies of the model share out more than by that of ``split``."""
+    more = OPTIMIZERS[1 + OPTIMIZERS.index(split.optimizer) :] if split.replicas > 1 else ()
+    return [each for each in more if each in task.optimizers]
 
 
 def _layers(split: ModelSplit) -> str:
@@ -151,4 +157,4 @@ def _splits(model: ModelCosts, tensor: int) -> bool:
 def _copies(split: ModelSplit) -> dict[str, Any]:
     """Half the copies of the model, on as many devices, where they and the experts on them divide."""
     halves = not (split.data % 2 or split.data // 2 % split.expert)
-    return {"data": split.data // 2, "zero1": split.zero1 and split.replicas > 2} if halves else {}
+    return {"data": split.data // 2, "optimizer": split.optimizer if split.replicas > 2 else "adamw"} if halves else {}

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
-from math import isqrt
+from math import inf, isqrt
 
 from megatron_run.contracts.costs import ModelCosts
 from megatron_run.contracts.schedule import LayoutSpec, looped_layout
@@ -14,17 +14,19 @@ from megatron_run.errors import InputError, RunError
 from megatron_run.pipeline.plan import Plan
 from megatron_run_planner.context import METHODS, short, why_not
 from megatron_run_planner.devices import Device
-from megatron_run_planner.layer_time import layer_time, mean_layer
+from megatron_run_planner.layer_time import lent_time, mean_layer, working_time
 from megatron_run_planner.memory import RankMemory, least_memory, stage_memory
 from megatron_run_planner.schedules import LARGEST, Schedules, spread
 from megatron_run_planner.step_time import LayerTimes, StepTime, estimate, step_time
-from megatron_run_planner.workload import ModelSplit, Recompute, split_over
+from megatron_run_planner.workload import ONE_RANK, OPTIMIZERS, ModelSplit, Optimizer, Recompute, split_over
 
 #: Chunks a stage that are tried, microbatch sizes, and how much is simulated: splits, and actions of all their lists.
 CHUNKS = (1, 2, 3, 4, 5, 6, 7, 8)
 MICRO_BATCHES = (1, 2, 4, 8, 16, 32)
 RECOMPUTED: tuple[Recompute, ...] = ("none", "mlp", "full")
 SIMULATED, ACTIONS = 40, 400_000
+#: Part of a step by which optimizer zero3 must be faster where zero1 fits too: it sends more.
+GAIN = 0.02
 
 
 @dataclass(frozen=True)
@@ -93,8 +95,8 @@ STEADY = Growth()
 class Search:
     """Searches the splits of ``model`` over ``ranks`` of ``device``, of which each has ``memory`` bytes.
 
-    By the end of its ``growth`` the batch is ``global_batch``. ``one_graph`` is the capture that records
-    its steps whole.
+    By the end of its ``growth`` the batch is ``global_batch``. Graph capture and lending are those of ``like``. Of the
+    ``optimizers`` from which it chooses ``zero3`` is tried where ``zero1`` does not fit, or is slower by a ``GAIN``.
     """
 
     def __init__(
@@ -106,13 +108,15 @@ class Search:
         schedules: Schedules,
         growth: Growth = STEADY,
         *,
-        one_graph: str = "",
+        like: ModelSplit = ONE_RANK,
+        optimizers: tuple[Optimizer, ...] = OPTIMIZERS,
     ) -> None:
-        self._growth, self._one_graph = growth, one_graph
+        self._growth, self._like, self._optimizers = growth, like, optimizers
         self._model, self._ranks, self._batch = model, ranks, global_batch
         self._device, self._schedules = device, schedules
         self._pruned: Counter[str] = Counter()
         self._layers: dict[tuple[object, ...], LayerTimes] = {}
+        self._needed: dict[ModelSplit, float] = {}
 
     def run(self, keep: int = 10) -> Choice:
         """The best ``keep`` candidates. Raises :class:`InputError`, with what is nearest, when nothing fits."""
@@ -128,7 +132,9 @@ class Search:
             if done and (done >= SIMULATED or actions + cost > ACTIONS):
                 self._pruned["slower by the closed form, so not simulated"] += 1
                 continue
-            candidates = [each for each in map(self.judge, *zip(*self._options(split), strict=True)) if each]
+            candidates = self._judged(split)
+            if split.optimizer == "zero1" and "zero3" in self._optimizers:
+                candidates += self._lent_too(split, candidates)
             if candidates:
                 found += candidates
                 done, actions = done + 1, actions + cost * len(candidates)
@@ -157,6 +163,15 @@ class Search:
         """Raise :class:`InputError` where a smaller batch is refused."""
         for batch in self._growth.batches:
             self._plan(replace(split, global_batch=batch), schedule, counts)
+
+    def _judged(self, split: ModelSplit) -> list[Candidate]:
+        return [each for each in map(self.judge, *zip(*self._options(split), strict=True)) if each]
+
+    def _lent_too(self, split: ModelSplit, found: Sequence[Candidate]) -> list[Candidate]:
+        """``split`` with ``zero3`` where no schedule of it was ``found`` to fit, or all are slower by a ``GAIN``."""
+        lent = replace(split, optimizer="zero3")
+        fastest = min((each.step.seconds for each in found), default=inf)
+        return self._judged(lent) if self._estimate(lent) < (1 - GAIN) * fastest else []
 
     def judge(self, split: ModelSplit, schedule: str) -> Candidate | None:
         """``split`` under ``schedule``, None when the schedule refuses or the memory does not suffice."""
@@ -213,7 +228,8 @@ class Search:
                         self._pruned["more stages than layers"] += 1
                         continue
                     sizes = ModelSplit(tensor=tensor, context=context, pipeline=pipeline, data=others // pipeline)
-                    yield from map(self._by_method, self._batched(sizes))
+                    for split in self._batched(sizes):
+                        yield from self._by_optimizer(split)
 
     def _context_ranks(self, tensor: int) -> Iterator[int]:
         """The numbers of ranks over which samples may be split: powers of two, of samples that are no shorter."""
@@ -228,6 +244,16 @@ class Search:
                 yield context
             context *= 2
 
+    def _by_optimizer(self, split: ModelSplit) -> Iterator[ModelSplit]:
+        """``split`` with each optimizer; with ``zero3``, which sends more, where the one before it does not fit."""
+        fits = False
+        for optimizer in self._optimizers if split.replicas > 1 else self._optimizers[:1]:
+            if optimizer == "zero3" and fits:
+                return
+            found = self._by_method(split if optimizer == split.optimizer else replace(split, optimizer=optimizer))
+            yield found
+            fits = optimizer == "zero1" and self._least(found) <= self._device.memory
+
     def _by_method(self, split: ModelSplit) -> ModelSplit:
         """``split`` with the fastest method that fits by which the tokens of a sample meet, if ranks split them."""
         if split.context == 1:
@@ -238,7 +264,7 @@ class Search:
 
     def _expert_ranks(self, data: int) -> list[int]:
         """The numbers of ranks over which experts may be split; a graph holds no tokens that travel among them."""
-        whole = not self._model.experts or self._one_graph
+        whole = not self._model.experts or self._like.one_graph
         return [1] if whole else [each for each in _divisors(data) if not self._model.experts % each]
 
     def _batched(self, sizes: ModelSplit) -> Iterator[ModelSplit]:
@@ -261,7 +287,8 @@ class Search:
                 sequence_parallel=sizes.tensor > 1,
                 overlap=True,
                 gradient_bytes=4,
-                one_graph=self._one_graph,
+                one_graph=self._like.one_graph,
+                lending=self._like.lending,
             )
             if why := base.no_graph:
                 self._pruned[why] += 1
@@ -275,8 +302,7 @@ class Search:
                     continue
                 for expert in experts:
                     for recompute in RECOMPUTED if not model.experts else ("none", "full"):
-                        for zero1 in (False, True) if base.replicas > 1 else (False,):
-                            yield replace(base, chunks=each, expert=expert, recompute=recompute, zero1=zero1)
+                        yield replace(base, chunks=each, expert=expert, recompute=recompute)
 
     def _even(self, places: int) -> bool:
         """Whether layers over ``places`` differ so little that no stage has a tenth more than its share."""
@@ -290,14 +316,24 @@ class Search:
 
     def _least(self, split: ModelSplit) -> float:
         """Bytes of device memory without which no schedule runs ``split``."""
-        return least_memory(self._model, split).needed()
+        found = self._needed.get(split)
+        if found is None:
+            found = self._needed[split] = least_memory(self._model, split).needed()
+        return found
 
     def _times(self, split: ModelSplit) -> LayerTimes:
         """Seconds of each kind of layer."""
         key = (split.tensor, split.context, split.method, split.micro_batch, split.expert, split.recompute)
+        kinds = self._model.kinds.layers
         if key not in self._layers:
-            self._layers[key] = {kind: layer_time(kind, split, self._device) for kind in self._model.kinds.layers}
-        return self._layers[key]
+            self._layers[key] = {kind: working_time(kind, split, self._device) for kind in kinds}
+        times = self._layers[key]
+        if not split.lends:
+            return times
+        if (*key, split.data) not in self._layers:
+            lent = {kind: lent_time(kind, times[kind], split, self._device) for kind in kinds}
+            self._layers[*key, split.data] = lent
+        return self._layers[*key, split.data]
 
     def _seconds(self, split: ModelSplit) -> float:
         """Seconds of a microbatch in all layers."""

@@ -27,10 +27,14 @@ from megatron_run_planner.layer_time import (
     embedding_time,
     head_time,
     layer_time,
+    lent_time,
     loading_time,
     sum_of,
+    working_time,
 )
+from megatron_run_planner.layer_time.messages import once_a_step
 from megatron_run_planner.layer_time.passes import CLEARED, UPDATED
+from megatron_run_planner.memory.lent import Unit
 from megatron_run_planner.workload import ModelSplit, rows_of_words, tables
 
 #: Times of a model's kinds of layers.
@@ -128,11 +132,21 @@ def place_times(
     times = [sum_of(known[layer].times(count) for count, layer in counts) for counts in held]
     times[0] = times[0].then(embedding_time(model, split, device))
     times[-1] = times[-1].then(last_time(model, split, device))
+    if split.lends and not model.predictors:
+        times[-1] = times[-1].then(_turning(model, split, device))
     loading = loading_time(model, split, device)
     for stage in {layout[0].stage, layout[-1].stage}:
         first = next(index for index, place in enumerate(layout) if place.stage == stage)
         times[first] = times[first].then(loading)
     return times
+
+
+def _turning(model: ModelCosts, split: ModelSplit, device: Device) -> Passes:
+    """Seconds that the backward of the last layer saves: its last segments are still whole, beside the head."""
+    layer, held = model.layers[-1], split.lending.segments_held
+    work = working_time(layer, split, device)
+    usual, turning = (lent_time(layer, work, split, device, turn).backward for turn in (0, max(0, held - 1)))
+    return Passes(0.0, turning - usual)
 
 
 def last_time(model: ModelCosts, split: ModelSplit, device: Device) -> Passes:
@@ -237,7 +251,7 @@ def after_backward(
 ) -> tuple[float, float]:
     """Seconds of the update and of the reduction of gradients, on the stage that takes longest for both.
 
-    The first and the last stage sum a tied embedding. With ``zero1`` each rank updates its share.
+    The first and the last stage sum a tied embedding. With ``zero1`` and ``zero3`` each rank updates its share.
     """
     held: defaultdict[int, list[range]] = defaultdict(list)
     for place in layout:
@@ -259,23 +273,19 @@ def _finish(layers: LayerKinds, words: float, table: float, split: ModelSplit, d
     """
     dense = layers.weights / split.tensor + words
     experts = layers.expert_weights / split.tensor / split.expert
-    reduction = sum(
-        sum_over(device, split, split.gradient_bytes * size, split.replicas, split.tensor)
-        for size in (dense - table, table)
-        if size
-    )
-    if experts:
-        copies, stride = split.replicas // split.expert, split.expert_stride(device.links.machine)
-        reduction += sum_over(device, split, split.gradient_bytes * experts, copies, stride)
+    parts = [Unit(size) for size in (dense - table, table) if size] + [Unit(experts=experts)] * (experts > 0)
+    reduction = once_a_step(parts, split, device)
     if table:
-        summed = table / split.replicas if split.zero1 else table  # zero1 has reduced it to a rank's share by then
+        summed = table / split.replicas if split.shards else table  # it is reduced to a rank's share by then
         reduction += sum_over(device, split, split.gradient_bytes * summed, 2, split.ranks // 2)
     if device.links.sums:  # where steps were fitted as a whole, these are among what every step takes
         reduction += _AGREEMENTS * sum_over(device, split, 8.0, split.ranks)
-        if split.zero1 and split.replicas > 2:  # gloo sums whole buckets there, and parameters are gathered besides
+        # Gloo sums whole buckets there, and parameters are gathered besides.
+        if split.optimizer == "zero1" and split.replicas > 2:
             reduction += sum_over(device, split, device.width * (dense + experts) / 2, split.replicas, split.tensor)
-    own = dense / split.replicas + experts * split.expert / split.replicas if split.zero1 else dense + experts
-    counted = UPDATED[device.sweeps.kernels] * own + CLEARED * (dense + experts)
+    own = dense / split.replicas + experts * split.expert / split.replicas if split.shards else dense + experts
+    cleared = own if split.lends and split.lending.reduce == "microbatch" else dense + experts
+    counted = UPDATED[device.sweeps.kernels] * own + CLEARED * cleared
     moved = counted if device.sweeps.counted else device.sweeps.update * own
     update = moved / (device.bandwidth * device.sweeps.efficiency) + device.host.step
     return update, reduction

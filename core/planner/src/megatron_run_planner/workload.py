@@ -6,7 +6,7 @@ Legend: ``s`` sequence, ``b`` micro batch, ``h`` hidden, ``t`` tensor-parallel s
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from megatron_run.contracts.costs import AttentionCosts, FeedForwardCosts, LayerCosts, ModelCosts
 from megatron_run.contracts.parallel_layer import even_part
@@ -17,6 +17,9 @@ _ROWS = 128
 Recompute = Literal["none", "core", "mlp", "full"]
 #: How the tokens of a sample meet whose pieces ranks hold: as `parallel-layer.method` has it.
 ContextMethod = Literal["ring", "all_gather", "ulysses"]
+#: The optimizers between which a split decides, by what data-parallel ranks share out: nothing, state, all.
+Optimizer = Literal["adamw", "zero1", "zero3"]
+OPTIMIZERS: tuple[Optimizer, ...] = get_args(Optimizer)
 
 
 def gpt2(layers: int, hidden: int, heads: int, sequence: int, vocabulary: int, *, flash: bool = False) -> ModelCosts:
@@ -57,13 +60,22 @@ def tables(model: ModelCosts, tensor: int, *, first: bool, last: bool) -> float:
 
 
 @dataclass(frozen=True)
+class Lending:
+    """The options of ``optimizer=zero3`` that say what is whole for how long."""
+
+    segments_held: int = 2
+    reduce: Literal["microbatch", "step"] = "microbatch"
+    whole_below: int = 2**16
+
+
+@dataclass(frozen=True)
 class ModelSplit:
     """How a model is split and batched; the names are those of the sections ``parallel`` and ``train``.
 
     ``method``: how pieces of samples meet. ``scatter_messages``: each tensor rank sends its part of what goes to the
-    next stage. ``overlap``: gradients are reduced while other backwards still run. ``gradient_bytes``: of a gradient
-    when it is reduced. ``one_graph``: the graph capture by which the host launches forwards and backwards of a step at
-    once, empty without.
+    next stage. ``lending``: options of optimizer ``zero3``. ``overlap``: gradients are reduced while other backwards
+    still run. ``gradient_bytes``: of a gradient when it is reduced. ``one_graph``: the graph capture by which the host
+    launches forwards and backwards of a step at once, empty without.
     """
 
     tensor: int = 1
@@ -78,7 +90,8 @@ class ModelSplit:
     recompute: Recompute = "none"
     sequence_parallel: bool = False
     scatter_messages: bool = False
-    zero1: bool = False
+    optimizer: Optimizer = "adamw"
+    lending: Lending = Lending()
     overlap: bool = False
     gradient_bytes: int = 2
     one_graph: str = ""
@@ -91,6 +104,16 @@ class ModelSplit:
         if self.one_graph == "compile" and self.tensor * self.context > 1:
             return "no graph of a step holds compiled collectives"
         return ""
+
+    @property
+    def shards(self) -> bool:
+        """Whether each rank updates its share of the weights alone."""
+        return self.optimizer != "adamw"
+
+    @property
+    def lends(self) -> bool:
+        """Whether weights are whole only while a segment needs them."""
+        return self.optimizer == "zero3" and self.replicas > 1
 
     @property
     def ranks(self) -> int:
@@ -125,3 +148,7 @@ class ModelSplit:
     def microbatches(self) -> int:
         """Microbatches that one copy of the model runs in a step."""
         return self.global_batch // (self.micro_batch * self.data)
+
+
+#: A model that is not split.
+ONE_RANK = ModelSplit()

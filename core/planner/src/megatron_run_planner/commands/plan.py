@@ -161,7 +161,6 @@ def search(
     """
     from megatron_run_planner.commands import plan_report as report
     from megatron_run_planner.schedules import Schedules
-    from megatron_run_planner.search import Search
     from megatron_run_planner.task import check_sizes, read_task, to_install, written
 
     task, schedules = read_task(request, gpus), Schedules()
@@ -172,16 +171,12 @@ def search(
         for each in tasks:
             check_sizes(each, gpus)
         shown = [
-            Search(each.model, each.split.ranks, each.split.global_batch, machine, schedules, each.growth).describe(
-                each.split, each.schedule, each.counts
-            )
+            each.search(each.split.ranks, machine, schedules).describe(each.split, each.schedule, each.counts)
             for each in tasks
         ]
         text, record = report.own_text(tasks, shown, machine), report.own_record(task, shown, machine)
     else:
-        ranks, batch = gpus or task.split.ranks, task.split.global_batch
-        one_graph = task.split.one_graph
-        found = Search(task.model, ranks, batch, machine, schedules, task.growth, one_graph=one_graph).run()
+        found = task.search(gpus or task.split.ranks, machine, schedules).run()
         shown = [found.best[0]]
         install = to_install(task, found.best[0], schedules.catalog)
         text = report.choice_text(task, found, machine, write, install)
@@ -269,7 +264,6 @@ def goodput(request: Request, *, gpus: int | None, machine: Device, days: float,
     from megatron_run_planner.commands import plan_report as report
     from megatron_run_planner.goodput import Conditions, best_interval, simulate_run
     from megatron_run_planner.schedules import Schedules
-    from megatron_run_planner.search import Search
     from megatron_run_planner.task import read_task
 
     links = machine.links
@@ -277,16 +271,7 @@ def goodput(request: Request, *, gpus: int | None, machine: Device, days: float,
     task = read_task(request, gpus)
     ranks = gpus or task.split.ranks
     device = machine.model_copy(update={"links": slow})
-    search = Search(
-        task.model,
-        ranks,
-        task.split.global_batch,
-        device,
-        Schedules(),
-        task.growth,
-        one_graph=task.split.one_graph,
-    )
-    best = search.run(1).best[0]
+    best = task.search(ranks, device, Schedules()).run(1).best[0]
     given = {name: asked[name] for name in ("mtbf", "stall", "restart", "spread")}
     conditions = Conditions(ranks, -(-ranks // links.machine), **given)
     interval = asked["interval"] or best_interval(conditions)

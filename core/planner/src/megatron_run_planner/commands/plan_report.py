@@ -81,7 +81,7 @@ def _reading(task: Task) -> list[str]:
 def _table(task: Task, candidates: Sequence[Candidate], device: Device) -> list[str]:
     pieces = [_pieces(each.split) for each in candidates]  # a column where samples are split
     width = max(map(len, pieces)) and max(map(len, (*pieces, "  context")))
-    keys = "pipeline  chunks  data  expert  micro  recompute  zero1"
+    keys = "pipeline  chunks  data  expert  micro  recompute  optimizer"
     rows = [f"    step  tokens/s    MFU      memory  tensor{'context' if width else '':>{width}}  {keys}  schedule"]
     for each, context in zip(candidates, pieces, strict=True):
         split, seconds = each.split, each.step.seconds
@@ -90,7 +90,7 @@ def _table(task: Task, candidates: Sequence[Candidate], device: Device) -> list[
             f"{seconds:7.3f}s  {speed:8,.0f}  {each.step.mfu(task.model, split, device):5.1%}  "
             f"{each.tensors / _GIB:6.1f} GiB  {split.tensor:6}{context:>{width}}  "
             f"{split.pipeline:8}  {split.chunks:6}  {split.data:4}  {split.expert:6}  "
-            f"{split.micro_batch:5}  {split.recompute:9}  {'yes' if split.zero1 else 'no':5}  "
+            f"{split.micro_batch:5}  {split.recompute:9}  {split.optimizer:9}  "
             f"{each.schedule}; {each.limit} {each.shares[each.limit]:.0%}"
         )
     return rows

@@ -6,21 +6,32 @@ those of one forward; a backward does each product twice (for its input and its 
 A product takes its FLOPs at the share of the peak that its shape reaches, a sweep its bytes at the memory's share, and
 neither less than one kernel. The device works on them while the host launches kernels: where both take about as long,
 neither hides the other wholly, and the two are joined: as the sides of a right triangle where a device's ``power`` is
-2, and the larger the power, the more the longer hides of the shorter. On a processor they add. Collectives come on top.
+2, and the larger the power, the more the longer hides of the shorter. On a processor they add. Collectives come on top,
+but for those of weights that are lent, which travel beside the work.
 
 Legend: ``n`` = ``s b`` tokens, ``h`` hidden, ``t`` tensor-parallel size, ``a`` heads.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from megatron_run.contracts.costs import AttentionCosts, FeedForwardCosts, LayerCosts, ModelCosts, SegmentCosts
 from megatron_run_planner.context import waits
 from megatron_run_planner.devices import Device, LayerShape
 from megatron_run_planner.devices.transfers import as_work, exchanged, sum_over
-from megatron_run_planner.layer_time.passes import Pass, joining_passes, layer_passes, loss_pass, norm_pass
+from megatron_run_planner.layer_time.messages import each_microbatch
+from megatron_run_planner.layer_time.passes import (
+    CLEARED,
+    SUMMED,
+    Pass,
+    joining_passes,
+    layer_passes,
+    loss_pass,
+    norm_pass,
+)
+from megatron_run_planner.memory.lent import Unit, embedding_unit, head_unit, layer_units
 from megatron_run_planner.workload import ModelSplit, gpt2_heads
 
 #: Bytes of an activation.
@@ -165,7 +176,31 @@ def sum_of(passes: Iterable[Passes]) -> Passes:
 
 
 def layer_time(layer: LayerCosts, split: ModelSplit, device: Device) -> Passes:
-    """One layer: forward, and backward with what it recomputes."""
+    """One layer: forward, and backward with what it recomputes, beside which its weights travel where they are lent."""
+    return lent_time(layer, working_time(layer, split, device), split, device)
+
+
+def lent_time(layer: LayerCosts, work: Passes, split: ModelSplit, device: Device, turn: int = 0) -> Passes:
+    """The ``work`` of a layer beside which its weights travel, all but those of the last ``turn`` segments again."""
+    return _beside(layer_units(layer, split), work, split, device, turn) if split.lends else work
+
+
+def _beside(units: Sequence[Unit], work: Passes, split: ModelSplit, device: Device, turn: int = 0) -> Passes:
+    """The longer of ``work`` and the messages of ``units``; on cores that ranks share both, one after the other.
+
+    Gradients that leave in every microbatch are cleared before, and a rank's share of them is added up.
+    """
+    if split.lending.reduce == "microbatch":
+        moved = (CLEARED + SUMMED / split.replicas) * sum(unit.size for unit in units)
+        work = work.then(Passes(0.0, moved / (device.bandwidth * device.sweeps.efficiency)))
+    ahead, back = each_microbatch(units, split, device, turn)
+    if device.cores:
+        return work.then(Passes(ahead, back))
+    return Passes(max(work.forward, ahead), max(work.backward, back), work.weights)
+
+
+def working_time(layer: LayerCosts, split: ModelSplit, device: Device) -> Passes:
+    """One layer whose weights are there."""
     work = layer_operators(layer, split.micro_batch, split.tensor, split.expert, split.context)
     products = sum(product_seconds(each, device) for each in work.products)
     attention = work.attention / (device.peak * device.products.attention)
@@ -262,7 +297,8 @@ def embedding_time(model: ModelCosts, split: ModelSplit, device: Device) -> Pass
     shared = as_work(sum_over(device, split, size, split.tensor), split, device)
     share, host = device.host.forward, 0.0 if _at_once(split, device) else device.host.embedding
     forward = _joined(moved, host * share, device) + shared
-    return Passes(forward, _joined(2 * moved, host * (1 - share), device))
+    work = Passes(forward, _joined(2 * moved, host * (1 - share), device))
+    return _beside([embedding_unit(model, split)], work, split, device) if split.lends else work
 
 
 def loading_time(model: ModelCosts, split: ModelSplit, device: Device) -> Passes:
@@ -271,6 +307,12 @@ def loading_time(model: ModelCosts, split: ModelSplit, device: Device) -> Passes
 
 
 def head_time(model: ModelCosts, split: ModelSplit, device: Device) -> Passes:
+    """The head, whose weights are at the turn from forward to backward: where they are lent, they are gathered once."""
+    work = _working_head(model, split, device)
+    return _beside([head_unit(model, split)], work, split, device, turn=1) if split.lends else work
+
+
+def _working_head(model: ModelCosts, split: ModelSplit, device: Device) -> Passes:
     """Final norm, logits and loss. Over tensor ranks the loss takes a maximum and two sums at once, its input a sum.
 
     Matrices of the head besides are whole on every rank; without logits there is neither their product nor their loss.

@@ -25,6 +25,8 @@ _LOSS = {True: (2.0, 4.0), False: (38.0, 44.0)}
 #: writes master and both moments, reads the gradient and writes the weight (30). Without: it reads and writes the
 #: gradient too, which it unscales and clips (32), and weights are cast (6).
 CLEARED, UPDATED = 4.0, {True: 34.0, False: 42.0}
+#: Bytes of a gradient that a rank adds to those that it has of microbatches before, both in fp32.
+SUMMED = 12.0
 #: Bytes of a value of queries where the attention to another piece joins the one so far, in fp32: both are scaled and
 #: added. And of a gradient in 16 bits that is added to one in fp32.
 _JOINED, _ADDED = 34.0, 10.0

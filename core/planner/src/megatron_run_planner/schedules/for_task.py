@@ -11,7 +11,7 @@ from megatron_run.errors import InputError, RunError
 from megatron_run.pipeline.verify import verify
 from megatron_run_planner.devices import Device
 from megatron_run_planner.layer_time import Passes, embedding_time, layer_time
-from megatron_run_planner.memory import available, layer_activations, rank_memory
+from megatron_run_planner.memory import available, head_activations, layer_activations, rank_memory
 from megatron_run_planner.schedules.installed import Schedules
 from megatron_run_planner.schedules.places import EFFORT, Found, search_schedule
 from megatron_run_planner.schedules.workload_costs import Pipeline, Work
@@ -42,7 +42,7 @@ def pipeline_of(model: ModelCosts, split: ModelSplit, device: Device) -> Pipelin
     return Pipeline(
         layers=tuple(works[each] for each in model.layers),
         before=_work(embedding_time(model, split, device), 0.0, ends[0]),
-        after=_work(last_time(model, split, device), 0.0, ends[1]),
+        after=_work(last_time(model, split, device), head_activations(model, split), ends[1]),
         stages=split.pipeline,
         chunks=split.chunks,
         microbatches=split.microbatches,

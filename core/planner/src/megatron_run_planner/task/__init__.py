@@ -25,10 +25,12 @@ from megatron_run.planning.taken import take
 from megatron_run.registry.discover import Catalog, plain_name, scan
 from megatron_run.registry.known import known_plugin
 from megatron_run_planner.context import METHODS, check
-from megatron_run_planner.schedules import named
-from megatron_run_planner.search import STEADY, Candidate, Growth
+from megatron_run_planner.devices import Device
+from megatron_run_planner.schedules import Schedules, named
+from megatron_run_planner.search import STEADY, Candidate, Growth, Search
 from megatron_run_planner.task.model import read_model
-from megatron_run_planner.workload import ContextMethod, ModelSplit, Recompute, split_over
+from megatron_run_planner.task.optimizer import chosen_by_split, lending, optimizer_of, optimizers
+from megatron_run_planner.workload import OPTIMIZERS, ContextMethod, ModelSplit, Optimizer, Recompute, split_over
 
 #: Parameters of layers are 12 L h^2; with h = 128 L, as GPT-3's larger models have, that is 12 * 128^2 L^3.
 _ASPECT = 128
@@ -52,7 +54,7 @@ class Task:
 
     ``split`` is its sections ``train`` and ``parallel`` over ``ranks``; ``steps`` is None when the run has no length.
     ``schedule`` is named with its options, and ``counts`` are the layers of each place where the user gave them.
-    ``growth`` is that of the batch by ``train.ramp_up``.
+    ``growth`` is that of the batch by ``train.ramp_up``, ``optimizers`` are those from which a search may choose.
     """
 
     model: ModelCosts
@@ -62,6 +64,7 @@ class Task:
     steps: int | None
     sections: Mapping[str, Any]
     growth: Growth = STEADY
+    optimizers: tuple[Optimizer, ...] = OPTIMIZERS
 
     @property
     def reading(self) -> str:
@@ -72,6 +75,20 @@ class Task:
     def tokens(self) -> float | None:
         """Tokens of the whole run, if it has a length."""
         return self.steps * self.split.global_batch * self.model.sequence if self.steps else None
+
+    def search(self, ranks: int, device: Device, schedules: Schedules) -> Search:
+        """The search for its best split over ``ranks`` of ``device``."""
+        split = self.split
+        return Search(
+            self.model,
+            ranks,
+            split.global_batch,
+            device,
+            schedules,
+            self.growth,
+            like=split,
+            optimizers=self.optimizers,
+        )
 
 
 def sized(parameters: float, sequence: int = 2048, global_batch: int = 1024) -> dict[str, Any]:
@@ -132,7 +149,8 @@ def read_task(request: Request, ranks: int | None) -> Task:
         recompute=_recomputed(train),
         sequence_parallel=parallel.sequence,
         scatter_messages=parallel.scatter_messages,
-        zero1=any(choice.reference == "zero1" for choice in merged.choices.get("optimizer", ())),
+        optimizer=optimizer_of(merged),
+        lending=lending(merged),
         overlap=True,
         gradient_bytes=4,
         one_graph=_captures_step(merged),
@@ -144,7 +162,7 @@ def read_task(request: Request, ranks: int | None) -> Task:
         )
     steps = train.steps or (train.samples and train.samples // train.global_batch_size)
     schedule, sections = _schedule(merged, split), _sections(merged)
-    return Task(model, split, schedule, counts, steps, sections, _growth(train))
+    return Task(model, split, schedule, counts, steps, sections, _growth(train), optimizers(merged))
 
 
 def _growth(train: TrainSection) -> Growth:
@@ -279,7 +297,7 @@ def to_type(task: Task, chosen: Candidate) -> list[str]:
     if train["micro_batch_size"] != 1 or task.split.micro_batch != 1:
         words["train.micro_batch_size"] = train["micro_batch_size"]
     words["train.recompute"] = train["recompute"]
-    if _usual_optimizer(data):
+    if chosen_by_split(data):
         words["optimizer"] = data["optimizer"]["use"]
     if chosen.split.tensor * chosen.split.context > 1:
         words["parallel-layer"] = data["parallel_layer"]["use"]
@@ -319,8 +337,8 @@ def _with_split(task: Task, chosen: Candidate) -> dict[str, Any]:
     data["parallel"] = {**{key: value for key, value in kept.items() if key not in _LAYER_KEYS}, **sizes, **more}
     schedule, choices = named(chosen.schedule)
     data["schedule"] = {"use": schedule, **choices}
-    if _usual_optimizer(data):  # another one is the user's choice
-        data["optimizer"] = {**data.get("optimizer", {}), "use": "zero1" if split.zero1 else "adamw"}
+    if chosen_by_split(data):  # another one is the user's choice
+        data["optimizer"] = {**data.get("optimizer", {}), "use": split.optimizer}
     if split.tensor * split.context > 1:
         data["parallel_layer"] = _with_layers(data.get("parallel_layer", {}), split)
     return data
@@ -335,8 +353,3 @@ def _with_layers(section: Mapping[str, Any], split: ModelSplit) -> dict[str, Any
         return {**section, "use": "+".join(plugins)}
     plugins += [] if "context" in plugins else ["context"]  # last: it stacks on the attention of the others
     return {**section, "use": "+".join(plugins), "method": split.method}
-
-
-def _usual_optimizer(data: Mapping[str, Any]) -> bool:
-    """Whether the optimizer is one of the two between which a split decides."""
-    return data.get("optimizer", {}).get("use", "adamw") in ("adamw", "zero1")

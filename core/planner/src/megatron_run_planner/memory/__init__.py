@@ -12,7 +12,7 @@ are covered.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 from megatron_run.contracts.costs import (
@@ -26,6 +26,7 @@ from megatron_run.contracts.costs import (
 )
 from megatron_run.pipeline.plan import Plan, activations
 from megatron_run_planner import context
+from megatron_run_planner.memory.lent import lent
 from megatron_run_planner.workload import ModelSplit, rows_of_words, tables
 
 #: Bytes of a 16-bit value, and of an fp32 one.
@@ -38,7 +39,10 @@ RESERVED, SLACK = 1.5 * 2**30, 0.03
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Bytes of a rank of one stage when a step holds most; ``temporaries`` are those of the running backward."""
+    """Bytes of a rank of one stage when a step holds most; ``temporaries`` are those of the running backward.
+
+    ``lent`` are weights and gradients that are whole only while a segment needs them.
+    """
 
     parameters: float
     gradients: float
@@ -46,6 +50,7 @@ class RankMemory:
     activations: float
     temporaries: float
     communication: float
+    lent: float = 0.0
 
     @property
     def state(self) -> float:
@@ -55,8 +60,7 @@ class RankMemory:
     @property
     def total(self) -> float:
         """Bytes of all tensors."""
-        roles: tuple[float, ...] = astuple(self)
-        return sum(roles)
+        return float(sum(vars(self).values()))
 
     def needed(self) -> float:
         """Bytes of device memory with which a run of it goes."""
@@ -181,6 +185,7 @@ def rank_memory(
 ) -> RankMemory:
     """The memory of a rank with these ``layers`` of ``model``; ``ends`` say whether it has the embedding, and the head.
 
+    What is lent but whole until the update counts among parameters and gradients, beside the rank's share.
     ``in_flight`` counts the microbatches between forward and backward; with none the rank still holds the fields of
     those that it loads.
     """
@@ -189,16 +194,17 @@ def rank_memory(
     if ends[1] and model.predictors:
         dense += model.predictors * model.predictor_weights / split.tensor
         experts += model.predictors * model.layers[-1].expert_weights / split.tensor / split.expert
-    own = dense / split.replicas + experts * split.expert / split.replicas if split.zero1 else dense + experts
-    work = _work(model, split, layers, last=ends[1])
+    own = dense / split.replicas + experts * split.expert / split.replicas if split.shards else dense + experts
+    work, loan = _work(model, split, layers, last=ends[1]), lent(model, split, layers, ends)
     fields = _FIELDS * split.rows(model.tokens) * split.microbatches if any(ends) else 0.0
     return RankMemory(
-        parameters=_HALF * (dense + experts),
-        gradients=_FULL * (dense + experts),
+        parameters=_HALF * (dense + experts) - loan.parameters,
+        gradients=_FULL * (dense + experts) - loan.gradients,
         optimizer=3 * _FULL * own,
         activations=fields + work.kept * in_flight,
         temporaries=work.taken,
         communication=communication(model, split, layers, ends),
+        lent=loan.passing,
     )
 
 
@@ -248,7 +254,7 @@ def _attention(layers: LayerKinds, split: ModelSplit, *, halves: bool) -> float:
 
     In ``halves`` as much stays of those for their weights.
     """
-    whole = replace(split, recompute="none")
+    whole = split if split.recompute == "none" else replace(split, recompute="none")
 
     def beyond(layer: LayerCosts) -> float:
         behind = tuple(part for part in layer.parts if not isinstance(part, AttentionCosts))
