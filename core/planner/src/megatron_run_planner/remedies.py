@@ -12,10 +12,10 @@ from typing import Any
 
 from megatron_run.contracts.costs import ModelCosts
 from megatron_run.errors import InputError, RunError
-from megatron_run_planner.context import short, why_not
 from megatron_run_planner.devices import Device
 from megatron_run_planner.schedules import Schedules
 from megatron_run_planner.search import Candidate, Search
+from megatron_run_planner.split_samples import short, why_not
 from megatron_run_planner.task import Task
 from megatron_run_planner.workload import OPTIMIZERS, ModelSplit, Optimizer, split_over
 

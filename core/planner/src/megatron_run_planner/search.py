@@ -12,11 +12,11 @@ from megatron_run.contracts.costs import ModelCosts
 from megatron_run.contracts.schedule import LayoutSpec, looped_layout
 from megatron_run.errors import InputError, RunError
 from megatron_run.pipeline.plan import Plan
-from megatron_run_planner.context import METHODS, short, why_not
 from megatron_run_planner.devices import Device
 from megatron_run_planner.layer_time import lent_time, mean_layer, working_time
 from megatron_run_planner.memory import RankMemory, least_memory, stage_memory
 from megatron_run_planner.schedules import LARGEST, Schedules, spread
+from megatron_run_planner.split_samples import METHODS, short, why_not
 from megatron_run_planner.step_time import LayerTimes, StepTime, estimate, step_time
 from megatron_run_planner.workload import ONE_RANK, OPTIMIZERS, ModelSplit, Optimizer, Recompute, split_over
 

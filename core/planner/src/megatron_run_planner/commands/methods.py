@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from megatron_run.contracts.costs import ModelCosts
-from megatron_run_planner.context import METHODS, sent, why_not
 from megatron_run_planner.devices import Device
 from megatron_run_planner.layer_time import mean_layer
 from megatron_run_planner.memory import least_memory
+from megatron_run_planner.split_samples import METHODS, sent, why_not
 from megatron_run_planner.workload import ContextMethod, ModelSplit
 
 

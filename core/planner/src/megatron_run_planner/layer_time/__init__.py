@@ -18,7 +18,6 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from megatron_run.contracts.costs import AttentionCosts, FeedForwardCosts, LayerCosts, ModelCosts, SegmentCosts
-from megatron_run_planner.context import waits
 from megatron_run_planner.devices import Device, LayerShape
 from megatron_run_planner.devices.transfers import as_work, exchanged, sum_over
 from megatron_run_planner.layer_time.messages import each_microbatch
@@ -32,6 +31,7 @@ from megatron_run_planner.layer_time.passes import (
     norm_pass,
 )
 from megatron_run_planner.memory.lent import Unit, embedding_unit, head_unit, layer_units
+from megatron_run_planner.split_samples import waits
 from megatron_run_planner.workload import ModelSplit, gpt2_heads
 
 #: Bytes of an activation.

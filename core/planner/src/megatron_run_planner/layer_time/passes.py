@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from megatron_run.contracts.costs import AttentionCosts, FeedForwardCosts, LayerCosts, SegmentCosts
-from megatron_run_planner.context import meeting
+from megatron_run_planner.split_samples import meeting
 from megatron_run_planner.workload import ModelSplit
 
 _WIDTH = 2

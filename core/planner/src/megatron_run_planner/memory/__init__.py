@@ -25,7 +25,7 @@ from megatron_run.contracts.costs import (
     SegmentCosts,
 )
 from megatron_run.pipeline.plan import Plan, activations
-from megatron_run_planner import context
+from megatron_run_planner import split_samples
 from megatron_run_planner.memory.lent import lent
 from megatron_run_planner.workload import ModelSplit, rows_of_words, tables
 
@@ -98,7 +98,7 @@ def layer_activations(layer: LayerCosts, split: ModelSplit) -> float:
             kept += _HALF * split.rows(part.copied(layer.hidden, layer.tokens))
         if isinstance(part, AttentionCosts) and not (part.flash or part.across) and split.recompute != "core":
             kept += 5 * tokens * part.heads * layer.tokens / t  # scores, their dropout and its mask
-    return kept + context.kept(layer, split)
+    return kept + split_samples.kept(layer, split)
 
 
 def head_activations(model: ModelCosts, split: ModelSplit) -> float:
@@ -259,7 +259,7 @@ def _attention(layers: LayerKinds, split: ModelSplit, *, halves: bool) -> float:
     def beyond(layer: LayerCosts) -> float:
         behind = tuple(part for part in layer.parts if not isinstance(part, AttentionCosts))
         freed = 0.0 if halves else layer_activations(replace(layer, parts=behind), whole)
-        return context.taken(layer, split) - freed
+        return split_samples.taken(layer, split) - freed
 
     return max(map(beyond, layers.layers), default=0.0)
 

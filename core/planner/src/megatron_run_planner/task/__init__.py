@@ -24,10 +24,10 @@ from megatron_run.planning.rank_grid import ExpertSplit
 from megatron_run.planning.taken import take
 from megatron_run.registry.discover import Catalog, plain_name, scan
 from megatron_run.registry.known import known_plugin
-from megatron_run_planner.context import METHODS, check
 from megatron_run_planner.devices import Device
 from megatron_run_planner.schedules import Schedules, named
 from megatron_run_planner.search import STEADY, Candidate, Growth, Search
+from megatron_run_planner.split_samples import METHODS, check
 from megatron_run_planner.task.model import read_model
 from megatron_run_planner.task.optimizer import chosen_by_split, lending, optimizer_of, optimizers
 from megatron_run_planner.workload import OPTIMIZERS, ContextMethod, ModelSplit, Optimizer, Recompute, split_over

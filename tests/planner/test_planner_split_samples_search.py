@@ -20,11 +20,11 @@ from megatron_run_cli.main import main
 from megatron_run_engine.estimate.model_size import model_size
 from megatron_run_parallel_layer_context import Options, check_config
 from megatron_run_planner.commands.methods import compare
-from megatron_run_planner.context import METHODS, short, why_not
 from megatron_run_planner.devices import Device, read_device
 from megatron_run_planner.memory import least_memory
 from megatron_run_planner.schedules import Schedules
 from megatron_run_planner.search import GAIN, Candidate, Choice, Search
+from megatron_run_planner.split_samples import METHODS, short, why_not
 from megatron_run_planner.task import check_sizes, read_task, to_type, written
 from megatron_run_planner.workload import OPTIMIZERS, ModelSplit
 

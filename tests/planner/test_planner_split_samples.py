@@ -17,12 +17,12 @@ from megatron_run.contracts.topology import Axis, Sizes, Topology
 from megatron_run.planning import resolve
 from megatron_run_engine.estimate.step_memory import count_chunks
 from megatron_run_model_deepseek.latent_attention import LatentShape
-from megatron_run_planner.context import sent, waits
 from megatron_run_planner.devices import Device, read_device
 from megatron_run_planner.devices.transfers import all_reduce
 from megatron_run_planner.layer_time import layer_operators, layer_time
 from megatron_run_planner.layer_time.passes import joining_passes, layer_passes
 from megatron_run_planner.memory import head_activations, layer_activations, least_memory, temporaries
+from megatron_run_planner.split_samples import sent, waits
 from megatron_run_planner.step_time import after_backward, message_time
 from megatron_run_planner.task import read_task
 from megatron_run_planner.workload import OPTIMIZERS, ModelSplit
