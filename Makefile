@@ -37,7 +37,7 @@ SPREAD   := -n $(if $(filter 1 2,$(CORES)),$(shell expr $(CORES) + 2),4) --dist 
 PRODUCTS := $(addprefix tests/integration/test_integration_,\
   $(addsuffix .py,experts scatter_messages tensor tensor_random tensor_text))
 
-.PHONY: run test lint types unit gpu gpu-day te te-env grid graph-grid context-grid compose nightly campaigns mutants mutants-by-tool setup format docs site wheels
+.PHONY: run test lint types unit gpu gpu-day te te-env grid graph-grid context-grid sharded-grid compose nightly campaigns mutants mutants-by-tool setup format docs site wheels
 .PHONY: bundle clean lock
 run: $(RUNTIME)
 	.venv/bin/megatron-run --plugin schedule=interleaved
@@ -84,6 +84,9 @@ graph-grid: $(DEV)
 # Samples split over context-parallel ranks, with every feature of a run: half an hour.
 context-grid: $(DEV)
 	$(PY) -m tests.integration.whole_context_grid
+# Parameters that are whole only where a segment needs them, against whole ones: a quarter of an hour.
+sharded-grid: $(DEV)
+	$(PY) -m tests.integration.whole_sharded_grid
 # Random configurations of everything that is installed, each against the single process: half an hour.
 compose: $(DEV)
 	$(PY) -m tests.compose

@@ -20,7 +20,7 @@ _MAKE = re.compile(r"\bmake ([a-z][\w-]*|\$\{\{ matrix\.target \}\})")
 _PATH = re.compile(r"(?<![\w$./{-])(?:\.?[\w-]+/)+[\w.-]+")
 _MADE = ("dist", "site", ".venv")
 #: What takes minutes or hours, and so runs at night only.
-_LONG = {"grid", "graph-grid", "context-grid", "compose", "campaigns", "mutants", "nightly"}
+_LONG = {"grid", "graph-grid", "context-grid", "sharded-grid", "compose", "campaigns", "mutants", "nightly"}
 
 
 def read(file: Path) -> dict[str, Any]:

@@ -87,3 +87,9 @@ def test_unequal_parts_are_refused_by_name() -> None:
     with pytest.raises(InputError, match=r"unequal parts of output\.weight") as caught:
         muon.split({parameter: Part("output.weight", (9, 4), range(5))}, ParallelGroup(0, 2))
     assert "--set optimizer.adamw_for=output.weight" in str(caught.value)
+
+
+@pytest.mark.parametrize("steps", ["abc", 0, 200, 2.5])
+def test_iterations_that_torch_would_refuse_in_a_step_are_refused_at_once(steps: object) -> None:
+    with pytest.raises(ValueError, match=r"ns_steps is .*, and should be an integer from 1 to 99"):
+        SplitMuon([Parameter(torch.zeros(2, 2))], ns_steps=steps)

@@ -289,6 +289,7 @@ class Search:
                 gradient_bytes=4,
                 one_graph=self._like.one_graph,
                 lending=self._like.lending,
+                on_host=self._like.on_host,
             )
             if why := base.no_graph:
                 self._pruned[why] += 1

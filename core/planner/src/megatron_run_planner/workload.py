@@ -73,9 +73,10 @@ class ModelSplit:
     """How a model is split and batched; the names are those of the sections ``parallel`` and ``train``.
 
     ``method``: how pieces of samples meet. ``scatter_messages``: each tensor rank sends its part of what goes to the
-    next stage. ``lending``: options of optimizer ``zero3``. ``overlap``: gradients are reduced while other backwards
-    still run. ``gradient_bytes``: of a gradient when it is reduced. ``one_graph``: the graph capture by which the host
-    launches forwards and backwards of a step at once, empty without.
+    next stage. ``lending``: options of optimizer ``zero3``. ``on_host``: masters and state are in host memory.
+    ``overlap``: gradients are reduced while other backwards still run. ``gradient_bytes``: of a gradient when it is
+    reduced. ``one_graph``: the graph capture by which the host launches forwards and backwards of a step at once, empty
+    without.
     """
 
     tensor: int = 1
@@ -92,6 +93,7 @@ class ModelSplit:
     scatter_messages: bool = False
     optimizer: Optimizer = "adamw"
     lending: Lending = Lending()
+    on_host: bool = False
     overlap: bool = False
     gradient_bytes: int = 2
     one_graph: str = ""

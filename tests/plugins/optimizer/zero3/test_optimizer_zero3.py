@@ -35,6 +35,12 @@ def test_captured_graphs_are_refused_by_name(capture: str) -> None:
     assert code == 2
 
 
+def test_a_library_that_adds_to_gradients_by_itself_is_refused() -> None:
+    line, _ = mistake(plugins=["optimizer=zero3", "parallel-layer=te"], nproc=2)
+    assert "optimizer=zero3 with parallel-layer=te: the library adds to gradients by itself" in line
+    assert "parallel-layer.fuse_weight_gradients=false" in line
+
+
 #: Two microbatches for each of two ranks, a dropout that draws, and an evaluation in between.
 LITTLE = (
     "train.steps=4",

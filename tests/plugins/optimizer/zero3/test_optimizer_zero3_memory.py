@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -48,8 +49,8 @@ class Looked:
     parameters: int = 0
 
 
-def look(rank: int, world: int, folder: str, held: int) -> Looked:
-    """Train with everything lent."""
+def look(rank: int, world: int, folder: str, held: int, more: Mapping[str, Any]) -> Looked:
+    """Train with everything lent, and ``more`` settings."""
     from megatron_run_engine.optim.loans import Loan
     from megatron_run_engine.runtime.comm import ParallelGroup
 
@@ -89,7 +90,7 @@ def look(rank: int, world: int, folder: str, held: int) -> Looked:
         mock.patch.object(ParallelGroup, "start_sum_shares", counted("reduce", reduce)),
     ):
         plugins = (f"optimizer=zero3,whole_below=0,segments_held={held}",)
-        seen = attempt(Path(folder), SETS, plugins, rank=rank, world=world, each_step=after_step)
+        seen = attempt(Path(folder), {**SETS, **more}, plugins, rank=rank, world=world, each_step=after_step)
     found.memory = dict(seen.assembly.optimizer.memory())
     found.parameters = sum(parameter.numel() for each in seen.assembly.infos for parameter in each)
     return found
@@ -98,7 +99,7 @@ def look(rank: int, world: int, folder: str, held: int) -> Looked:
 @pytest.mark.multiproc
 @pytest.mark.parametrize("held", [2, 3, 0])
 def test_a_rank_holds_its_share_and_what_segments_are_lent(held: int, tmp_path: Path) -> None:
-    first, _ = run_ranks(look, RANKS, str(tmp_path), held, timeout=120)
+    first, _ = run_ranks(look, RANKS, str(tmp_path), held, {}, timeout=120)
     sets = [f"{key}={str(value).lower()}" for key, value in SETS.items()]
     plugins = [f"optimizer=zero3,whole_below=0,segments_held={held}"]
     # It counts for seconds what nobody reads here.
@@ -120,3 +121,21 @@ def test_a_rank_holds_its_share_and_what_segments_are_lent(held: int, tmp_path: 
     for counts in first.collectives[1:-1]:
         assert counts["reduce"] == MICROBATCHES * segments
         assert counts["gather"] == pytest.approx(gathers, abs=MICROBATCHES)
+
+
+EXPERTS = {"model.experts.count": 4, "model.experts.ffn_size": 16}
+
+
+@pytest.mark.multiproc
+@pytest.mark.parametrize("held", [1, 2])
+@pytest.mark.parametrize("more", [{}, EXPERTS], ids=["dense", "experts"])
+def test_what_is_recomputed_together_counts_as_lent(held: int, more: dict[str, Any], tmp_path: Path) -> None:
+    first, _ = run_ranks(look, RANKS, str(tmp_path), held, {**more, "train.recompute": "full"}, timeout=120)
+    assert 0 < first.peak <= first.memory["lent"]
+
+
+@pytest.mark.multiproc
+def test_ranks_share_the_matrices_of_a_rule_that_needs_them_whole(tmp_path: Path) -> None:
+    ranks = run_ranks(look, RANKS, str(tmp_path), 2, {"optimizer.rule": "muon", "train.steps": 2}, timeout=120)
+    held = [rank.memory["parameters"] for rank in ranks]
+    assert min(held) > 0.8 * max(held)

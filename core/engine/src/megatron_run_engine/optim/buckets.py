@@ -35,9 +35,9 @@ class Bucket:
     """Gradients that are reduced together.
 
     ``grad`` is flat, and its length is divisible by the number of shards; ``starts`` maps each parameter to its offset.
-    ``parameter.main_grad`` is a view of ``grad`` for life. ``chunk`` is the chunk whose backward fills the bucket, or
-    None for a tied parameter, to which several chunks or stages add. ``shares[r]`` is the range that rank r of
-    ``replicas`` owns: the shares cover the bucket, each value once.
+    ``parameter.main_grad`` is a view of ``grad``, for life unless it is lent. ``chunk`` is the chunk whose backward
+    fills the bucket, or None for a tied parameter, to which several chunks or stages add. ``shares[r]`` is the range
+    that rank r of ``replicas`` owns: the shares cover the bucket, each value once.
     """
 
     chunk: int | None

@@ -7,7 +7,14 @@ from typing import TYPE_CHECKING, Literal
 from megatron_run.contracts import Lender
 from megatron_run_engine.optim.flat import FlatOptimizer
 from megatron_run_engine.optim.loans import LentShard, LentValues, Room
-from megatron_run_engine.optim.units import LentGradients, LentParameters, Unit, most_lent, units_of
+from megatron_run_engine.optim.units import (
+    LentGradients,
+    LentParameters,
+    Unit,
+    most_lent,
+    recomputed_together,
+    units_of,
+)
 from megatron_run_engine.runtime.parameter_init import frozen, give_memory, initialise, trained, without_memory
 from megatron_run_engine.runtime.returned_memory import returned_when_freed
 
@@ -58,6 +65,7 @@ class LendingOptimizer(FlatOptimizer, Lender):
         every = [{**described, **more} for described, more in zip(infos, still, strict=True)]
         read = [[segment.params for segment in chunk.segments()] for chunk in chunks]
         found = units_of(read, every, self._lends)
+        self._recomputed = max(map(recomputed_together, chunks), default=0)
         lent = {parameter for _, _, described in found for parameter in described}
         rest = [{p: info for p, info in described.items() if p not in lent} for described in every]
         for described in rest:
@@ -68,6 +76,8 @@ class LendingOptimizer(FlatOptimizer, Lender):
             self._units = list(self._lay_out_units(found))
         for unit in self._units:
             unit.initialise(self._seed)
+        if not self._units and self._peers["replicas"].size > 1:
+            self._warn(f"no parameter is lent: none that a segment reads has {self._whole_below} values or more")
         self._parameters = LentParameters(self._units, self._gather, self._held)
         self._lent_gradients = LentGradients(self._units, self._reduce, each_microbatch=self._each_microbatch)
         self._idle = [parameter for described in rest for parameter in frozen(described)]
@@ -94,6 +104,11 @@ class LendingOptimizer(FlatOptimizer, Lender):
         """Send the remaining gradients of ``chunk``."""
         super().start_grad_sync(chunk)
         self._lent_gradients.finish(chunk)
+
+    def zero_grad(self) -> None:
+        """Clear the gradients; those of all segments are due again."""
+        super().zero_grad()
+        self._lent_gradients.begin_step()
 
     def finish_grad_sync(self) -> None:
         """Wait for every reduction, those of what is lent too."""
@@ -122,7 +137,8 @@ class LendingOptimizer(FlatOptimizer, Lender):
 
     def memory(self) -> Mapping[str, int]:
         """Bytes held by this rank, by role; ``lent`` are those that segments hold whole at a time."""
-        lent = most_lent(self._units, self._held, each_microbatch=self._each_microbatch)
+        held = self._held and max(self._held, self._recomputed)
+        lent = most_lent(self._units, held, each_microbatch=self._each_microbatch)
         kept = sum(each.kept for unit in self._units for each in unit.frozen)
         idle = kept + sum(parameter.nbytes for parameter in self._idle)
         return {**super().memory(), "lent": lent, **({"frozen": idle} if idle else {})}
@@ -140,12 +156,21 @@ class LendingOptimizer(FlatOptimizer, Lender):
 
     def _lay_out_units(self, found: Sequence[tuple[int, int, dict[Parameter, ParamInfo]]]) -> Iterator[Unit]:
         """The units of parameters by chunk and segment, with the memory that this rank keeps of them."""
-        laid_out = [self._lay_out([trained(described)], lent=True) for _, _, described in found]
-        rooms = self._rooms([bucket for buckets in laid_out for bucket in buckets])
-        for (chunk, place, described), buckets in zip(found, laid_out, strict=True):
-            shards = [self._lent_shard(bucket, rooms[bucket.parameters[0].dtype]) for bucket in buckets]
-            idle = self._lay_out([frozen(described)], lent=True)
-            yield Unit(chunk, place, tuple(shards), tuple(LentValues.frozen(each, self._owned(each)) for each in idle))
+        # Together, so that owners of whole buckets share the values of all units.
+        buckets, idle = (
+            self._lay_out([kind(described) for _, _, described in found], lent=True) for kind in (trained, frozen)
+        )
+        rooms = self._rooms(buckets)
+        number = {parameter: index for index, (_, _, described) in enumerate(found) for parameter in described}
+        shards: list[list[LentShard]] = [[] for _ in found]
+        still: list[list[LentValues]] = [[] for _ in found]
+        for bucket in buckets:
+            first = bucket.parameters[0]
+            shards[number[first]].append(self._lent_shard(bucket, rooms[first.dtype]))
+        for bucket in idle:
+            still[number[bucket.parameters[0]]].append(LentValues.frozen(bucket, self._owned(bucket)))
+        for index, (chunk, place, _) in enumerate(found):
+            yield Unit(chunk, place, tuple(shards[index]), tuple(still[index]))
 
     def _rooms(self, buckets: Sequence[Bucket]) -> dict[torch.dtype, Room]:
         """Memory for this rank's shares, by the type of parameters."""

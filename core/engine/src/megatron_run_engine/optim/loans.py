@@ -113,7 +113,7 @@ class LentValues:
 
 
 class Room:
-    """Memory for what a rank keeps of ``buckets`` of one type: each part allocated once, so that it leaves no gaps.
+    """Memory for what a rank keeps of lent buckets of one type: each part allocated once, so that it leaves no gaps.
 
     There are values, gradients in the type ``main`` and, where types differ and ``masters`` lie here too, those.
     """

@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 #: Arguments of torch's Muon that say how it orthogonalises, and not what.
 _HOW = ("ns_coefficients", "eps", "ns_steps", "adjust_lr_fn")
 
+#: torch's Muon refuses as many iterations, in its first step.
+_MOST_STEPS = 100
+
 
 class Split(NamedTuple):
     """A matrix of ``shape``, of which each peer holds equal parts along ``dim``; only rank ``owner`` has it whole."""
@@ -40,6 +43,9 @@ class SplitMuon(torch.optim.Muon):
 
     def __init__(self, params: Any, **arguments: Any) -> None:
         super().__init__(params, **arguments)
+        steps = self.defaults["ns_steps"]
+        if not isinstance(steps, int) or not 0 < steps < _MOST_STEPS:
+            raise ValueError(f"ns_steps is {steps!r}, and should be an integer from 1 to {_MOST_STEPS - 1}")
         self._splits: Mapping[Tensor, Split] = {}
         self._peers: ParallelGroup = ALONE
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import groupby, pairwise
 from typing import TYPE_CHECKING
 
 from megatron_run_engine.runtime.gates import in_backward
@@ -13,7 +13,7 @@ from megatron_run_engine.runtime.gates import in_backward
 if TYPE_CHECKING:
     from torch.nn import Parameter
 
-    from megatron_run.contracts import ParamInfo
+    from megatron_run.contracts import Chunk, ParamInfo
     from megatron_run_engine.optim.loans import LentShard, LentValues
     from megatron_run_engine.runtime.comm import Pending
 
@@ -43,6 +43,11 @@ class Unit:
     def lent(self) -> tuple[LentValues, ...]:
         """The parameters, those that are trained and those that are not."""
         return (*(shard.lent for shard in self.shards), *self.frozen)
+
+    @property
+    def tied(self) -> bool:
+        """Whether another segment reads one of the parameters too."""
+        return any(shard.bucket.chunk is None for shard in self.shards)
 
     @property
     def values_lent(self) -> int:
@@ -153,7 +158,12 @@ class LentGradients:
         self._units, self._reduce, self._early = tuple(units), reduce, each_microbatch
         self._unit_of = {p: unit for unit in units for shard in unit.shards for p in shard.bucket.parameters}
         self._open = dict[Unit, None]()
+        self._due = set[Unit]()
         self._leaving: deque[tuple[Unit, list[Pending]]] = deque()
+
+    def begin_step(self) -> None:
+        """With one reduction a step all units are due, those too to which this rank will add nothing."""
+        self._due = set() if self._early else set(self._units)
 
     def begin(self, parameters: Iterable[Parameter]) -> None:
         """Make the gradients of ``parameters`` ready to be added to."""
@@ -163,21 +173,31 @@ class LentGradients:
         if self._early:
             self._send([unit for unit in self._open if unit not in units])
         for unit in [unit for unit in units if unit not in self._open]:
-            self._arrive(until=unit)
-            for shard in unit.shards:
-                shard.lend_gradients()
-            self._open[unit] = None
+            self._lend(unit)
 
     def finish(self, chunk: int | None = None) -> None:
-        """Reduce what is left: of ``chunk``, or everything, which has then arrived."""
-        self._send([unit for unit in reversed(self._units) if unit in self._open and chunk in (None, unit.chunk)])
+        """Reduce what is left: of ``chunk``, or everything, which has then arrived.
+
+        A tied parameter, to which other chunks may still add, leaves at last.
+        """
+        ending = [u for u in reversed(self._units) if chunk is None or (u.chunk == chunk and not u.tied)]
+        for unit in [unit for unit in ending if unit in self._due and unit not in self._open]:
+            self._lend(unit)
+        self._send([unit for unit in ending if unit in self._open])
         if chunk is None:
             while self._leaving:
                 self._end()
 
+    def _lend(self, unit: Unit) -> None:
+        self._arrive(until=unit)
+        for shard in unit.shards:
+            shard.lend_gradients()
+        self._open[unit] = None
+
     def _send(self, units: Iterable[Unit]) -> None:
         for unit in units:
             del self._open[unit]
+            self._due.discard(unit)
             while self._early and self._leaving:
                 self._end()
             self._leaving.append((unit, [self._reduce(shard) for shard in unit.shards]))
@@ -203,6 +223,12 @@ def most_lent(units: Sequence[Unit], held: int, *, each_microbatch: bool) -> int
     of_gradients = max(map(sum, pairwise([0, *gradients])), default=0) if each_microbatch else sum(gradients)
     windows = [sum(values[first : first + held]) for first in range(len(values))] if held else [sum(values)]
     return max(windows, default=0) + of_gradients
+
+
+def recomputed_together(chunk: Chunk) -> int:
+    """Segments of a layer of ``chunk`` that are recomputed one after the other, at most: all are whole meanwhile."""
+    runs = groupby(chunk.segments(), key=lambda segment: (segment.layer, segment.recompute))
+    return max((sum(1 for _ in run) for (_, again), run in runs if again), default=0)
 
 
 def units_of(

@@ -75,7 +75,7 @@ class UpdateOptions(BaseModel):
     betas: tuple[Decay, Decay] = Field((0.9, 0.999), description="decay of the moments, for adamw and adam")
     eps: float = Field(1e-8, gt=0, description="added to the root of the second moment, for adamw and adam")
     momentum: float | None = Field(None, ge=0, lt=1, description="for sgd (unset: 0) and muon (unset: 0.95)")
-    nesterov: bool = Field(False, description="Nesterov momentum, for sgd; muon always has it")
+    nesterov: bool = Field(False, description="Nesterov momentum, for sgd; muon has it without")
     rule_options: dict[str, Any] = Field(default_factory=dict, description="further arguments of the rule's class")
     adamw_for: tuple[str, ...] = Field(
         ("embedding.*", "output.*"), description="names, with * and ?, of matrices that muon leaves to adamw"
@@ -139,6 +139,11 @@ class UpdateRule:
     starts_at_zero: bool = True
     imported: str = ""
 
+    @property
+    def name(self) -> str:
+        """As a user knows it."""
+        return self.imported or {"SplitMuon": "muon"}.get(self.kind.__name__, self.kind.__name__)
+
     def make(self, groups: list[dict[str, Any]], device: torch.device) -> torch.optim.Optimizer:
         """The optimizer of ``groups``, with PyTorch's fused kernel if the rule asks for it and ``device`` has one.
 
@@ -152,7 +157,7 @@ class UpdateRule:
         except (TypeError, ValueError) as error:
             given = ", ".join(f"{key}={value}" for key, value in arguments.items()) or "nothing but parameters"
             raise InputError(
-                f"optimizer.rule: {self.kind.__name__} cannot be made with {given}",
+                f"optimizer.rule: {self.name} cannot be made with {given}",
                 why=str(error),
                 fix="set optimizer.rule_options, or choose another rule",
             ) from error

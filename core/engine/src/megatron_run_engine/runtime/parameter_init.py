@@ -113,7 +113,7 @@ def unspecified(module: nn.Module) -> str:
 
 
 def initialise(infos: dict[Parameter, ParamInfo], seed: int) -> None:
-    """Fill every parameter from its :class:`Init`; the values depend only on seed and name."""
+    """Fill every parameter that has memory from its :class:`Init`; the values depend only on seed and name."""
     for parameter, info in infos.items():
         if not has_memory(parameter):
             continue

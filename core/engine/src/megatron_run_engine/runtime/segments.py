@@ -133,6 +133,8 @@ class SegmentRunner:
     def _saving(self, segments: Sequence[Segment]) -> AbstractContextManager[None]:
         if self._offload is None or not segments[0].offload:
             return nullcontext()
+        for segment in segments if self._release is not None else ():
+            self._make_ready(segment)  # parameters, which stay, are known by the memory that they have
         return self._offload.saving(parameter for segment in segments for parameter in segment.params)
 
     def _run_eagerly(self, microbatch: Microbatch, segment: Segment, environment: Environment) -> None:

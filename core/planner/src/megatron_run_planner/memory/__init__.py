@@ -200,7 +200,7 @@ def rank_memory(
     return RankMemory(
         parameters=_HALF * (dense + experts) - loan.parameters,
         gradients=_FULL * (dense + experts) - loan.gradients,
-        optimizer=3 * _FULL * own,
+        optimizer=0.0 if split.on_host else 3 * _FULL * own,
         activations=fields + work.kept * in_flight,
         temporaries=work.taken,
         communication=communication(model, split, layers, ends),

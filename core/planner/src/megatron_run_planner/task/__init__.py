@@ -29,7 +29,7 @@ from megatron_run_planner.schedules import Schedules, named
 from megatron_run_planner.search import STEADY, Candidate, Growth, Search
 from megatron_run_planner.split_samples import METHODS, check
 from megatron_run_planner.task.model import read_model
-from megatron_run_planner.task.optimizer import chosen_by_split, lending, optimizer_of, optimizers
+from megatron_run_planner.task.optimizer import chosen_by_split, lending, on_host, optimizer_of, optimizers
 from megatron_run_planner.workload import OPTIMIZERS, ContextMethod, ModelSplit, Optimizer, Recompute, split_over
 
 #: Parameters of layers are 12 L h^2; with h = 128 L, as GPT-3's larger models have, that is 12 * 128^2 L^3.
@@ -151,6 +151,7 @@ def read_task(request: Request, ranks: int | None) -> Task:
         scatter_messages=parallel.scatter_messages,
         optimizer=optimizer_of(merged),
         lending=lending(merged),
+        on_host=on_host(merged),
         overlap=True,
         gradient_bytes=4,
         one_graph=_captures_step(merged),

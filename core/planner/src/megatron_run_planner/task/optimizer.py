@@ -28,6 +28,13 @@ def lending(merged: ConfigSource) -> Lending:
     )
 
 
+def on_host(merged: ConfigSource) -> bool:
+    """Whether masters and state are in host memory."""
+    value = merged.values.get(("optimizer", "state_on_host"))
+    data = None if value is None else value.data
+    return (core_scalar(data) if isinstance(data, str) else data) is True
+
+
 def optimizers(merged: ConfigSource) -> tuple[Optimizer, ...]:
     """Those from which a search may choose: ``zero3`` alone where its options are set, never with captured graphs.
 

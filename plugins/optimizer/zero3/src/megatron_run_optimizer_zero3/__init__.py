@@ -18,7 +18,7 @@ from megatron_run.hookspecs import hookimpl
 from megatron_run_engine.optim import LendingOptimizer, Sharded, UpdateOptions, check_update
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Mapping
 
     from megatron_run.contracts import Optimizer
     from megatron_run.contracts.schema import Config
@@ -31,8 +31,8 @@ class Zero3Options(UpdateOptions):
     segments_held: Annotated[int, NOT_LEARNED] = Field(
         2,
         ge=0,
-        description="segments whose parameters are whole at a time, of which all but one come ahead; 0: from the first "
-        "use in a step to the update",
+        description="segments whose parameters are whole at a time: the one that runs and those gathered ahead; "
+        "0: all, from their first use in a step to the update",
     )
     reduce: Literal["microbatch", "step"] = Field(
         "microbatch",
@@ -59,12 +59,22 @@ def check_config(config: Config, options: Zero3Options) -> Iterator[str]:
             why="graphs rely on parameters that stay where they are, and zero3 gives their memory away",
             fix="choose --plugin graph-capture=none, or --plugin optimizer=zero1",
         )
+    if "te" in config.parallel_layer.use and _writes_gradients(config.parallel_layer.options.get("te", {})):
+        raise InputError(
+            "optimizer=zero3 with parallel-layer=te",
+            why="the library adds to gradients by itself, before they have memory",
+            fix="set parallel-layer.fuse_weight_gradients=false, or choose --plugin optimizer=zero1",
+        )
     microbatches = train.global_batch_size // (train.micro_batch_size * (parallel.data or 1))
     if parallel.pipeline > 1 and microbatches > 1 and options.segments_held:
         yield (
             f"optimizer=zero3 gathers the parameters of a stage twice in each of {microbatches} microbatches; "
             "optimizer.segments_held=0 gathers them once a step, and holds the whole stage"
         )
+
+
+def _writes_gradients(options: Mapping[str, object]) -> bool:
+    return bool(options.get("fuse_weight_gradients", True))
 
 
 @hookimpl

@@ -25,6 +25,10 @@ The callbacks of one step, from the backward to the reduction. ``optimizer`` is 
         where it updates: to the type of the masters     Place.take: take_gradients
     Trainer._update                                    unscale_, clip_, step, start_param_sync
 
+An optimizer that lends memory (``optim/lending.py``) is told before each addition, by ``before_adding``:
+``LentGradients.begin`` gives the segment's gradients memory and reduces those of the segment before, whose shares
+``LentShard.add_reduced`` adds up. What is left goes with ``start_grad_sync`` and ``finish_grad_sync``.
+
 A replay of the whole step (``training/step_runner.py``) runs no action: all backwards end first, then it calls
 ``gradients.arrived`` once and ``start_grad_sync`` for each chunk, so that no reduction overlaps with a backward. An
 optimizer that is no ``FlatOptimizer`` answers the same three calls as it likes: that of ``plugins/optimizer/deepspeed``

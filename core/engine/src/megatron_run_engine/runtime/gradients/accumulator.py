@@ -31,7 +31,10 @@ _ATTRIBUTE = "main_grad"  # Megatron-LM's name, which layers of other libraries 
 
 
 def main_grad(parameter: Tensor) -> Tensor:
-    """The tensor in which the gradient of ``parameter`` is accumulated: same shape, and the same storage for life."""
+    """The tensor in which the gradient of ``parameter`` is accumulated: in its shape.
+
+    It has the same storage for life, unless an optimizer lends it (:class:`megatron_run.contracts.Lender`).
+    """
     grad: Tensor = getattr(parameter, _ATTRIBUTE)
     return grad
 

@@ -62,8 +62,16 @@ def fill_frozen(assembly: Assembly, reader: Reader | MergedReader | None) -> Non
     """Copy this rank's part of every frozen weight from ``reader``, if there is one."""
     if reader is None:
         return
+    failure: Exception | None = None
+    # To their end, also where one cannot be read: the other ranks gather with this one.
     for parameter, info in assembly.values():
-        if not parameter.requires_grad:
+        if parameter.requires_grad or failure is not None:
+            continue
+        try:
             fill({parameter: info}, lambda name, starts, sizes: reader.read(name, MASTER, starts, sizes))
-            if isinstance(assembly.optimizer, Lender):
-                assembly.optimizer.keep((parameter,))
+        except Exception as error:
+            failure = error
+        if isinstance(assembly.optimizer, Lender):
+            assembly.optimizer.keep((parameter,))
+    if failure is not None:
+        raise failure
