@@ -8,7 +8,8 @@ are compared before anything is timed.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from benchmarks.optimizer import ours
@@ -41,40 +42,43 @@ LEAST = 1e-6
 REPLICATED = (ADAMW, DDP)
 
 
-#: What is measured: a heading, a shape, and samples with ``--quick`` and without.
-CASES = (
-    ("A step with much to compute", "small", 3, 11),
-    ("A step with much to send", "wide", 3, 21),
+#: Sides whose parameters are sharded, and those with which they are compared: all at once are too much memory.
+SHARDED = (ZERO1, ZERO3, ZERO3_HELD, SILENT, DDP, FSDP2, FSDP2_RESHARDING, DEEPSPEED3)
+WHOLE = (ZERO1, AT_ONCE, ADAMW, SILENT, DDP, DDP_ZERO, DEEPSPEED)
+#: What is measured: a heading, a shape, samples with ``--quick`` and without, and sides; none: all.
+CASES: tuple[tuple[str, str, int, int, tuple[str, ...]], ...] = (
+    ("A step with much to compute", "small", 3, 11, ()),
+    ("A step with much to send", "wide", 3, 21, WHOLE),
+    ("A step with much to send, parameters sharded", "wide", 3, 21, SHARDED),
 )
 
 
-def make_sides(shape: Shape) -> dict[str, Side]:
-    """Every side but the silent one. Collective."""
+def make_sides(shape: Shape, names: Sequence[str] = ()) -> dict[str, Side]:
+    """The sides ``names``, by default all. Collective."""
     batch, ranks = Batch(shape), ours.Ranks()
-    sides: dict[str, Side] = {
-        ZERO1: ours.sharded(ranks, shape, batch),
-        AT_ONCE: ours.sharded(ranks, shape, batch, overlap=False),
-        ZERO3: ours.lent(ranks, shape, batch),
-        ZERO3_HELD: ours.lent(ranks, shape, batch, once_a_step=True),
-        ADAMW: ours.all_reduced(ranks, shape, batch),
-        SILENT: ours.silent(ranks, shape, batch),
-        DDP: DdpSide(ranks, shape, batch),
-        DDP_ZERO: DdpSide(ranks, shape, batch, zero=True),
-        FSDP2: FsdpSide(ranks, shape, batch),
-        FSDP2_RESHARDING: FsdpSide(ranks, shape, batch, resharding=True),
+    makers: dict[str, Callable[..., Side]] = {
+        ZERO1: ours.sharded,
+        AT_ONCE: partial(ours.sharded, overlap=False),
+        ZERO3: ours.lent,
+        ZERO3_HELD: partial(ours.lent, once_a_step=True),
+        ADAMW: ours.all_reduced,
+        SILENT: ours.silent,
+        DDP: DdpSide,
+        DDP_ZERO: partial(DdpSide, zero=True),
+        FSDP2: FsdpSide,
+        FSDP2_RESHARDING: partial(FsdpSide, resharding=True),
     }
     if deepspeed.installed():
-        sides[DEEPSPEED] = deepspeed.DeepSpeedSide(ranks, shape, batch)
-        sides[DEEPSPEED3] = deepspeed.DeepSpeedSide(ranks, shape, batch, stage=3)
-    return sides
+        makers |= {DEEPSPEED: deepspeed.DeepSpeedSide, DEEPSPEED3: partial(deepspeed.DeepSpeedSide, stage=3)}
+    return {name: make(ranks, shape, batch) for name, make in makers.items() if not names or name in names}
 
 
-def measure(shape: str, samples: int) -> dict[str, Any]:
+def measure(shape: str, samples: int, names: Sequence[str] = ()) -> dict[str, Any]:
     """How far each side's results lie from zero1's, the state that it holds, and ``samples`` rounds of all sides.
 
     The two steps that are compared are the warm-up: torch arranges its buckets after the first.
     """
-    sides = make_sides(SHAPES[shape])
+    sides = make_sides(SHAPES[shape], names)
     results = {name: _two_steps(side) for name, side in sides.items()}
     apart = {
         name: compare(found, results[ZERO1], TOLERANCE, LEAST) for name, found in results.items() if name != SILENT
@@ -102,22 +106,25 @@ def _two_steps(side: Side) -> dict[str, Any]:
 
 def report(*, quick: bool) -> Iterator[str]:
     """Measure every side in every case, and tell what was found."""
-    for title, shape, few, usual in CASES:
-        found = on_ranks(measure, RANKS, {"shape": shape, "samples": few if quick else usual}, keeping=True)
+    for title, shape, few, usual, names in CASES:
+        arguments = {"shape": shape, "samples": few if quick else usual, "names": names}
+        found = on_ranks(measure, RANKS, arguments, keeping=True)
         yield f"\n## {title}\n"
         yield f"{SHAPES[shape]}; {found['parameters'] / 1e6:.1f} million parameters, fp32, dropout 0, untied,"
         yield f"clipped to norm {CLIP:g}, {RANKS} ranks of one thread.\n"
         yield from time_table(found)
-        if DEEPSPEED not in found["state"]:
+        if not deepspeed.installed():
             yield "\nDeepSpeed is not installed here, and left out."
-        yield "\n### Communication of zero1\n"
-        yield from overlap_table(found)
+        if names != SHARDED:
+            yield "\n### Communication of zero1\n"
+            yield from overlap_table(found)
         if shape == "small":
             yield "\n### Goals\n"
             yield from goal_table(ZERO1, (goal for goal in GOALS if goal.other in found["state"]), found["samples"])
-        yield "\n### Goals of zero3\n"
-        yield from goal_table(ZERO3, (goal for goal in GOALS3 if goal.other in found["state"]), found["samples"])
-        if shape == "wide":
+        if ZERO3 in found["state"]:
+            yield "\n### Goals of zero3\n"
+            yield from goal_table(ZERO3, (goal for goal in GOALS3 if goal.other in found["state"]), found["samples"])
+        if names == SHARDED:
             yield "\n### Memory of a rank\n"
             yield from memory_table(shape)
         yield "\n### Optimizer state of a rank\n"
