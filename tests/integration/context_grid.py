@@ -54,6 +54,11 @@ class Feature:
     even: bool = True
     kv_heads: int = 8
 
+    def shown_by(self, tensor: int, pipeline: int, data: int, *, chunks: bool) -> bool:
+        """Whether ranks along these axes, on whose stages lie several ``chunks``, show it."""
+        enough = tensor >= self.tensor and pipeline >= self.pipeline and data % self.expert == 0
+        return enough and (self.even or not chunks)
+
 
 def _rope(*sets: str) -> Feature:
     return Feature(("model.position=rope", *(f"model.rope.{each}" for each in sets)))
@@ -154,10 +159,7 @@ class Split:
         feature, ways = FEATURES[self.feature], self.tensor * self.context
         return (
             self.world <= MOST_RANKS
-            and self.tensor >= feature.tensor
-            and self.pipeline >= feature.pipeline
-            and self.data % feature.expert == 0
-            and (feature.even or not self._chunks)
+            and feature.shown_by(self.tensor, self.pipeline, self.data, chunks=self._chunks)
             and feature.kv_heads % (ways if self.method == "ulysses" else self.tensor) == 0
             and not (self.feature == "several samples a pass" and self.data > 2)
         )

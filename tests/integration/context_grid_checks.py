@@ -13,6 +13,7 @@ import numpy as np
 
 from tests.integration.context_grid import STEPS, Split, by_world
 from tests.integration.pieces import Array, Case, Piece, Ran, joined
+from tests.integration.whole_report import other_numbers
 from tests.support.installed import found_once
 from tests.support.ranks import run_ranks
 from tests.support.training import Seen, kept_groups, train_here
@@ -40,11 +41,8 @@ class Trained:
             yield f"{self.split}: {(self.failure or alone.failure).strip()[-1500:]}"
             return
         dtype = self.split.dtype
-        checks = (("losses", LOSSES[dtype]), ("norms", NORMS[dtype]), ("validation", LOSSES[dtype]))
-        for name, tolerance in checks:
-            mine, theirs = (np.array(getattr(each.seen, name)) for each in (self, alone))
-            if mine.shape != theirs.shape or not np.allclose(mine, theirs, rtol=tolerance, atol=0):
-                yield f"{self.split}: {name} are {mine}, not {theirs}"
+        tolerances = {"losses": LOSSES[dtype], "norms": NORMS[dtype], "validation": LOSSES[dtype]}
+        yield from other_numbers(self.split, self.seen, alone.seen, tolerances)
         if len(self.seen.losses) != STEPS or not self.seen.validation:
             yield f"{self.split}: {len(self.seen.losses)} steps, {len(self.seen.validation)} evaluations"
         if self.weights.keys() != alone.weights.keys():

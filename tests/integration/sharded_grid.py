@@ -19,6 +19,7 @@ from tests.integration.context_grid import FEATURES as OF_SAMPLES
 from tests.integration.context_grid import SETS, Feature, by_world
 from tests.integration.pairwise import pairwise
 from tests.integration.pieces import Array, Case
+from tests.integration.whole_report import other_numbers
 from tests.support.installed import found_once
 from tests.support.ranks import run_ranks
 from tests.support.training import Seen, kept_groups, train_here
@@ -93,10 +94,7 @@ class Split:
         return (
             self.data * self.context > 1
             and self.world <= MOST_RANKS
-            and self.tensor >= feature.tensor
-            and self.pipeline >= feature.pipeline
-            and self.data % feature.expert == 0
-            and (feature.even or not self._chunks)
+            and feature.shown_by(self.tensor, self.pipeline, self.data, chunks=self._chunks)
             and (self.precision == "fp32" or self.exact)
             and (self.feature != "an overflow" or self.precision == "fp16")
             and not (self.feature == "muon" and not self.exact)  # it magnifies what is rounded
@@ -169,20 +167,16 @@ class Trained:
         if self.failure or whole.failure:
             yield f"{self.split}: {(self.failure or whole.failure).strip()[-1500:]}"
             return
-        for name, tolerance in (("losses", LOSSES), ("norms", NORMS), ("validation", LOSSES)):
-            found, wanted = (np.array(getattr(each.seen, name)) for each in (self, whole))
-            if not np.allclose(found, wanted, rtol=0 if self.split.exact else tolerance, atol=0, equal_nan=True):
-                yield f"{self.split}: {name} are {found}, not {wanted}"
+        tolerances = {"losses": LOSSES, "norms": NORMS, "validation": LOSSES}
+        if self.split.exact:
+            tolerances = dict.fromkeys(tolerances, 0.0)
+        yield from other_numbers(self.split, self.seen, whole.seen, tolerances, equal_nan=True)  # norms of an overflow
         if not self.seen.losses or not self.seen.validation:
             yield f"{self.split}: {len(self.seen.losses)} steps, {len(self.seen.validation)} evaluations"
         if self.state.keys() != whole.state.keys():
             yield f"{self.split}: it has {self.state.keys() ^ whole.state.keys()}, or lacks them"
         elif self.split.exact:
-            differ = [
-                name
-                for name, values in self.state.items()
-                if not np.array_equal(values, whole.state[name], equal_nan=True)
-            ]
+            differ = [name for name, values in self.state.items() if not _same(values, whole.state[name])]
             if differ:
                 yield f"{self.split}: {len(differ)} tensors of the state differ, {differ[0]} among them"
 

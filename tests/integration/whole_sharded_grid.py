@@ -10,34 +10,18 @@ from __future__ import annotations
 
 import os
 import sys
-import time
-from collections import Counter
 
 from tests.integration.sharded_grid import FEATURES, Split, selection, trained
+from tests.integration.whole_report import compare
 
 COUNT = 240
 
 
 def run(splits: list[Split]) -> int:
     """Train ``splits`` and their references; returns the exit code."""
-    start, wrong, faults = time.perf_counter(), set[Split](), 0
-    whole = {each.split: each for each in trained(list(dict.fromkeys(split.whole for split in splits)))}
-    for number, each in enumerate(trained(splits), 1):
-        for fault in each.faults(whole[each.split.whole]):  # at once: a grid that is stopped has shown what it found
-            print(fault, file=sys.stderr, flush=True)
-            wrong.add(each.split)
-            faults += 1
-        if number % 20 == 0:
-            print(f"{number} of {len(splits)}, {time.perf_counter() - start:.0f} s", file=sys.stderr, flush=True)
-    tried, bad = (Counter(split.feature for split in some) for some in (splits, wrong))
-    print("| feature | runs | as zero1 |\n|---|---|---|")
-    for feature in FEATURES:
-        if tried[feature]:
-            print(f"| {feature} | {tried[feature]} | {tried[feature] - bad[feature]} |")
-    exact = sum(split.exact for split in splits)
-    print(f"\n- runs: {len(splits)}, {exact} of them compared to the bit; {len(wrong)} differ\n- faults: {faults}")
-    print(f"- wall time: {time.perf_counter() - start:.0f} s")
-    return 1 if wrong else 0
+    code = compare(splits, trained, lambda split: split.whole, FEATURES, "as zero1")
+    print(f"- compared to the bit: {sum(split.exact for split in splits)}")
+    return code
 
 
 if __name__ == "__main__":
