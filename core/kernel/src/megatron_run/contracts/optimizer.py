@@ -172,9 +172,11 @@ class Lender(Optimizer):
 
     The engine builds parameters without memory, and this gives those without values their initial ones. ``release``
     ends what ``ensure_ready`` began, around the forward and the backward of a segment; what is not whole may be read by
-    nobody. A segment must not change its inputs in place, and its parameters get gradients on all ranks or on none, since
-    gradients are reduced as they arrive. ``before_adding`` comes before each addition to a ``main_grad``, which is read by nobody else. A parameter
+    nobody. ``before_adding`` comes before each addition to a ``main_grad``, which is read by nobody else. A parameter
     keeps its storage, whose memory comes and goes: what autograd has saved of it then has its values again.
+
+    A segment must not change its inputs in place, and its parameters get gradients on all ranks or on none, since
+    gradients are reduced as they arrive.
 
     The bytes that are ``lent`` at once at most, and those of ``frozen`` parameters, are roles of its ``memory``.
     """
