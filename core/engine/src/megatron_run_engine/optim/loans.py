@@ -8,7 +8,7 @@ NaN, and who adds to a gradient that is away gets torch's error: both are one nu
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -112,6 +112,14 @@ class LentValues:
         self._loan.take_back()
 
 
+class Kept(NamedTuple):
+    """What a rank keeps of one bucket; ``masters`` are empty where they lie elsewhere, or are the values."""
+
+    values: Tensor
+    gradients: Tensor
+    masters: Tensor
+
+
 class Room:
     """Memory for what a rank keeps of lent buckets of one type: each part allocated once, so that it leaves no gaps.
 
@@ -124,11 +132,11 @@ class Room:
         self._masters = like.new_empty(values if masters and like.dtype != main else 0, dtype=main)
         self._taken = 0
 
-    def take(self, values: int) -> tuple[Tensor, Tensor, Tensor]:
+    def take(self, values: int) -> Kept:
         """The next ``values`` of each part."""
         place = slice(self._taken, self._taken + values)
         self._taken += values
-        return self._values[place], self._gradients[place], self._masters[place]
+        return Kept(self._values[place], self._gradients[place], self._masters[place])
 
 
 class LentShard(Shard):
@@ -147,10 +155,10 @@ class LentShard(Shard):
         keep: Keep = lambda tensor: tensor,
     ) -> None:
         self._fresh = _without_values(bucket)
-        self._room = room.take(len(updated))
+        self._room_taken = room.take(len(updated))
         super().__init__(bucket, updated, owned, main, keep)
         if self.has_masters and not self.on_host:
-            self.masters = self._room[2].copy_(self.masters)
+            self.masters = self._room_taken.masters.copy_(self.masters)
         self.lent = LentValues(bucket, self.values, self.rounded, self._own_values, self._fresh)
         gradients = {parameter: main_grad(parameter) for parameter in bucket.parameters}
         self._gradients = Loan(bucket.grad, gradients, bucket.grad.new_zeros(()), give_main_grad)
@@ -184,8 +192,8 @@ class LentShard(Shard):
 
     def _kept(self, main: torch.dtype) -> tuple[Tensor, Tensor]:
         self._own_values = self.cut(self.values)  # a view is made while there is memory
-        values, gradients, _ = self._room
-        return _fill(values, self._own_values, self._fresh), gradients
+        taken = self._room_taken
+        return _fill(taken.values, self._own_values, self._fresh), taken.gradients
 
 
 def _without_values(bucket: Bucket) -> Infos:
