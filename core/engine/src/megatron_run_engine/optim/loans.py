@@ -113,7 +113,7 @@ class LentValues:
 
 
 class Kept(NamedTuple):
-    """What a rank keeps of one bucket; ``masters`` are empty where they lie elsewhere, or are the values."""
+    """The part of one bucket that a rank keeps; ``masters`` are empty where they lie elsewhere, or are the values."""
 
     values: Tensor
     gradients: Tensor
