@@ -103,7 +103,8 @@ def test_the_summary_compares_with_the_baselines(tmp_path: Path) -> None:
 
 def test_a_loss_that_only_rounds_to_the_baseline_is_judged_unrounded() -> None:
     assert comparison(2.4996, {"byte bigram": 2.5}) == ", below the byte bigram's 2.500"
-    assert comparison(2.5, {"byte bigram": 2.5}) == ", not below the byte bigram's 2.500"
+    assert comparison(2.5, {"byte bigram": 2.5}) == ", 0.000 above the byte bigram's 2.500"
+    assert comparison(2.5, {"perfect model": 0.75}) == ", 1.750 above the perfect model's 0.750"
 
 
 def test_a_storm_of_skipped_steps_is_told_now_and_then(tmp_path: Path) -> None:

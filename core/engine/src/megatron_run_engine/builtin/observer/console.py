@@ -223,9 +223,10 @@ def loss_text(metrics: EvalMetrics) -> str:
 
 
 def comparison(loss: float, baselines: Mapping[str, float]) -> str:
-    """Return ``, below the byte bigram's 2.379`` for each baseline. Unrounded numbers are compared."""
+    """Return ``, below the byte bigram's 2.379`` for each baseline, or how far above. Unrounded numbers are compared."""
     return "".join(
-        f", {'below' if loss < value else 'not below'} the {name}'s {value:.3f}" for name, value in baselines.items()
+        f", {'below' if loss < value else f'{loss - value:.3f} above'} the {name}'s {value:.3f}"
+        for name, value in baselines.items()
     )
 
 
