@@ -126,9 +126,9 @@ def test_ranks_are_started_anew_when_an_import_has_started_a_thread(launcher: La
 
 
 def test_ranks_of_several_threads_are_forked_once_all_that_they_need_is_imported(tmp_path: Path) -> None:
-    """No import of a run leaves a thread, what torch's libraries are told stays, and no rank imports torch's compiler.
+    """No import of a run leaves a thread, what torch's libraries are told stays, and no rank imports anything anew.
 
-    torch imports it when the first optimizer is made, and when deterministic kernels are selected.
+    Nobody imports torch's compiler, which torch's optimizers and its choice of deterministic kernels would.
     """
     code = """
 import os, sys
@@ -137,15 +137,23 @@ from megatron_run_engine.launch.fork_server import can_fork, preload
 from megatron_run_engine.launch.job import Job
 before = dict(os.environ)
 assert preload(Job(sys.argv[1], Path("run"), 1, 2)) is not None
-os.environ.pop("TORCHINDUCTOR_CACHE_DIR")  # which torch's compiler sets in every process
 assert os.environ == before
 print(can_fork())
 import torch
+from megatron_run_engine.host.process import chosen_kernels
 from megatron_run_engine.launch import worker
+from megatron_run_engine.optim.update_rules import UpdateOptions, find_rule
 loaded = set(sys.modules)
-torch.use_deterministic_algorithms(True)
-torch.optim.AdamW([torch.zeros(1, requires_grad=True)])
-print(*(set(sys.modules) - loaded))
+with chosen_kernels(None, "cpu"):
+    assert torch.are_deterministic_algorithms_enabled()
+    for name in ("adamw", "adam", "sgd"):
+        weight = torch.zeros(1, requires_grad=True)
+        rule = find_rule(UpdateOptions(rule=name)).make([{"params": [weight]}], weight.device)
+        torch.autograd.backward([weight * 2], [torch.ones(1)])
+        rule.step()
+        assert weight.item() < 0
+dear = ("sympy", "torch._dynamo", "torch._inductor", "torch.fx", "megatron_run")
+print(*(name for name in set(sys.modules) - loaded if name.startswith(dear)), *(set(sys.modules) & set(dear[1:3])))
 """
     environment = {**os.environ, "OMP_NUM_THREADS": "2", "MKL_NUM_THREADS": "2"}
     for name in ("OPENBLAS_NUM_THREADS", "TORCHINDUCTOR_CACHE_DIR"):

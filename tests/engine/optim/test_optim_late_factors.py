@@ -15,7 +15,7 @@ from megatron_run.contracts import Optimizer
 from megatron_run_engine.builtin.optimizer.adamw import megatron_run_create_optimizer
 from megatron_run_engine.optim import FlatOptimizer, Replicated, UpdateOptions, flat
 from megatron_run_engine.optim.gradients import LateFactors, gradients_of
-from megatron_run_engine.optim.update import _divides
+from megatron_run_engine.optim.update_rules import UpdateRule
 from megatron_run_engine.runtime.context import BuildContext
 from megatron_run_engine.runtime.gradients import main_grad
 from megatron_run_testing import Check
@@ -159,12 +159,10 @@ def test_the_largest_values_of_fp32_are_finite() -> None:
 
 def test_a_rule_that_derives_from_torchs_has_its_gradients_multiplied() -> None:
     """Its own step may read them, and torch's constructor has stored ``fused`` for it."""
-
-    class Derived(torch.optim.AdamW):
-        pass
-
-    for kind, divides in ((torch.optim.AdamW, True), (Derived, False)):
-        assert _divides(kind([torch.zeros(2, requires_grad=True)], fused=True)) is divides
+    for imported, divides in (("", True), ("rules:Derived", False)):
+        rule = UpdateRule(torch.optim.AdamW, {"fused": True}, imported=imported)
+        made = rule.make([{"params": [torch.zeros(2, requires_grad=True)]}], torch.device("cpu"))
+        assert rule.divides(made) is divides
 
 
 def test_a_cpu_multiplies_at_once() -> None:

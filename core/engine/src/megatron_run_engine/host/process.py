@@ -150,18 +150,32 @@ def chosen_kernels(wanted: bool | None, device: str) -> Iterator[None]:
     import torch
     from torch.utils import deterministic as kernels
 
-    enabled = torch.are_deterministic_algorithms_enabled()
-    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    deterministic = device == "cpu" if wanted is None else wanted
+    before, compiled = torch.get_deterministic_debug_mode(), deterministic and device != "cpu"
     fill = kernels.fill_uninitialized_memory  # type: ignore[attr-defined]  # torch hides it behind a class
-    torch.use_deterministic_algorithms(device == "cpu" if wanted is None else wanted)
+    _make_deterministic(_ERROR if deterministic else 0, compiled=compiled)
     # By default deterministic mode also fills every new tensor, to expose kernels that read uninitialized memory. That
     # makes a step some 5% slower and changes no result, so it is off.
     kernels.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(enabled, warn_only=warn_only)
+        _make_deterministic(before, compiled=compiled)
         kernels.fill_uninitialized_memory = fill  # type: ignore[attr-defined]
+
+
+#: A kernel that is not deterministic raises, as a number of torch's ``set_deterministic_debug_mode``; 1 warns.
+_ERROR = 2
+
+
+def _make_deterministic(mode: int, *, compiled: bool) -> None:
+    """Set torch's mode, for kernels that it has ``compiled`` too: that imports its compiler, for more than a second."""
+    import torch
+
+    if compiled:
+        torch.use_deterministic_algorithms(mode > 0, warn_only=0 < mode < _ERROR)
+    else:
+        torch.set_deterministic_debug_mode(mode)
 
 
 @contextmanager

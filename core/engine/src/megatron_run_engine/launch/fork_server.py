@@ -137,9 +137,10 @@ def preload(job: Job) -> ResolvedRun | None:
         from megatron_run_engine.launch import worker  # noqa: F401  # all that trains
 
         run = job.take_over()
-        # torch's compiler is two seconds of imports: torch's optimizers import most of it when the first is made, and
-        # its choice of deterministic kernels the rest.
-        import torch._inductor  # noqa: F401
+        import torch.fx.experimental.symbolic_shapes  # a first backward does, and with it sympy
+
+        if run.one("graph-capture").name != "none":  # it may compile: torch's compiler is another second
+            import torch._inductor  # noqa: F401
     sys.stdout.flush()
     sys.stderr.flush()
     return run

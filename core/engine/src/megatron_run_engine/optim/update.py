@@ -82,7 +82,7 @@ class Update:
             self._begun = True
             self._one_pass.step(lr, weight_decay, gradients.factor)
             return
-        if not all(map(_divides, self._optimizers)):
+        if not all(map(self._rule.divides, self._optimizers)):
             gradients.settle()
         self.apply(lr, weight_decay, gradients.factor)
         gradients.arrived()  # fused rules write back what they have multiplied
@@ -204,13 +204,6 @@ class Update:
                 group = self._group(info, by_rest=by_rest and self._rule.rest is not None)
                 in_bucket = range(start, start + len(part.local) * row)
                 yield Stretch.of(shard, in_bucket, group, (len(part.local), *columns), part)
-
-
-def _divides(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether ``optimizer`` divides gradients by its ``grad_scale``, as torch's own do where they are fused."""
-    fused = all(group.get("fused") for group in optimizer.param_groups)
-    # Not what derives from them: its own step may read the gradients.
-    return fused and type(optimizer) in (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
 
 
 def iter_state(update: Update) -> Iterator[StatePiece]:

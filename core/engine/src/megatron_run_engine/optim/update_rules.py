@@ -8,7 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import cache
 from importlib import import_module
+from inspect import unwrap
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -153,7 +155,8 @@ class UpdateRule:
         if device.type == "meta":
             arguments.pop("fused", None)
         try:
-            made: torch.optim.Optimizer = self.kind(groups, **arguments)
+            kind = self.kind if self.imported else _without_compiler(self.kind)
+            made: torch.optim.Optimizer = kind(groups, **arguments)
         except (TypeError, ValueError) as error:
             given = ", ".join(f"{key}={value}" for key, value in arguments.items()) or "nothing but parameters"
             raise InputError(
@@ -162,6 +165,23 @@ class UpdateRule:
                 fix="set optimizer.rule_options, or choose another rule",
             ) from error
         return made
+
+    def divides(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether ``optimizer``, made for this rule, divides gradients by its ``grad_scale``.
+
+        torch's own do where they are fused. What derives from them may read the gradients in a step of its own.
+        """
+        return not self.imported and all(group.get("fused") for group in optimizer.param_groups)
+
+
+@cache
+def _without_compiler(kind: type[torch.optim.Optimizer]) -> type[torch.optim.Optimizer]:
+    """``kind``, with methods that do not tell torch's compiler to leave them alone.
+
+    For that they would import it with the first optimizer and its first step, which takes more than a second.
+    """
+    methods = {"add_param_group": unwrap(kind.add_param_group), "step": torch.no_grad()(unwrap(kind.step))}
+    return type(kind.__name__, (kind,), methods)
 
 
 def check_update(config: Config, options: UpdateOptions) -> Iterator[str]:

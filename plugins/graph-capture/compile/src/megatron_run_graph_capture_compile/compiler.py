@@ -124,6 +124,8 @@ def _through_inductor(graph: fx.GraphModule, examples: Sequence[Tensor], mode: s
         # Its workers share the rank's cores, as threads do: torch would start as many in each rank as there are cores.
         "compile_threads": torch.get_num_threads(),
     }
+    if "deterministic" in torch._inductor.list_options():  # since PyTorch 2.10: kernels are not chosen by measuring
+        options["deterministic"] = torch.are_deterministic_algorithms_enabled()
     # Without an environment for symbols of shapes, inductor neither finds nor keeps graphs in its cache on disk, by
     # which every later start takes a second where the first takes a minute. None is made: kernels of known shapes are
     # faster, and given real tensors it would take every size for unknown.

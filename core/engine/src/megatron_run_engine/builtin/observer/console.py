@@ -223,7 +223,7 @@ def loss_text(metrics: EvalMetrics) -> str:
 
 
 def comparison(loss: float, baselines: Mapping[str, float]) -> str:
-    """Return ``, below the byte bigram's 2.379`` for each baseline, or how far above. Unrounded numbers are compared."""
+    """Return ``, below the byte bigram's 2.379`` for each baseline, or how far above, by unrounded numbers."""
     return "".join(
         f", {'below' if loss < value else f'{loss - value:.3f} above'} the {name}'s {value:.3f}"
         for name, value in baselines.items()
