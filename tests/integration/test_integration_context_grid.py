@@ -23,9 +23,7 @@ pytestmark = pytest.mark.timeout(600)
 #: What shows each way of meeting, schedule, optimizer and axis, and what is most unlike on a part of the tokens.
 FEW = [
     Split("documents, rope, window", 2, method="ring"),
-    Split("window above a piece", 2, optimizer="zero1", method="all_gather"),
     Split("rope, yarn", 2, method="ulysses"),
-    Split("experts", 2, method="all_gather"),
     Split("mean over tokens", 2, optimizer="zero1", dtype="float32"),
     Split("softcap and scale", 4, method="all_gather"),
     Split("sequence parallelism", 2, tensor=2, method="ring"),

@@ -18,12 +18,10 @@ pytestmark = pytest.mark.timeout(600)
 FEW = [
     Split("experts on ranks", 4, precision="bf16", reduce="step"),
     Split("chunks of the loss, smoothing", 2, schedule="zero-bubble,variant=h1", reduce="step"),
-    Split("untied", 2, tensor=2, held=3),
     Split("recomputed attention", 1, context=2, precision="bf16", reduce="step"),
     Split("an overflow", 2, precision="fp16", held=0, reduce="step"),
     Split("plain", 2, schedule="interleaved"),
     Split("experts with biases", 2),
-    Split("adapters", 2, held=0),
 ]
 
 

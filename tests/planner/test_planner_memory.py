@@ -129,21 +129,25 @@ LENDING = {
 #: By night, since by day each choice has another case: the other layers, the other vocabulary, or more stages.
 RARE = (
     "few words",
+    "half recomputed",
     "all recomputed",
     "llama, half recomputed",
     "llama, all recomputed",
     "experts of llama",
     "sequence parallel",
     "sequence parallel llama",
+    "sequence parallel llama, all recomputed",
     "two stages",
     "two stages, all recomputed",
     "a ring of two",
     "a ring of three",
     "gathered keys of two",
+    "gathered keys of eight",
     "exchanged heads of llama",
     "a ring of llama, all recomputed",
     "pieces, many words",
     "pieces, sharded state",
+    "pieces, a split backward",
     "pieces on two stages of llama",
 )
 
