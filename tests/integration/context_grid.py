@@ -79,6 +79,7 @@ FEATURES: Mapping[str, Feature] = {
     "window above a piece": Feature(("model.attention.window=11", "model.attention.window_pattern=1,0")),
     "softcap and scale": Feature(("model.attention.softcap=2", "model.attention.scale=0.7")),
     "norm of queries and keys": Feature(("model.attention.qk_norm=full", "model.norm.kind=rmsnorm")),
+    "clipped scores": Feature(("model.num_kv_heads=4", "model.attention.qk_clip=0.02"), kv_heads=4),
     "rope": _rope("fraction=0.5"),
     "rope, linear": _rope("scaling=linear", "factor=4"),
     "rope, llama3": _rope("scaling=llama3", *_STRETCHED),

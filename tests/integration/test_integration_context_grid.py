@@ -28,6 +28,8 @@ FEW = [
     Split("softcap and scale", 4, method="all_gather"),
     Split("sequence parallelism", 2, tensor=2, method="ring"),
     Split("grouped queries", 2, schedule="interleaved", method="ulysses"),
+    *(Split("clipped scores", 2, tensor=tensor, method=method) for tensor, method in ((2, "ring"), (1, "ulysses"))),
+    Split("clipped scores", schedule="interleaved", data=2, optimizer="zero1"),
     Split("recomputed", 2, schedule="zero-bubble,variant=h1", method="ring"),
 ]
 

@@ -22,6 +22,7 @@ FEW = [
     Split("an overflow", 2, precision="fp16", held=0, reduce="step"),
     Split("plain", 2, schedule="interleaved"),
     Split("experts with biases", 2),
+    Split("clipped scores", 2, precision="bf16", reduce="step"),
 ]
 
 

@@ -20,7 +20,8 @@ from megatron_run.contracts.schedule import Place
 from megatron_run.errors import InputError
 from megatron_run_engine.builtin.model.gpt import Gpt, GptOptions
 from megatron_run_engine.builtin.parallel_layer.dense import DenseLayers
-from megatron_run_engine.nn.attention import CoreAttention, KeyValueCache
+from megatron_run_engine.nn.attention import CoreAttention
+from megatron_run_engine.nn.key_value_cache import KeyValueCache
 from megatron_run_engine.runtime.context import BuildContext
 from megatron_run_engine.runtime.gradients import main_grad
 from megatron_run_schedule_1f1b import OneForwardOneBackward

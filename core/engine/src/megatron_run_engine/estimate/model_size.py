@@ -20,9 +20,15 @@ from megatron_run_engine.runtime.parameter_init import (
     describe_parameters,
     frozen,
     shapes_of,
-    trained,
 )
-from megatron_run_engine.training.build import build_chunks, check_fields, make_context, make_layers, with_vocabulary
+from megatron_run_engine.training.build import (
+    attach,
+    build_chunks,
+    check_fields,
+    make_context,
+    make_layers,
+    with_vocabulary,
+)
 from megatron_run_engine.training.checked_plugins import module_of
 
 if TYPE_CHECKING:
@@ -239,9 +245,7 @@ def _rank_size(held: Mapping[Parameter, ParamInfo], memory: Mapping[str, int]) -
 def _memory(run: ResolvedRun, rank: _Built) -> Mapping[str, int]:
     """Return the bytes of an optimizer attached to meta parameters, and of the staging copy of an asynchronous save."""
     optimizer = run.make_optimizer(rank.context)
-    if isinstance(optimizer, Lender):
-        optimizer.hold([frozen(described) for described in rank.infos])
-    optimizer.attach(rank.chunks, [trained(described) for described in rank.infos], grad_scale=1 / run.sizes.data)
+    attach(run, optimizer, rank.chunks, rank.infos)
     memory = optimizer.memory()
     if (idle := frozen(rank.held)) and not isinstance(optimizer, Lender):
         memory = {**memory, "frozen": sum(parameter.nbytes for parameter in idle)}

@@ -15,8 +15,10 @@ from torch.nn import functional as F
 from megatron_run.contracts import AttentionCore, AttentionShape, LinearPart, LinearSpec
 from megatron_run.contracts.parallel_layer import VARIANTS
 from megatron_run.errors import InputError
+from megatron_run_engine.nn.attention_scores import largest_scores
 from megatron_run_engine.nn.device import on_cpu, stands_for_gpu
 from megatron_run_engine.nn.fused import split_heads
+from megatron_run_engine.nn.key_value_cache import KeyValueCache
 from megatron_run_engine.nn.norm import norm_of, qk_norms
 from megatron_run_engine.nn.packed_attention import (
     attend_by_lengths,
@@ -25,15 +27,18 @@ from megatron_run_engine.nn.packed_attention import (
     fused_varlen,
     within_documents,
 )
+from megatron_run_engine.nn.qk_clip import HeadRows
+from megatron_run_engine.runtime.gates import in_backward
 from megatron_run_engine.runtime.recompute import recomputed
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     from megatron_run.contracts import Decoding, ParallelLayers
     from megatron_run_engine.nn.rotary import Rotary
     from megatron_run_engine.nn.spec import TransformerSpec
     from megatron_run_engine.runtime.context import BuildContext
+    from megatron_run_engine.runtime.metrics import Meter
 
 
 class Attention(nn.Module):
@@ -51,6 +56,28 @@ class Attention(nn.Module):
         self.core, self.layer = layers.core_attention(shape, dropout), shape.layer
         _check_variants(shape, self.core)
         self._core_draws: Sequence[torch.Generator] | None = None
+        self._peaks: Tensor | None = None
+        #: Why the segment with it runs eagerly; empty if it may be captured.
+        self.why_eager = ""
+
+    def head_rows(self) -> Iterable[HeadRows]:
+        """The rows of parameters that make queries and keys. Raises :class:`InputError` where they may not shrink."""
+        raise InputError(
+            f"{type(self).__name__} has no model.attention.qk_clip", fix="leave it out, or choose --plugin model=gpt"
+        )
+
+    def watch_scores(self, peaks: Tensor, meter: Meter) -> None:
+        """From now on keep the largest score of each head in ``peaks`` [n/t] while the model trains.
+
+        ``meter`` gets the largest of a microbatch. Raises :class:`InputError` where the core does not tell its scores.
+        """
+        if not AttentionCore.of(self.core).tells_scores:
+            raise InputError(
+                f"model.attention.qk_clip needs the largest scores, which {type(self.core).__name__} does not tell",
+                fix="choose --plugin parallel-layer=tensor, or dense on one rank",
+            )
+        self._peaks, self._meter = peaks, meter
+        self.why_eager = "model.attention.qk_clip keeps the largest scores of a step, and a capture computes others"
 
     def recompute_core(self, streams: Sequence[torch.Generator]) -> None:
         """From now on recompute the core alone in the backward. It may draw from ``streams``.
@@ -80,6 +107,11 @@ class Attention(nn.Module):
             packed = (documents,)
         elif documents is not None:
             mask = within_documents(documents, len(query))
+        if self._peaks is not None and self.training and decoding is None and not in_backward():
+            with torch.no_grad():
+                found = AttentionCore.of(self.core).largest_scores(query, key, mask, *packed)
+                self._peaks.copy_(torch.maximum(self._peaks, found))
+                self._meter.add(found.max())
         if self._core_draws is None or not (self.training and torch.is_grad_enabled()):
             attended: Tensor = self.core(query, key, value, mask, *packed)
         else:
@@ -147,6 +179,11 @@ class SelfAttention(Attention):
         query, key = split_heads(both.flatten(2), (queries, keys))
         return query, key, value
 
+    def head_rows(self) -> Iterable[HeadRows]:
+        """Both share the shrinking."""
+        powers = (0.5,) * self.head_size
+        return HeadRows(self.qkv, "query", powers), HeadRows(self.qkv, "key", powers)
+
 
 def _check_variants(shape: AttentionShape, core: nn.Module) -> None:
     """Raise :class:`InputError` unless ``core`` names each of the variants that ``shape`` asks for."""
@@ -157,35 +194,6 @@ def _check_variants(shape: AttentionShape, core: nn.Module) -> None:
             f"the attention of these parallel layers has no {keys}",
             fix="choose --plugin parallel-layer=tensor, or dense on one rank",
         )
-
-
-class KeyValueCache:
-    """The keys and values of the columns that were read; sizes and type are those of ``key`` [s, b, k, d].
-
-    One buffer [b, k, room, d] each, in which a query finds each head's keys in a row. It doubles when it is full.
-    """
-
-    def __init__(self, key: Tensor) -> None:
-        _, b, k, d = key.shape
-        self._keys, self._values = key.new_empty(b, k, 0, d), key.new_empty(b, k, 0, d)
-
-    def extend(self, key: Tensor, value: Tensor, first: int) -> tuple[Tensor, Tensor]:
-        """Write key and value [s, b, k, d] from column ``first`` on; return those of all columns [c, b, k, d]."""
-        stop = first + len(key)
-        if stop > self._keys.shape[2]:
-            self._keys, self._values = (self._grown(buffer, first, 2 * stop) for buffer in (self._keys, self._values))
-        for buffer, new in ((self._keys, key), (self._values, value)):
-            buffer[:, :, first:stop] = new.permute(1, 2, 0, 3)  # [s, b, k, d] -> [b, k, s, d]
-        return self._keys[:, :, :stop].permute(2, 0, 1, 3), self._values[:, :, :stop].permute(2, 0, 1, 3)
-
-    def _grown(self, buffer: Tensor, columns: int, room: int) -> Tensor:
-        grown = buffer.new_empty(*buffer.shape[:2], room, buffer.shape[3])
-        grown[:, :, :columns] = buffer[:, :, :columns]
-        return grown
-
-    def keep(self, rows: Tensor) -> None:
-        """Forget all rows but ``rows`` [r], which become the first r."""
-        self._keys, self._values = self._keys[rows], self._values[rows]
 
 
 #: Queries per block of scores: small enough that a block skips most of the keys that the causal mask hides from it.
@@ -206,7 +214,7 @@ PLAIN = Variant()
 class CoreAttention(nn.Module, AttentionCore):
     """softmax(q k^T / sqrt(d)) v by the faster of two implementations; dropout acts on the probabilities."""
 
-    caches, packs, variants = True, True, frozenset(VARIANTS)
+    caches, packs, variants, tells_scores = True, True, frozenset(VARIANTS), True
 
     def __init__(self, dropout: float, variant: Variant = PLAIN) -> None:
         super().__init__()
@@ -244,6 +252,13 @@ class CoreAttention(nn.Module, AttentionCore):
             return attend_by_lengths(query, key, value, documents, variant.scale, variant.window)
         mask = within_documents(documents, len(query))
         return _attention(variant)(query, key, value, mask, dropout, variant)
+
+    def largest_scores(
+        self, query: Tensor, key: Tensor, mask: Tensor | None = None, documents: Tensor | None = None
+    ) -> Tensor:
+        """Query [s, b, n, d], key [s, b, k, d] -> [n], fp32 or more; a soft-cap comes after these scores."""
+        mask = mask if documents is None else within_documents(documents, len(query))
+        return largest_scores(query, key, _within_window(query, key, mask, self.variant.window), self.variant.scale)
 
 
 def _faster(

@@ -72,7 +72,7 @@ class Block(nn.Module):
         self.scale, self.parallel = spec.residual_scale, spec.parallel_residual
         self.draws = spec.dropout > 0
         # Without a causal order the core takes a mask, whose shape follows from nothing that the host reads.
-        self.why_eager = _PACKED if spec.causal and "documents" in reads else ""
+        self.why_eager = attention.why_eager or (_PACKED if spec.causal and "documents" in reads else "")
 
     def recompute_core(self, streams: Sequence[torch.Generator]) -> None:
         """Recompute the core of the attention alone; it draws from ``streams``."""

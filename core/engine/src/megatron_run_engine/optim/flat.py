@@ -44,6 +44,8 @@ class FlatOptimizer(Optimizer):
     waited for when a segment first reads it. Otherwise ``start_param_sync`` returns once they have arrived.
     """
 
+    scales_rows = True
+
     def __init__(
         self,
         context: BuildContext,

@@ -1,13 +1,14 @@
 """Muon (Jordan et al. 2024) of matrices of which each tensor-parallel rank holds rows or columns.
 
 Momentum is of each value, so it stays where the value is. The orthogonalisation needs whole matrices: each is put
-together on one rank, its owner, which does the work, and the result goes back in parts. A step sends two messages for
-all matrices of a group of hyperparameters, and owners share them by the work that they make.
+together on one rank, its owner, which does the work, and the result goes back in parts, in bf16 as it is computed. A
+step sends two messages for all matrices of a group of hyperparameters, and owners share them by the work they make.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from megatron_run.errors import InputError
+from megatron_run_engine.optim.newton_schulz import batches, orthogonalised
 from megatron_run_engine.runtime.comm import ALONE
 
 if TYPE_CHECKING:
@@ -22,9 +24,6 @@ if TYPE_CHECKING:
 
     from megatron_run.contracts import Part
     from megatron_run_engine.runtime.comm import ParallelGroup
-
-#: Arguments of torch's Muon that say how it orthogonalises, and not what.
-_HOW = ("ns_coefficients", "eps", "ns_steps", "adjust_lr_fn")
 
 #: torch's Muon refuses as many iterations, in its first step.
 _MOST_STEPS = 100
@@ -66,27 +65,35 @@ class SplitMuon(torch.optim.Muon):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]  # torch's own
-        """As torch's."""
-        gradients = {parameter: parameter.grad for parameter in self._splits}
-        for parameter in gradients:
-            parameter.grad = None  # torch's step leaves out what has none
-        loss: float | None = super().step(closure)  # type: ignore[no-untyped-call]  # torch's
-        for parameter, gradient in gradients.items():
-            parameter.grad = gradient
+        """As torch's, but for matrices of one shape together, and for those that ranks hold in parts."""
+        loss = None if closure is None else closure()
         for group in self.param_groups:
-            members = [parameter for parameter in group["params"] if parameter in self._splits]
-            if members:
-                self._step_together(group, members)
+            members = [parameter for parameter in group["params"] if parameter.grad is not None]
+            whole = [parameter for parameter in members if parameter not in self._splits]
+            for batch in batches([(parameter.shape[0], parameter.shape[1]) for parameter in whole]):
+                self._step_batch(group, [whole[index] for index in batch])
+            if cut := [parameter for parameter in members if parameter in self._splits]:
+                self._step_together(group, cut)
         return loss
 
+    def _step_batch(self, group: Mapping[str, Any], members: Sequence[Parameter]) -> None:
+        """Update ``members``, which this rank has whole and which have one shape."""
+        directions = [self._direction(group, parameter) for parameter in members]
+        if group["lr"]:
+            _move(group, zip(members, members, orthogonalised(directions, group), strict=True))
+
     def _step_together(self, group: Mapping[str, Any], members: Sequence[Parameter]) -> None:
+        """Update ``members``, of which each peer has a part."""
         ways = [self._splits[parameter] for parameter in members]
         directions = [self._direction(group, parameter) for parameter in members]
         if not group["lr"]:
             return  # nothing moves, as when state alone is to be made: nothing is sent
         wholes = self._gather(directions, ways)
-        for parameter, change in zip(members, self._scatter(self._changes(group, wholes), members), strict=True):
-            parameter.mul_(1 - group["lr"] * group["weight_decay"]).add_(change)
+        found = [wholes[index] for index in range(len(wholes))]
+        for batch in batches([(whole.shape[0], whole.shape[1]) for whole in wholes]):
+            for index, result in zip(batch, orthogonalised([wholes[index] for index in batch], group), strict=True):
+                found[index] = result
+        _move(group, zip(members, ways, self._scatter(found, members), strict=True))
 
     def _direction(self, group: Mapping[str, Any], parameter: Parameter) -> Tensor:
         """This rank's part of what is to be orthogonalised: the momentum, Nesterov's if asked for."""
@@ -115,16 +122,6 @@ class SplitMuon(torch.optim.Muon):
                 start += part.numel()
         return wholes
 
-    def _changes(self, group: Mapping[str, Any], wholes: Sequence[Tensor]) -> list[Tensor]:
-        """By how much a step moves each matrix: torch's Muon moves zeros, without momentum, by a given direction."""
-        moved = [Parameter(torch.zeros_like(whole)) for whole in wholes]
-        for parameter, whole in zip(moved, wholes, strict=True):
-            parameter.grad = whole
-        if moved:
-            how = {key: group[key] for key in _HOW}
-            torch.optim.Muon(moved, lr=group["lr"], weight_decay=0.0, momentum=0.0, nesterov=False, **how).step()
-        return [parameter.detach() for parameter in moved]
-
     def _scatter(self, wholes: Sequence[Tensor], members: Sequence[Parameter]) -> list[Tensor]:
         """The parts of all matrices for this rank, from the ``wholes`` of their owners."""
         peers, ways = self._peers, [self._splits[parameter] for parameter in members]
@@ -134,7 +131,7 @@ class SplitMuon(torch.optim.Muon):
         sizes = [0] * peers.size
         for parameter, way in zip(members, ways, strict=True):
             sizes[way.owner] += parameter.numel()
-        empty = members[0].new_empty(0)
+        empty = members[0].new_empty(0, dtype=torch.bfloat16)
         received = peers.exchange(torch.cat([*sent, empty]), [sizes[peers.index]] * peers.size, sizes)
         starts = [sum(sizes[:owner]) for owner in range(peers.size)]
         parts = []
@@ -158,6 +155,21 @@ def _cut(parameter: Parameter, part: Part, peers: int) -> int | None:
         why=f"one of {peers} ranks has {rows} x {columns} of {part.shape[0]} x {part.shape[1]}",
         fix=f"leave it to adamw: --set optimizer.adamw_for={part.name}",
     )
+
+
+def _move(group: Mapping[str, Any], changes: Iterable[tuple[Parameter, Parameter | Split, Tensor]]) -> None:
+    """Decay each parameter, and move it against its orthogonalised direction; the whole matrix's shape says how far."""
+    lr = group["lr"]
+    for parameter, whole, change in changes:
+        factor = _factor(group["adjust_lr_fn"], whole.shape)
+        parameter.mul_(1 - lr * group["weight_decay"]).add_(change, alpha=-lr * factor)
+
+
+def _factor(kind: str | None, shape: Sequence[int]) -> float:
+    """What multiplies the rate for a matrix of ``shape``: Jordan et al. 2024, or Liu et al. 2025, section 2.2."""
+    if kind == "match_rms_adamw":
+        return 0.2 * math.sqrt(max(shape))
+    return math.sqrt(max(1.0, shape[0] / shape[1]))
 
 
 def _work(shape: Sequence[int]) -> int:

@@ -56,8 +56,9 @@ class Update:
         ]
         if rule.whole and peers.size > 1:
             self._put_together(peers)
+        self._scaled = [scaled for shard in shards for scaled in _scaled_rows(shard)]
         # Rules for whole tensors, and what they leave to others, begin anywhere in a bucket.
-        alone = len(self._optimizers) == 1 and not rule.whole
+        alone = len(self._optimizers) == 1 and not rule.whole and not self._scaled
         self._one_pass = one_pass_of(rule, self._optimizers[0], self.stretches, device) if alone else None
         self._numbers = [GroupNumbers(optimizer) for optimizer in self._optimizers]
         pairs = zip(self._optimizers, self._numbers, strict=True) if rule.imported else ()
@@ -91,6 +92,9 @@ class Update:
     def apply(self, lr: float, weight_decay: float, factor: Tensor | None = None) -> None:
         """Update every stretch by its gradient times ``factor``, and leave the parameters as they are."""
         self._step(lr, weight_decay, factor)
+        with torch.no_grad():
+            for masters, factors in self._scaled:
+                masters.mul_(factors.to(masters.device))
         for watch in self._watches:
             watch.after_step()
 
@@ -204,6 +208,15 @@ class Update:
                 group = self._group(info, by_rest=by_rest and self._rule.rest is not None)
                 in_bucket = range(start, start + len(part.local) * row)
                 yield Stretch.of(shard, in_bucket, group, (len(part.local), *columns), part)
+
+
+def _scaled_rows(shard: Shard) -> Iterator[tuple[Tensor, Tensor]]:
+    """The masters of each piece whose rows are multiplied after an update, and the factors, which broadcast to them."""
+    for piece in shard.pieces(shard.updated):
+        if (factors := piece.info.row_factors) is not None:
+            first = piece.part.local.start + piece.starts[0] - piece.part.start
+            rows = factors[first : first + piece.sizes[0]].view(-1, *(1 for _ in piece.sizes[1:]))
+            yield shard.masters[shard.local(piece.in_bucket)].view(piece.sizes), rows
 
 
 def iter_state(update: Update) -> Iterator[StatePiece]:

@@ -151,6 +151,7 @@ def _info(path: str, name: str, parameter: Parameter, spec: ParameterSpec, tenso
         tie=spec.tie,
         replicas=spec.replicas,
         moved=spec.moved,
+        row_factors=spec.row_factors,
         counted=spec.counted and (tensor_rank == 0 or not _is_whole(parameter, parts)),
     )
 

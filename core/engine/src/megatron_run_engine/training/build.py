@@ -161,11 +161,10 @@ def build(run: ResolvedRun, world: World, activity: Activity | None = None) -> A
         initialise(described, run.config.train.seed)
         for parameter, info in (trained(described) if layers.adapters() else described).items():
             context.gradients.adopt(parameter, info.name)
+    attach(run, optimizer, chunks, infos)
     lender = optimizer if isinstance(optimizer, Lender) else None
     if lender is not None:
-        lender.hold([frozen(described) for described in infos])
         context.gradients.borrow_from(lender)
-    optimizer.attach(chunks, [trained(described) for described in infos], grad_scale=1 / run.sizes.data)
     context.segments.read_parameters_after(optimizer.ensure_ready, None if lender is None else lender.release)
     messenger = Messenger(
         groups.channels,
@@ -194,6 +193,28 @@ def build(run: ResolvedRun, world: World, activity: Activity | None = None) -> A
         programs=programs,
         network=Network(context, model, chunks, executor, programs.forward_only, reads, cut, last),
     )
+
+
+def attach(
+    run: ResolvedRun,
+    optimizer: Optimizer,
+    chunks: Sequence[Chunk],
+    infos: Sequence[dict[nn.Parameter, ParamInfo]],
+) -> None:
+    """Let ``optimizer`` take over the parameters of ``chunks``.
+
+    Raises :class:`InputError` where rows are to be scaled after an update and it does not.
+    """
+    scaled = [info.name for described in infos for info in described.values() if info.row_factors is not None]
+    if scaled and not optimizer.scales_rows:
+        raise InputError(
+            f"optimizer={run.one('optimizer').name} does not scale rows after an update, as {scaled[0]} asks for",
+            why="model.attention.qk_clip shrinks the rows that make queries and keys",
+            fix="leave it out, or choose --plugin optimizer=zero1",
+        )
+    if isinstance(optimizer, Lender):
+        optimizer.hold([frozen(described) for described in infos])
+    optimizer.attach(chunks, [trained(described) for described in infos], grad_scale=1 / run.sizes.data)
 
 
 def _message_sharers(run: ResolvedRun, topology: Topology, groups: Groups) -> ParallelGroup:

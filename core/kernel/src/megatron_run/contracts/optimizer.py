@@ -62,6 +62,9 @@ class Optimizer(ABC):
             return FlatOptimizer(context, options, HalfTheBytes)
     """
 
+    #: Whether an update ends with a multiplication of rows by ``ParamInfo.row_factors``.
+    scales_rows: bool = False
+
     @abstractmethod
     def attach(self, chunks: Sequence[Chunk], infos: Sequence[dict[Parameter, ParamInfo]], grad_scale: float) -> None:
         """Take over the parameters of this stage's chunks; ``infos[i]`` describes those of ``chunks[i]``.

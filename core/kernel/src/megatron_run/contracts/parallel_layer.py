@@ -130,6 +130,18 @@ class AttentionCore:
     pieces: bool = False
     #: Which of :data:`VARIANTS` it computes where a shape asks for them.
     variants: frozenset[str] = frozenset()
+    #: It has :meth:`largest_scores`.
+    tells_scores: bool = False
+
+    def largest_scores(
+        self, query: Tensor, key: Tensor, mask: Tensor | None = None, documents: Tensor | None = None
+    ) -> Tensor:
+        """The largest score of each of this rank's query heads [n/t], of what its tokens attend to.
+
+        Scores are products of query and key, scaled. Arguments are those of the layer's forward; no gradient follows.
+        Collective over the ranks that share the tokens of a sample.
+        """
+        raise NotImplementedError(f"{type(self).__name__} does not tell its scores")
 
     @classmethod
     def of(cls, layer: object) -> AttentionCore:

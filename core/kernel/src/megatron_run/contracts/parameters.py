@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
 
 from megatron_run.contracts.topology import Axis, Replicas
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -55,6 +58,7 @@ class ParameterSpec:
     name: str = ""
     replicas: Replicas = "replicas"
     moved: bool = False
+    row_factors: Tensor | None = field(default=None, compare=False, repr=False)
 
 
 @dataclass(frozen=True)
@@ -67,7 +71,8 @@ class ParamInfo:
     sequence parallelism. ``tie`` is equal on all copies of a tied parameter. ``counted`` is true on exactly one copy,
     which enters the gradient norm and the checkpoint. ``replicas`` is the axis whose ranks hold the same parameter and
     reduce its gradient together; an expert has fewer replicas than the other parameters. ``moved``: the model itself
-    changes it between steps (:meth:`Model.before_update`), so every replica holds it whole.
+    changes it between steps (:meth:`Model.before_update`), so every replica holds it whole. Each update ends with a
+    multiplication of the parameter's rows by ``row_factors`` [rows], to which ``before_update`` gives values.
     """
 
     name: str
@@ -79,3 +84,4 @@ class ParamInfo:
     counted: bool = True
     replicas: Replicas = "replicas"
     moved: bool = False
+    row_factors: Tensor | None = field(default=None, compare=False, repr=False)

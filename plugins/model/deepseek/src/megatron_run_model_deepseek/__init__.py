@@ -7,7 +7,6 @@ Reading order: here the options, which are those of ``gpt`` with other defaults 
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Field, model_validator
@@ -196,7 +195,7 @@ class DeepSeek(Gpt):
         context, spec = self._context, self._spec
         word_embedding = layers.vocab_embedding(spec.vocab, spec.hidden, init=spec.init)
         tie_to_word(word_embedding, position, layout, shared)
-        rotary, attention = Rotary(context, spec), partial(self.make_attention, layers)
+        rotary, attention = Rotary(context, spec), self.attention_maker(layers)
         predictors = [
             Predictor(context, layers, spec, depth, attention, rotary, word_embedding, output)
             for depth in range(1, self._predicted + 1)

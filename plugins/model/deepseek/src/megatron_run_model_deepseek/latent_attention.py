@@ -18,9 +18,11 @@ from torch.nn import functional as F
 
 from megatron_run.contracts import AttentionShape, LinearPart, LinearSpec
 from megatron_run.contracts.costs import AttentionCosts
-from megatron_run_engine.nn import Attention, ReplicatedLinear, split_heads
+from megatron_run_engine.nn import Attention, HeadRows, ReplicatedLinear, split_heads
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from megatron_run.contracts import Decoding, ParallelLayers
     from megatron_run_engine.nn import Rotary, TransformerSpec
     from megatron_run_engine.runtime import BuildContext
@@ -86,6 +88,12 @@ class LatentAttention(Attention):
         keys, values = spec.heads * shape.nope, spec.heads * shape.value
         self.key_value = up(shape.kv_rank, LinearPart("key", keys), LinearPart("value", values))
         self.output = layers.row_linear(LinearSpec(values, spec.hidden, spec.residual_init, bias=False))
+
+    def head_rows(self) -> Iterator[HeadRows]:
+        """The key that rotates is one for all heads and stays: there the queries shrink alone."""
+        shape = self.shape
+        yield HeadRows(self.query, "query", (1.0,) * shape.rope + (0.5,) * shape.nope)
+        yield HeadRows(self.key_value, "key", (0.5,) * shape.nope)
 
     def forward(
         self,

@@ -187,6 +187,25 @@ class Attended(_Pairs):
         self.logsum[:, :, rows] = both
 
 
+class Largest(_Pairs):
+    """The largest score of each head with the keys added so far, ``found`` [n], in at least fp32."""
+
+    def __init__(
+        self, query: Tensor, columns: Sequence[range], documents: Tensor | None, rule: Rule, stream: torch.Generator
+    ) -> None:
+        super().__init__(query, columns, documents, replace(rule, softcap=None), stream)
+        wide = torch.promote_types(query.dtype, torch.float32)
+        self.found = query.new_full((query.shape[1],), -torch.inf, dtype=wide)
+
+    def add(self, key: Tensor, columns: Sequence[range]) -> None:
+        """Look at keys [b, k, s/C, d] of ``columns`` too."""
+        for tile in (tile for pair in self._pairs(columns) for tile in self._tiles(*pair)):
+            query = self._q[:, :, tile.rows].unflatten(1, (key.shape[1], -1)).flatten(2, 3)  # [b, k, g*r, d]
+            scores, _ = self._scores(tile, query, key[:, :, tile.columns])
+            by_head = scores.unflatten(2, (-1, len(tile.queries))).amax((0, 3, 4)).flatten()  # [b, k, g, r, c] -> [n]
+            self.found = torch.maximum(self.found, by_head)
+
+
 class Gradients(_Pairs):
     """The gradients of ``forward``, what :class:`Attended` has made; ``query`` [b, n, s/C, d] adds up over the keys."""
 

@@ -20,7 +20,7 @@ from megatron_run.contracts import AttentionCore
 from megatron_run.contracts.parallel_layer import VARIANTS
 from megatron_run.errors import PluginError
 from megatron_run_parallel_layer_context.fused import Forward
-from megatron_run_parallel_layer_context.pairs import Attended, Gradients, Rule
+from megatron_run_parallel_layer_context.pairs import Attended, Gradients, Largest, Rule
 from megatron_run_parallel_layer_context.transport import make_transport
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ class PiecewiseAttention(nn.Module, AttentionCore):
     ``stream`` are the random numbers of dropout; each rank has its own.
     """
 
-    packs, pieces, variants = True, True, frozenset(VARIANTS)
+    packs, pieces, variants, tells_scores = True, True, frozenset(VARIANTS), True
 
     def __init__(
         self,
@@ -70,6 +70,16 @@ class PiecewiseAttention(nn.Module, AttentionCore):
         work = _Work(self._pieces, self._transport, rule, self._stream)
         attended: Tensor = _Piecewise.apply(query, key, value, documents, work)  # type: ignore[no-untyped-call]  # torch's
         return attended
+
+    def largest_scores(
+        self, query: Tensor, key: Tensor, mask: Tensor | None = None, documents: Tensor | None = None
+    ) -> Tensor:
+        """Query [s/C, b, n, d], key [s/C, b, k, d] -> [n], of this rank's queries; keys travel once more."""
+        work = _Work(self._pieces, self._transport, self.rule, self._stream)
+        seen = Largest(query.permute(1, 2, 0, 3), work.columns(len(query)), documents, self.rule, self._stream)
+        for owner, keys in self._transport.arriving(key.contiguous()):
+            seen.add(keys.permute(1, 2, 0, 3), work.columns(len(key), owner))
+        return seen.found
 
 
 @dataclass(frozen=True)

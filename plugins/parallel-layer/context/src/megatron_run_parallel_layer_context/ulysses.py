@@ -29,20 +29,31 @@ class UlyssesAttention(nn.Module, AttentionCore):
     def __init__(self, base: nn.Module, pieces: Pieces, peers: ParallelGroup) -> None:
         super().__init__()
         self.base, self._pieces, self._peers = base, pieces, peers
-        self.packs, self.variants = AttentionCore.of(base).packs, AttentionCore.of(base).variants
+        able = AttentionCore.of(base)
+        self.packs, self.variants, self.tells_scores = able.packs, able.variants, able.tells_scores
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, *documents: Tensor
     ) -> Tensor:
         """Query [s/C, b, n, d], key and value [s/C, b, k, d] -> [s/C, b, n*d]; ``mask`` is that of whole samples."""
-        ways = self._pieces.ranks
-        by_rank = [x.unflatten(2, (ways, -1)) for x in (query, key, value)]  # [s/C, b, C, heads/C, d]
-        sizes = [x.shape[3] for x in by_rank]
-        heads = torch.cat(by_rank, dim=3).movedim(2, 0)  # [C, s/C, b, (n+2k)/C, d]
-        whole: Tensor = _Exchange.apply(heads, self._to_whole, self._to_parts)  # type: ignore[no-untyped-call]  # torch's
-        attended = self.base(*whole.split(sizes, dim=2), mask, *documents)  # [s, b, n*d/C]
+        attended = self.base(*self._whole(query, key, value), mask, *documents)  # [s, b, n*d/C]
         parts: Tensor = _Exchange.apply(attended, self._to_parts, self._to_whole)  # type: ignore[no-untyped-call]
         return parts.movedim(0, 2).flatten(2)  # [C, s/C, b, n*d/C] -> [s/C, b, n*d]
+
+    def largest_scores(
+        self, query: Tensor, key: Tensor, mask: Tensor | None = None, documents: Tensor | None = None
+    ) -> Tensor:
+        """Query [s/C, b, n, d], key [s/C, b, k, d] -> [n], of all ranks' queries: tokens travel once more."""
+        queries, keys = self._whole(query, key)
+        found = AttentionCore.of(self.base).largest_scores(queries, keys, mask, documents)  # [n/C]
+        return self._peers.gather(found)
+
+    def _whole(self, *parts: Tensor) -> tuple[Tensor, ...]:
+        """Each of ``parts`` [s/C, b, heads, d] as all tokens of this rank's heads, [s, b, heads/C, d]."""
+        by_rank = [x.unflatten(2, (self._pieces.ranks, -1)) for x in parts]  # [s/C, b, C, heads/C, d]
+        heads = torch.cat(by_rank, dim=3).movedim(2, 0)  # [C, s/C, b, (n+2k)/C, d]
+        whole: Tensor = _Exchange.apply(heads, self._to_whole, self._to_parts)  # type: ignore[no-untyped-call]  # torch's
+        return torch.split(whole, [x.shape[3] for x in by_rank], dim=2)
 
     def _to_whole(self, parts: Tensor) -> Tensor:
         """[C, s/C, ...], this rank's tokens of each rank's heads -> [s, ...], all tokens of its own heads."""

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from megatron_run.contracts import NormKind
+from megatron_run.contracts.meaning import OF_TRAINING
 from megatron_run.contracts.option_groups import Group
 from megatron_run_engine.builtin.model.rope_options import Pattern, spread
 from megatron_run_engine.nn.spec import QkNorm
@@ -24,6 +25,11 @@ class AttentionOptions(Group):
     scale: float | None = Field(None, gt=0, description="on products of query and key; unset: 1/sqrt(head size)")
     softcap: float | None = Field(None, gt=0, description="cap c of these products x: c tanh(x/c); unset: none")
     qk_norm: QkNorm = Field("none", description="norm of queries and keys: of each head, or over the full projection")
+    qk_clip: Annotated[float | None, OF_TRAINING] = Field(
+        None,
+        gt=0,
+        description="after an update, shrink queries and keys of heads whose largest score was above it; unset: never",
+    )
     qkv_bias: bool | None = Field(None, description="biases of query, key and value; unset: as model.bias")
 
     def explicit(self, layers: int, head_size: int, *, bias: bool) -> dict[str, Any]:

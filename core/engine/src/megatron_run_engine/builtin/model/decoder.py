@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING
 from megatron_run.contracts import Boundary, Chunk, Model
 from megatron_run_engine.nn import (
     WORD,
+    AttentionMaker,
     DecoderChunk,
     Embedding,
+    QkClip,
     RouterReports,
     SelfAttention,
     attention_fields,
@@ -46,6 +48,8 @@ class Gpt(Model):
             tensor_ranks = context.topology.sizes.tensor
             self._routers = RouterReports(context.metrics, self._spec.experts, tensor_ranks, replicas)
             self.metric_names = ("lm", *self._spec.experts.loss_names)
+        limit = options.attention.qk_clip
+        self._clip = None if limit is None else QkClip(context, limit)
 
     def build_chunk(
         self, position: int, layout: tuple[Place, ...], layers: ParallelLayers, shared: dict[str, Parameter]
@@ -88,8 +92,13 @@ class Gpt(Model):
             embedding=embedding,
             output=output,
             routers=self._routers,
-            attention=partial(self.make_attention, layers),
+            attention=self.attention_maker(layers),
         )
+
+    def attention_maker(self, layers: ParallelLayers) -> AttentionMaker:
+        """:meth:`make_attention` of ``layers``, whose scores are watched where they are clipped."""
+        make = partial(self.make_attention, layers)
+        return make if self._clip is None else self._clip.watching(make, layers)
 
     def make_attention(self, layers: ParallelLayers, layer: int, rotary: Rotary | None) -> Attention:
         """The attention of ``layer``; a model that differs from ``gpt`` in it overrides this."""
@@ -112,6 +121,8 @@ class Gpt(Model):
         return Boundary((length, micro_batch_size, self._spec.hidden), self._context.dtypes.param)
 
     def before_update(self, *, skipped: bool) -> None:
-        """Move the biases that balance experts, by the choices of the step."""
+        """Move the biases that balance experts, by the choices of the step, and decide by its scores what shrinks."""
         if self._routers is not None:
             self._routers.balance(skipped=skipped)
+        if self._clip is not None:
+            self._clip.set_factors(skipped=skipped)

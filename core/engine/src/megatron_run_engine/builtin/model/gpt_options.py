@@ -93,7 +93,7 @@ class GptOptions(BaseModel):
 
     @model_validator(mode="after")
     def _groups_agree(self) -> Self:
-        kinds = self.rotation_faults, self._list_faults, self._norm_faults, self._expert_faults
+        kinds = self.rotation_faults, self._list_faults, self._score_faults, self._norm_faults, self._expert_faults
         for fault in (each for faults in kinds for each in faults()):
             raise fault
         return self
@@ -116,6 +116,13 @@ class GptOptions(BaseModel):
         pairs = self.rotated_features // 2
         if wrong := self.rope.wrong_lists(pairs):
             yield fault_at(self, "rope.scaling", f"{wrong}, and {pairs} pairs of features rotate")
+
+    def _score_faults(self) -> Iterator[PydanticCustomError]:
+        attention = self.attention
+        bounded = "softcap" if attention.softcap else "qk_norm" if attention.qk_norm != "none" else ""
+        if attention.qk_clip and bounded:
+            why = f"with attention.{bounded} scores do not follow the size of weights; leave one of both out"
+            yield fault_at(self, "attention.qk_clip", why)
 
     def _norm_faults(self) -> Iterator[PydanticCustomError]:
         norm = self.norm
