@@ -129,6 +129,12 @@ def test_where_none_is_published_it_knows_what_this_version_does(
 
 
 @pytest.mark.usefixtures("unpublished")
+def test_what_the_engine_brings_is_found_by_what_it_says_of_itself(capsys: pytest.CaptureFixture[str]) -> None:
+    code, lines, _ = search(capsys, "muon")
+    assert [line.split()[:2] for line in lines] == [["optimizer", name] for name in ("adamw", "zero1", "zero3")]
+    assert code == 0
+
+
 def test_without_a_word_it_lists_everything(capsys: pytest.CaptureFixture[str]) -> None:
     code, lines, err = search(capsys)
     assert (code, err) == (0, "")

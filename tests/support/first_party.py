@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from functools import cache
+from importlib import import_module
 from textwrap import wrap
 
 from megatron_run.config.fields import default_of
@@ -80,7 +81,12 @@ def suggestions() -> Iterator[str]:
 
 
 def summaries() -> Iterator[str]:
-    """For the kernel: what the distribution of each plugin that may be missing says of itself."""
+    """For the kernel: what each plugin of the engine says of itself, and each distribution that may be missing."""
+    for each in plugins():
+        if not _built_in(each) or each.entry is None:
+            continue
+        said = (import_module(each.entry.value.partition(":")[0]).__doc__ or "").partition("\n")[0].partition(": ")[2]
+        yield from _entry(f"{each.kind}={each.name}", f"{said[0].upper()}{said[1:]}")
     holding = {each.distribution for each in plugins() if not _built_in(each)}
     for member in MEMBERS:
         if member.name in holding:

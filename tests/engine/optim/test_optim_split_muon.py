@@ -14,6 +14,7 @@ from torch.nn import Parameter
 from megatron_run.contracts import Part
 from megatron_run.contracts.topology import Sizes, Topology
 from megatron_run.errors import InputError
+from megatron_run_engine.optim import newton_schulz
 from megatron_run_engine.optim.split_muon import SplitMuon
 from megatron_run_engine.runtime.comm import ParallelGroup, create_groups
 from tests.support.ranks import run_ranks
@@ -79,6 +80,33 @@ def test_parts_move_as_the_whole_does(variant: str) -> None:
             found = ranks[0][label] if dim is None else np.concatenate([each[label] for each in ranks], dim)
             np.testing.assert_allclose(found, expected[label], rtol=0, atol=1e-6)
         assert np.abs(expected[name] - values(name, 0).numpy()).max() > LR / 10
+
+
+#: Matrices of one shape, some of them standing, as experts have, and one of its own.
+ALIKE = {**{f"expert {n}": (12, 20) if n % 3 else (20, 12) for n in range(7)}, "alone": (16, 16)}
+
+
+@pytest.mark.parametrize("together", [2**24, 500])
+def test_matrices_of_one_shape_move_together_as_each_alone(monkeypatch: pytest.MonkeyPatch, together: int) -> None:
+    monkeypatch.setattr(newton_schulz, "MOST_VALUES", together)
+    ours, theirs = (
+        {name: Parameter(torch.randn(shape, generator=torch.Generator().manual_seed(n))) for n, (name, shape) in each}
+        for each in (enumerate(ALIKE.items()), enumerate(ALIKE.items()))
+    )
+    products: list[int] = []
+    iterated = newton_schulz._iterated
+    monkeypatch.setattr(newton_schulz, "_iterated", lambda x, group: products.append(len(x)) or iterated(x, group))
+    found = [kind([*each.values()], lr=0.1) for kind, each in ((SplitMuon, ours), (torch.optim.Muon, theirs))]
+    for step in range(2):
+        for name, shape in ALIKE.items():
+            gradient = torch.randn(shape, generator=torch.Generator().manual_seed(100 * step))
+            ours[name].grad, theirs[name].grad = gradient.clone(), gradient.clone()
+        for muon in found:
+            muon.step()
+    assert products == ([7, 1] if together > 500 else [2, 2, 2, 1, 1]) * 2
+    for name in ALIKE:
+        np.testing.assert_allclose(ours[name].detach(), theirs[name].detach(), rtol=0, atol=1e-6)
+        assert ours[name].grad is not None
 
 
 def test_unequal_parts_are_refused_by_name() -> None:

@@ -232,7 +232,11 @@ def test_a_rule_of_whole_matrices_is_refused_where_ranks_split_them() -> None:
             r"SGD cannot be made with .*nesterov=True.*requires a momentum",
         ),
         ({"rule": "torch.optim:LBFGS"}, r"LBFGS cannot be made with nothing but parameters.*parameter groups"),
-        ({"rule_options": {"speed": 3}}, r"AdamW cannot be made with .*speed=3.*unexpected keyword argument"),
+        ({"rule_options": {"speed": 3}}, r"rule=adamw has no 'speed'.* it has lr, betas"),
+        (
+            {"rule": "muon", "rule_options": {"ns_step": 3}},
+            r"rule=muon has no 'ns_step'; did you mean 'ns_steps'\? it has lr, weight_decay, momentum, nesterov, ns",
+        ),
     ],
 )
 def test_arguments_that_a_class_does_not_take_are_named(options: dict[str, Any], message: str) -> None:
@@ -258,6 +262,14 @@ def test_an_option_that_the_rule_does_not_read_is_said() -> None:
     notice = "optimizer.momentum does nothing with rule=adamw: it is for sgd, muon"
     assert notice in resolved(sets=["optimizer.momentum=0.9"]).notices
     assert not resolved(sets=["optimizer.momentum=0.9", "optimizer.rule=sgd"]).notices
+
+
+def test_what_takes_the_place_of_another_option_or_switches_off_what_a_rule_promises_is_said() -> None:
+    config = {"optimizer": {"rule": "muon", "rule_options": {"nesterov": False, "momentum": 0.9}}}
+    assert resolved("preset:tiny", config).notices == (
+        "optimizer.rule_options: momentum=0.9 takes the place of optimizer.momentum=None",
+        "optimizer.rule_options: nesterov=false switches off what rule=muon has without being asked",
+    )
 
 
 def test_what_every_step_overwrites_and_what_changes_nothing_is_said() -> None:

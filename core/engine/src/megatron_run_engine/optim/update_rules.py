@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cache
 from importlib import import_module
-from inspect import unwrap
+from inspect import signature, unwrap
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -142,6 +142,11 @@ class UpdateRule:
     imported: str = ""
 
     @property
+    def documented(self) -> type[torch.optim.Optimizer]:
+        """The class of PyTorch whose arguments a user may give."""
+        return next(each for each in self.kind.__mro__ if each.__module__.startswith("torch.optim"))
+
+    @property
     def name(self) -> str:
         """As a user knows it."""
         return self.imported or {"SplitMuon": "muon"}.get(self.kind.__name__, self.kind.__name__)
@@ -197,8 +202,15 @@ def check_update(config: Config, options: UpdateOptions) -> Iterator[str]:
         usual = type(options).model_fields[option].get_default(call_default_factory=True)
         if getattr(options, option) != usual and options.rule not in rules:
             yield f"optimizer.{option} does nothing with rule={options.rule}: it is for {', '.join(rules)}"
-    for key in sorted({"lr", "weight_decay"} & options.rule_options.keys()):
+    given = options.rule_options
+    for key in sorted({"lr", "weight_decay"} & given.keys()):
         yield f"optimizer.rule_options: {key} does nothing: every step sets it from train.{key}"
+    for key in sorted(_READ_BY.keys() & given.keys()):
+        if options.rule in _READ_BY[key]:
+            replaced = f"optimizer.{key}={getattr(options, key)}"
+            yield f"optimizer.rule_options: {key}={given[key]} takes the place of {replaced}"
+    if options.rule == "muon" and not given.get("nesterov", True):
+        yield "optimizer.rule_options: nesterov=false switches off what rule=muon has without being asked"
     if options.grad_dtype == "param" and config.train.precision == "fp32":
         yield "optimizer.grad_dtype=param changes nothing: with train.precision=fp32 both types are fp32"
 
@@ -221,6 +233,8 @@ def find_rule(options: UpdateOptions, tensor: int = 1) -> UpdateRule:
     Raises :class:`InputError` for a rule that does not exist, or that cannot update parts of a matrix.
     """
     rule = _find(options)
+    if not rule.imported:
+        _check_arguments(rule, options)
     if rule.whole and tensor > 1 and options.rule != "muon":
         raise InputError(
             f"optimizer.rule={options.rule} updates whole matrices",
@@ -228,6 +242,16 @@ def find_rule(options: UpdateOptions, tensor: int = 1) -> UpdateRule:
             fix="set parallel.tensor=1, or choose adamw, adam, sgd or muon",
         )
     return rule
+
+
+def _check_arguments(rule: UpdateRule, options: UpdateOptions) -> None:
+    """Raise :class:`InputError` for an argument that the class of ``rule`` does not know."""
+    known = [name for name in signature(rule.documented).parameters if name != "params"]
+    for key in options.rule_options.keys() - set(known):
+        raise InputError(
+            f"optimizer.rule_options: rule={options.rule} has no {key!r}",
+            fix=advice(did_you_mean(key, known), f"it has {', '.join(known)}"),
+        )
 
 
 def _find(options: UpdateOptions) -> UpdateRule:

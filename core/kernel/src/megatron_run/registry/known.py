@@ -37,8 +37,8 @@ class Known:
 
     @property
     def summary(self) -> str:
-        """The line that its distribution says of itself; empty for those of the engine."""
-        return SUMMARIES.get(self.distribution, "")
+        """The line that its distribution says of itself, or of the engine's its module."""
+        return SUMMARIES.get(f"{self.kind}={self.name}" if self.builtin else self.distribution, "")
 
     @property
     def how_to_get(self) -> str:
@@ -112,10 +112,23 @@ SUGGESTS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
 )
 
 
-#: What each distribution of plugins says of itself, for those who look for one that is not installed.
+#: What each distribution of plugins says of itself, for those who look for one that is not installed; the engine holds
+#: several plugins, each by its own name.
 SUMMARIES: Mapping[str, str] = MappingProxyType(
     {
         # [[[cog from tests.support import first_party; cog.outl('\n'.join(first_party.summaries())) ]]]
+        "scaler=none": "Losses are not scaled. Right for fp32 and bf16, whose exponent range holds small gradients.",
+        "optimizer=adamw": "Replicated data parallelism with all-reduce; AdamW, or another rule such as SGD or Muon.",
+        "schedule=sequential": "One stage, one microbatch after the other.",
+        "parallel-layer=dense": "Unsplit layers on one rank, and the reference for every other factory.",
+        "graph-capture=none": "Every segment runs eagerly.",
+        "model=gpt": "A decoder-only transformer, GPT-2 by default, Llama-like by options.",
+        "data=mock": "Synthetic sequences with a structure that a model can learn, and a best loss that is known.",
+        "data=text": "Text files as bytes or through a tokenizer, split by document and packed into samples.",
+        "observer=console": (
+            "Shows progress as a bar on a terminal or in a notebook, elsewhere as a bounded number of lines."
+        ),
+        "observer=jsonl": "Steps in metrics.jsonl, evaluations in eval.jsonl, samples in samples.jsonl.",
         "megatron-run-data-indexed": (
             "Datasets in Megatron's .bin and .idx files: memory-mapped, shuffled, split by document and blended."
         ),
@@ -166,11 +179,11 @@ SUMMARIES: Mapping[str, str] = MappingProxyType(
             "DeepSpeed's ZeRO stages 1 and 2 as the data-parallel optimizer, without its engine."
         ),
         "megatron-run-optimizer-zero1": (
-            "The distributed optimizer (ZeRO-1): every data-parallel rank updates its share of the parameters."
+            "The distributed optimizer (ZeRO-1): every data-parallel rank updates its share, by AdamW, SGD or Muon."
         ),
         "megatron-run-optimizer-zero3": (
             "The distributed optimizer by segments (ZeRO-3): parameters and gradients are whole only while a layer "
-            "needs them."
+            "needs them; AdamW, SGD or Muon."
         ),
         "megatron-run-parallel-layer-context": (
             "Context parallelism: attention over sequences whose tokens are split over ranks."

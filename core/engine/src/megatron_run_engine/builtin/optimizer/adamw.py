@@ -1,4 +1,4 @@
-"""Optimizer ``adamw``: replicated data parallelism with all-reduce, and AdamW unless another rule is chosen.
+"""Optimizer ``adamw``: replicated data parallelism with all-reduce; AdamW, or another rule such as SGD or Muon.
 
 A bucket is reduced as soon as its last gradient has arrived, while the backward is still running. AdamW is Loshchilov
 and Hutter 2019 (decoupled weight decay), in PyTorch's fused implementation.
