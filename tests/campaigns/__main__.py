@@ -24,6 +24,7 @@ from tests.campaigns.folders import folders
 from tests.campaigns.fuzz import fuzz_all
 from tests.campaigns.hangs import flipped_replicas, hangs, slow_steps
 from tests.campaigns.kills import kills
+from tests.campaigns.kills_between import kills_between
 from tests.campaigns.malformed import damaged_runs, malformed
 from tests.campaigns.numbers import numbers
 from tests.campaigns.public_tokenizers import packages
@@ -36,6 +37,7 @@ from tests.campaigns.written import disturbed
 Campaign = Callable[[Path, int, int, float], Iterable[Figures]]
 CAMPAIGNS: dict[str, Campaign] = {
     "kills": lambda folder, seed, jobs, share: [kills(folder, _some(200, share), seed, jobs)],
+    "kills-between": lambda folder, seed, jobs, share: [kills_between(folder, _some(40, share), seed, jobs)],
     "crash-points": lambda folder, seed, jobs, share: [crash_points(folder, share)],
     "flips": lambda folder, seed, jobs, share: [flips(folder, _some(1000, share), seed)],
     "stops": lambda folder, seed, jobs, share: [stops(folder, _some(50, share), seed, jobs)],

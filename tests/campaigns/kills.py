@@ -8,7 +8,7 @@ import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron_run.config.request import Request
 from megatron_run.errors import CheckpointError
@@ -43,17 +43,31 @@ def drawn_fault(draw: random.Random) -> str:
     return f"rank={rank},step={draw.randint(1, LAST - 1)},at={phase},nth={nth},kind=kill{after}"
 
 
+class Attempts(NamedTuple):
+    """What is killed, what goes on in the same folder, and where a run ended that nothing disturbed."""
+
+    killed: Request
+    goes_on: Request
+    whole: Path
+
+
 class Kills:
     """Trials against one run that nothing disturbed."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        whole = folder / "whole"
-        assert run_forked(request(whole)).code == 0
-        self._learned, self._bits = learned(whole), saved_bits(whole, LAST)
         self.struck: Counter[str] = Counter()
         self.seconds: list[float] = []
         self.alone: list[float] = []
+        self.prepare()
+
+    def prepare(self) -> None:
+        """Train what nothing disturbs."""
+        assert run_forked(request(self._folder / "whole")).code == 0
+
+    def attempts(self, folder: Path, draw: random.Random) -> Attempts:
+        """Those of a trial in ``folder``."""
+        return Attempts(request(folder), request(folder), self._folder / "whole")
 
     def trial(self, seed: int) -> Sequence[str]:
         """Kill a rank, look at what is saved, go on; what was not as promised. A fault that did not come is redrawn."""
@@ -61,7 +75,8 @@ class Kills:
         while True:
             folder = self._folder / f"run-{seed}"
             fault = drawn_fault(draw)
-            died = run_forked(request(folder), fault)
+            attempts = self.attempts(folder, draw)
+            died = run_forked(attempts.killed, fault)
             if died.code:
                 break
             shutil.rmtree(folder)
@@ -71,17 +86,18 @@ class Kills:
         log = folder / "logs" / "attempt-001" / f"rank-{rank:05d}.log"  # its last word is what befell it
         self.alone.append(died.ended - log.stat().st_mtime)
         faults = [] if died.code == 4 and "was killed by SIGKILL" in died.message else [f"{died.code} {died.message}"]
-        faults += lost(folder) + self._continued(folder)
+        faults += lost(folder) + continued(folder, attempts)
         shutil.rmtree(folder)
         return [f"seed {seed}, {fault}: {each}" for each in faults]
 
-    def _continued(self, folder: Path) -> list[str]:
-        """What differs once the run has gone on to its end."""
-        ended = run_forked(request(folder))
-        if ended.code:
-            return [f"it did not go on: {ended.message}"]
-        same = saved_bits(folder, LAST) == self._bits and learned(folder) == self._learned
-        return [] if same else ["it went on to other numbers"]
+
+def continued(folder: Path, attempts: Attempts) -> list[str]:
+    """What differs once the run in ``folder`` has gone on to its end."""
+    ended = run_forked(attempts.goes_on)
+    if ended.code:
+        return [f"it did not go on: {ended.message}"]
+    same = saved_bits(folder, LAST) == saved_bits(attempts.whole, LAST) and learned(folder) == learned(attempts.whole)
+    return [] if same else ["it went on to other numbers"]
 
 
 def lost(folder: Path) -> list[str]:
