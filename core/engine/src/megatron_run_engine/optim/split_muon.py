@@ -70,7 +70,7 @@ class SplitMuon(torch.optim.Muon):
         for group in self.param_groups:
             members = [parameter for parameter in group["params"] if parameter.grad is not None]
             whole = [parameter for parameter in members if parameter not in self._splits]
-            for batch in batches([(parameter.shape[0], parameter.shape[1]) for parameter in whole]):
+            for batch in batches(whole):
                 self._step_batch(group, [whole[index] for index in batch])
             if cut := [parameter for parameter in members if parameter in self._splits]:
                 self._step_together(group, cut)
@@ -90,7 +90,7 @@ class SplitMuon(torch.optim.Muon):
             return  # nothing moves, as when state alone is to be made: nothing is sent
         wholes = self._gather(directions, ways)
         found = [wholes[index] for index in range(len(wholes))]
-        for batch in batches([(whole.shape[0], whole.shape[1]) for whole in wholes]):
+        for batch in batches(wholes):
             for index, result in zip(batch, orthogonalised([wholes[index] for index in batch], group), strict=True):
                 found[index] = result
         _move(group, zip(members, ways, self._scatter(found, members), strict=True))
