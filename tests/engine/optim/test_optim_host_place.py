@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -45,11 +45,13 @@ class Copies:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.log: list[str] = []
+        self.made: list[LateCopies] = []
         names = iter(("out", "few", "back"))
         monkeypatch.setattr(host_place, "make_copies", lambda _, to_host: self._late(next(names), to_host=to_host))
 
     def _late(self, name: str, *, to_host: bool) -> LateCopies:
-        return LateCopies(name, self.log, to_host=to_host)
+        self.made.append(LateCopies(name, self.log, to_host=to_host))
+        return self.made[-1]
 
     def taken(self) -> list[str]:
         """What happened since the last call."""
@@ -59,8 +61,12 @@ class Copies:
 
 
 @pytest.fixture
-def copies(monkeypatch: pytest.MonkeyPatch) -> Copies:
-    return Copies(monkeypatch)
+def copies(monkeypatch: pytest.MonkeyPatch) -> Iterator[Copies]:
+    """No copy writes to memory that somebody else may have by then."""
+    made = Copies(monkeypatch)
+    yield made
+    assert made.made
+    assert not any(each.lost for each in made.made)
 
 
 def create(options: UpdateOptions, context: BuildContext) -> Optimizer:

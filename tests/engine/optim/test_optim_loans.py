@@ -133,6 +133,17 @@ def test_one_that_is_read_never_makes_room() -> None:
     assert len(segments.whole) <= 2
 
 
+def test_what_is_read_alone_brings_no_neighbour_and_makes_room_for_one() -> None:
+    segments = Segments()
+    segments.use(0)
+    segments.use(1)
+    segments.events.clear()
+    segments.lent.take([segments.parameters[3]], ahead=False)
+    segments.lent.give_back([segments.parameters[3]])
+    segments.lent.take([segments.parameters[0]], ahead=False)
+    assert segments.events == ["gather 3", "gather 0"]
+
+
 def test_who_reads_a_parameter_that_is_away_reads_no_number() -> None:
     segments = Segments()
     segments.use(0)

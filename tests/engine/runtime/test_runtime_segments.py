@@ -53,6 +53,23 @@ def test_parameters_are_made_ready_before_each_segment_that_reads_them() -> None
     assert environment["x"].item() == 2.0
 
 
+def test_a_frozen_segment_that_is_recomputed_with_a_trained_one_gives_back_what_it_reads() -> None:
+    frozen, learned = Parameter(torch.ones(1), requires_grad=False), Parameter(torch.ones(1))
+    taken = set[Parameter]()
+    run = runner()
+    run.read_parameters_after(taken.update, taken.difference_update)
+    recomputed = [
+        replace(segment(name, lambda x, p=p: x * p, "x", "x", index, (p,)), recompute=True)
+        for index, (name, p) in enumerate({"a": frozen, "b": learned}.items())
+    ]
+    environment = {"x": torch.ones(1)}
+    run.run(recomputed, Microbatch(0, 1, 0, {}), environment)
+    assert taken == set()
+    environment["x"].sum().backward()
+    assert learned.grad is not None
+    assert taken == set()
+
+
 def test_what_follows_from_a_parameter_is_made_once_it_is_ready_and_before_eager_runs_and_replays() -> None:
     parameter, events = Parameter(torch.zeros(1)), list[str]()
     run, capture = runner(), Fused()

@@ -5,12 +5,14 @@ from __future__ import annotations
 import errno
 import os
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
 
 from megatron_run.config.faults import FAULTS, VARIABLE, Fault, read_faults
 from megatron_run.config.request import Request
+from megatron_run.contracts import Lender
 from megatron_run.contracts.activity import Activity
 from megatron_run.errors import InputError, Problems
 from megatron_run.planning import resolve
@@ -88,10 +90,15 @@ def parameters() -> list[torch.nn.Parameter]:
 
 
 def phases_with(
-    text: str, *, rank: int = 1, attempt: int = 1, held: list[torch.nn.Parameter] | None = None
+    text: str,
+    *,
+    rank: int = 1,
+    attempt: int = 1,
+    held: list[torch.nn.Parameter] | None = None,
+    lender: Lender | None = None,
 ) -> Activity:
     activity = Activity()
-    add_faults(asked(text), activity, rank, attempt, held or parameters())
+    add_faults(asked(text), activity, rank, attempt, held or parameters(), lender)
     return activity
 
 
@@ -192,3 +199,13 @@ def test_what_says_nothing_ends_or_stays(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_every_kind_is_tried_here() -> None:
     text = Path(__file__).read_text()
     assert not [kind for kind in FAULTS if f'"{kind}"' not in text and f"kind={kind}" not in text]
+
+
+@pytest.mark.parametrize("kind", ["nan", "flip"])
+def test_what_a_lender_keeps_of_parameters_that_are_away_is_struck_too(kind: str) -> None:
+    held, values, gradients = parameters(), torch.ones(5), torch.zeros(5)
+    held[0].untyped_storage().resize_(0)
+    lender = mock.Mock(spec=Lender, kept=lambda: [(torch.ones(0), torch.ones(0)), (values, gradients)])
+    phases_with(f"at=optimizer,kind={kind}", held=held, lender=lender).enter("optimizer")
+    assert gradients.isnan().all() == (kind == "nan")
+    assert ((values != 1).sum() == 1) == (kind == "flip")

@@ -37,6 +37,13 @@ VARIANTS: dict[str, tuple[str, ...]] = {
     "whole matrices": ("optimizer.rule=muon", "train.precision=bf16"),
     "momentum, not clipped": ("optimizer.rule=sgd", "optimizer.momentum=0.9", "train.clip_norm=0"),
     "sent at the end": ("optimizer.overlap_grad_reduce=false",),
+    "biases that the model moves": (
+        "model.experts.count=4",
+        "model.experts.ffn_size=16",
+        "model.experts.aux_loss_coeff=0",
+        "model.experts.router.bias_rate=0.05",
+        "model.experts.router.score_function=sigmoid",
+    ),
 }
 ON_HOST = "optimizer.state_on_host=true"
 HELD = {"host_masters", "host_main_gradients", "host_state"}

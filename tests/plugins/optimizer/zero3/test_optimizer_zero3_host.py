@@ -23,6 +23,7 @@ VARIANTS: dict[str, tuple[str, ...]] = {
     "16-bit gradients": ("train.precision=bf16", "optimizer.grad_dtype=param"),
     "fp16, overflows": ("train.precision=fp16", "scaler.initial_loss_scale=4294967296"),
     "whole matrices": ("optimizer.rule=muon",),
+    "rows that shrink": ("model.attention.qk_clip=0.01",),
     "once a step": ("optimizer.reduce=step", "optimizer.segments_held=0"),
 }
 

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     import torch
+    from torch import Tensor
     from torch.nn import Parameter
 
     from megatron_run.contracts import Chunk, ParamInfo
@@ -120,11 +121,15 @@ class LendingOptimizer(FlatOptimizer, Lender):
         self._parameters.forget()
         super().step(lr, weight_decay)
 
-    def ensure_ready(self, parameters: Iterable[Parameter]) -> None:
+    def ensure_ready(self, parameters: Iterable[Parameter], *, ahead: bool = True) -> None:
         """Gather the segments of ``parameters`` that are not whole; wait for those that are on the way."""
         parameters = tuple(parameters)
         super().ensure_ready(parameters)
-        self._parameters.take(parameters)
+        self._parameters.take(parameters, ahead=ahead)
+
+    def kept(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """The parameters and reduced gradients of this rank's shares."""
+        yield from ((shard.rounded, shard.reduced) for shard in self._lent_shards())
 
     def release(self, parameters: Iterable[Parameter]) -> None:
         """The segments of ``parameters`` may make room for others."""

@@ -76,15 +76,16 @@ class LentParameters:
         self._whole: dict[Unit, list[Pending]] = {}
         self._read = set[Unit]()
 
-    def take(self, parameters: Iterable[Parameter]) -> None:
-        """Wait until the units of ``parameters`` are whole, and begin to gather the next ones."""
+    def take(self, parameters: Iterable[Parameter], *, ahead: bool = True) -> None:
+        """Wait until the units of ``parameters`` are whole, and if ``ahead`` begin to gather the next ones."""
         for unit in self._found(parameters):
             if unit not in self._whole:
                 self._make_room()
                 self._start(unit)
             self._whole[unit] = arriving = self._whole.pop(unit)  # now the last one used
             self._read.add(unit)
-            self._prefetch(unit)
+            if ahead:
+                self._prefetch(unit)
             while arriving:
                 arriving.pop().wait()
 

@@ -153,7 +153,8 @@ class SegmentRunner:
             result = segment.fn(*inputs)
         else:
             result = gated(segment.fn, inputs, partial(self._make_ready, segment), give_back)
-        if not in_backward():  # what is recomputed there is read until the backward has passed it
+        # What is recomputed in a backward is read until that has passed it, and at no other time if it has none.
+        if not in_backward() or not _differentiable(result):
             give_back()
         return result
 
@@ -193,6 +194,11 @@ class SegmentRunner:
 def _store(segment: Segment, result: object, environment: Environment) -> None:
     outputs = result if isinstance(result, tuple) else (result,)
     environment.update(zip(segment.outputs, outputs, strict=True))
+
+
+def _differentiable(result: object) -> bool:
+    outputs = result if isinstance(result, tuple) else (result,)
+    return any(isinstance(each, Tensor) and each.requires_grad for each in outputs)
 
 
 def without_values(x: Tensor) -> Tensor:

@@ -189,6 +189,14 @@ class Lender(Optimizer):
         """Take over the frozen parameters of each chunk too. Called before :meth:`attach`."""
 
     @abstractmethod
+    def ensure_ready(self, parameters: Iterable[Parameter], *, ahead: bool = True) -> None:
+        """As :meth:`Optimizer.ensure_ready`; ``ahead``: the segments that follow in this pass are read next."""
+
+    @abstractmethod
+    def kept(self) -> Iterable[tuple[Tensor, Tensor]]:
+        """This rank's shares of what is lent, as values and gradients: what is made of others follows from them."""
+
+    @abstractmethod
     def release(self, parameters: Iterable[Parameter]) -> None:
         """``parameters`` are not read before the next ``ensure_ready``."""
 

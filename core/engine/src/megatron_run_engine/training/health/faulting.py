@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from megatron_run.config.faults import Fault, read_faults
+from megatron_run.contracts import Lender
 from megatron_run.contracts.activity import BACKGROUND, Collective
 from megatron_run_engine.runtime.gradients import main_grad
 from megatron_run_engine.runtime.parameter_init import has_memory, trained
@@ -38,19 +39,25 @@ def install_faults(run: ResolvedRun, assembly: Assembly, attempt: int) -> None:
     """
     parameters = [parameter for described in assembly.infos for parameter in trained(described)]
     faults = read_faults(run.request.environment, run.sizes.world)
-    add_faults(faults, assembly.context.groups.activity, assembly.context.topology.rank, attempt, parameters)
+    lender = assembly.optimizer if isinstance(assembly.optimizer, Lender) else None
+    add_faults(faults, assembly.context.groups.activity, assembly.context.topology.rank, attempt, parameters, lender)
 
 
 def add_faults(
-    faults: Iterable[Fault], activity: Activity, rank: int, attempt: int, parameters: Sequence[Parameter]
+    faults: Iterable[Fault],
+    activity: Activity,
+    rank: int,
+    attempt: int,
+    parameters: Sequence[Parameter],
+    lender: Lender | None = None,
 ) -> None:
     """Install those of ``faults`` that concern this rank and attempt as a listener of ``activity``, if there are any.
 
-    ``parameters`` are the rank's, whose gradients and weights a fault may corrupt.
+    ``parameters`` are the rank's, whose gradients and weights a fault may corrupt; what ``lender`` keeps of them too.
     """
     injected = [fault for fault in faults if fault.rank in (None, rank) and fault.attempt in (None, attempt)]
     if injected:
-        activity.listeners.append(_FaultInjector(injected, rank, parameters))
+        activity.listeners.append(_FaultInjector(injected, rank, parameters, lender))
 
 
 class _FaultInjector:
@@ -60,8 +67,10 @@ class _FaultInjector:
     are counted separately.
     """
 
-    def __init__(self, faults: Sequence[Fault], rank: int, parameters: Sequence[Parameter]) -> None:
-        self._faults, self._rank, self._parameters = faults, rank, parameters
+    def __init__(
+        self, faults: Sequence[Fault], rank: int, parameters: Sequence[Parameter], lender: Lender | None
+    ) -> None:
+        self._faults, self._rank, self._parameters, self._lender = faults, rank, parameters, lender
         self._entered: Counter[tuple[int, str, bool]] = Counter()
 
     def __call__(self, step: int, phase: str, detail: object) -> None:
@@ -88,10 +97,15 @@ class _FaultInjector:
         elif fault.kind == "enospc":
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), detail or None)
         elif fault.kind == "flip":
-            flip_bit(self._parameters[0])
+            flip_bit(next((values for values, _ in self._kept() if len(values)), self._parameters[0]))
         else:
-            for gradient in filter(has_memory, map(main_grad, self._parameters)):
+            gradients = [gradient for _, gradient in self._kept()]
+            for gradient in (*gradients, *filter(has_memory, map(main_grad, self._parameters))):
                 gradient.fill_(float(fault.kind))
+
+    def _kept(self) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
+        """What a lender keeps of parameters and gradients, which are whole only at times."""
+        return () if self._lender is None else self._lender.kept()
 
 
 def _signal(number: signal.Signals, after: float) -> None:
