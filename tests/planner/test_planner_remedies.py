@@ -39,6 +39,7 @@ def test_every_setting_that_saves_is_tried_once() -> None:
     assert settings == [
         ("optimizer=zero1",),
         ("optimizer=zero3",),
+        ("optimizer.state_on_host=true",),
         ("parallel.sequence=true",),
         ("train.recompute=mlp",),
         ("train.recompute=full",),
@@ -52,7 +53,7 @@ def test_every_setting_that_saves_is_tried_once() -> None:
 
 def test_what_is_turned_already_is_not_proposed() -> None:
     done = replace(TASK.split, tensor=8, context=4, data=1, optimizer="zero3", sequence_parallel=True, recompute="full")
-    done = replace(done, micro_batch=1)
+    done = replace(done, micro_batch=1, on_host=True)
     assert [each for each, _ in changes(done, TASK, a100(40))] == [
         ("schedule=1f1b", "parallel.pipeline=2", "parallel.data=1")
     ]
@@ -67,6 +68,18 @@ def test_those_that_are_enough_come_first_and_the_fastest_of_them(schedules: Sch
     slow = [each.slowdown for each in found.alone if each.needed <= 75 * GIB]
     assert slow == sorted(slow)
     assert found.together is None
+
+
+def test_state_in_host_memory_takes_the_time_of_its_way_and_of_the_host() -> None:
+    """A gradient of 4 bytes and a weight of 2 travel for each of a rank's weights, and 34 bytes are swept for it."""
+    host = read_device("a100").host
+    searched = Search(TASK.model, 8, TASK.split.global_batch, a100(80), Schedules())
+    plain, hosted = (searched.describe(replace(TASK.split, on_host=on), "sequential") for on in (False, True))
+    assert [each.optimizer for each in hosted.memory] == [0]
+    own = plain.memory[0].optimizer / 12
+    assert own == pytest.approx(TASK.model.parameters / TASK.split.tensor, rel=0.06)
+    longer = own * (6 / host.copies + 34 / host.updates)
+    assert hosted.step.seconds - plain.step.seconds == pytest.approx(longer, rel=0.02)
 
 
 def test_bytes_that_the_caller_counted_stay_in_the_sum(schedules: Schedules) -> None:

@@ -17,6 +17,7 @@ from megatron_run_planner.schedules import Schedules
 from megatron_run_planner.search import Candidate, Search
 from megatron_run_planner.split_samples import short, why_not
 from megatron_run_planner.task import Task
+from megatron_run_planner.task.optimizer import chosen_by_split
 from megatron_run_planner.workload import OPTIMIZERS, ModelSplit, Optimizer, split_over
 
 
@@ -109,8 +110,7 @@ def _merged(settings: tuple[str, ...], more: tuple[str, ...]) -> tuple[str, ...]
 def changes(split: ModelSplit, task: Task, device: Device) -> Iterator[tuple[tuple[str, ...], ModelSplit]]:
     """Each single change of ``split`` that saves memory somewhere, with its settings."""
     model = task.model
-    for optimizer in _sharing_more(split, task):
-        yield (f"optimizer={optimizer}",), replace(split, optimizer=optimizer)
+    yield from _of_optimizer(split, task, device)
     if split.tensor > 1 and not split.sequence_parallel:
         yield ("parallel.sequence=true",), replace(split, sequence_parallel=True)
     if split.recompute in ("none", "core") and not model.experts:
@@ -133,6 +133,13 @@ def changes(split: ModelSplit, task: Task, device: Device) -> Iterator[tuple[tup
     if deeper.pipeline * deeper.chunks <= len(model.layers) and not deeper.no_graph:
         plugin = ("schedule=1f1b",) if split.pipeline == 1 else ()
         yield (*plugin, f"parallel.pipeline={deeper.pipeline}", f"parallel.data={deeper.data}"), deeper
+
+
+def _of_optimizer(split: ModelSplit, task: Task, device: Device) -> Iterator[tuple[tuple[str, ...], ModelSplit]]:
+    for optimizer in _sharing_more(split, task):
+        yield (f"optimizer={optimizer}",), replace(split, optimizer=optimizer)
+    if not split.on_host and device.cores is None and chosen_by_split(task.sections):
+        yield ("optimizer.state_on_host=true",), replace(split, on_host=True)
 
 
 def _sharing_more(split: ModelSplit, task: Task) -> Sequence[Optimizer]:

@@ -288,4 +288,15 @@ def _finish(layers: LayerKinds, words: float, table: float, split: ModelSplit, d
     counted = UPDATED[device.sweeps.kernels] * own + CLEARED * cleared
     moved = counted if device.sweeps.counted else device.sweeps.update * own
     update = moved / (device.bandwidth * device.sweeps.efficiency) + device.host.step
+    if split.on_host and device.cores is None:  # on a processor, the update is the same
+        update += _on_host(own, split, device)
     return update, reduction
+
+
+def _on_host(own: float, split: ModelSplit, device: Device) -> float:
+    """Seconds by which an update of ``own`` weights of a rank takes longer in host memory.
+
+    Gradients and weights travel, none of it hidden: those of small buckets arrive when the backward has ended.
+    """
+    copied = own * (split.gradient_bytes + device.width) / device.host.copies
+    return copied + own * UPDATED[True] / device.host.updates

@@ -41,11 +41,22 @@ def choice_text(
         *_methods(task, best, device),
         *_memory(best, device),
         *_cost(task, best),
+        *_other_optimizer(task, best),
         _next(best, device, written, install),
         f"left out of {found.tried} splits that divide, once for each schedule that refuses one:",
         *(f"  {count} {reason}" for reason, count in found.pruned.most_common() if count),
     ]
     return "\n".join(lines)
+
+
+def _other_optimizer(task: Task, best: Candidate) -> list[str]:
+    """A note where another optimizer takes the place of the configured one that lends."""
+    configured = task.split.optimizer
+    if configured != "zero3" or best.split.optimizer == configured:
+        return []
+    chosen = best.split.optimizer
+    why = "which fits and sends less" if best.split.replicas > 1 else "since no two ranks hold the same weights"
+    return [f"note: optimizer={chosen} takes the place of the configured {configured}, {why}"]
 
 
 def _next(best: Candidate, device: Device, written: Path | None, install: Sequence[str]) -> str:

@@ -68,6 +68,10 @@ class Host(Section):
     batch: float = Field(0.0, ge=0, description="loading a microbatch")
     token: float = Field(0.0, ge=0, description="loading one of its tokens")
     step: float = Field(0.0, ge=0, description="one step, whatever the model")
+    copies: float = Field(2.5e10, gt=0, description="bytes a second from device to host, or back; a PCIe 4.0 link's")
+    updates: float = Field(
+        2.5e10, gt=0, description="bytes a second that the host reads and writes in its memory for one device's update"
+    )
 
 
 class MeasuredSum(NamedTuple):
