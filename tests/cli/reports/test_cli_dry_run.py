@@ -93,6 +93,18 @@ def test_a_dry_run_says_when_a_rank_needs_more_than_this_machine_has(tmp_path: P
     assert "this machine cannot train it: a rank needs" in report(tmp_path / "run", model__hidden_size=10_000_000)
 
 
+def test_what_lies_in_host_memory_and_what_ranks_share_is_said(tmp_path: Path) -> None:
+    values = {"parallel.data": 2, "optimizer.state_on_host": True, "optimizer.use": "zero3", "optimizer.whole_below": 0}
+    run = resolve(tiny(tmp_path / "run", values, nproc=2), plan_only=True)
+    record = dry_run_json(run)
+    (held,), (roles,) = record["host_memory_by_stage"], record["memory_by_stage"]
+    assert held == sum(size for role, size in roles.items() if role.startswith("host_"))
+    text = dry_run_text(run)
+    assert f"of it in host memory: {held / 2**20:.1f} MiB" in text
+    assert f"parameters of a stage, which its ranks share: {record['parameters']:,} on stage 0" in text
+    assert "of it in host memory" not in report(tmp_path / "run")
+
+
 def test_a_dry_run_for_a_device_does_not_speak_of_this_machine(tmp_path: Path) -> None:
     run = resolve(tiny(tmp_path / "run", {"model.hidden_size": 10_000_000}), plan_only=True)
     shown = dry_run_text(run, read_device("a100"))

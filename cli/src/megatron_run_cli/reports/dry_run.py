@@ -6,7 +6,6 @@ batches are planned, and with a device the planner's own count of memory is show
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING, Any
 
 from megatron_run.errors import RunError
@@ -14,6 +13,7 @@ from megatron_run.errors.install_hint import ENGINE, how_to_install
 from megatron_run.pipeline.simulate import timeline, timeline_text
 from megatron_run.planning.describe import describe, run_record, spans
 from megatron_run_cli.reports.memory_report import (
+    ON_HOST,
     StageMemory,
     memory_record,
     memory_text,
@@ -117,6 +117,7 @@ def dry_run_json(run: ResolvedRun, device: Device | None = None, svg: Path | Non
         "parameters_by_stage": [stage.parameters for stage in size.stages],
         "padding_by_stage": [stage.padding for stage in size.stages],
         "memory_by_stage": [dict(stage.memory) for stage in size.stages],
+        "host_memory_by_stage": [_on_host(stage) for stage in size.stages],
         "activations_by_stage": counted and [roles["activations"] for roles in counted],
         "memory": memory_record(_memory(run, size, counted, device, svg)),
         "padded_vocab": size.padded_vocab,
@@ -149,17 +150,15 @@ def _checked_size(run: ResolvedRun) -> ModelSize:
 
 def _machine_notices(run: ResolvedRun, size: ModelSize) -> list[str]:
     """Why this machine could not train the run, if it could not."""
+    from megatron_run_engine.estimate.machine_room import lacks_memory
     from megatron_run_engine.host.process import check_local_devices
 
     try:
         devices = check_local_devices(run)
     except RunError as error:
         return [f"this machine cannot train it: {error}"]
-    needed = max(sum(stage.memory.values()) for stage in size.stages)
-    there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if devices == ("cpu",) and needed > there:
-        return [f"this machine cannot train it: a rank needs {_amount(needed)}, and it has {_amount(there)}"]
-    return []
+    lacks = lacks_memory(run, size) if devices == ("cpu",) else ""
+    return [f"this machine cannot train it: {lacks}"] if lacks else []
 
 
 def _mixture_record(size: ModelSize) -> dict[str, Any] | None:
@@ -222,15 +221,24 @@ def _parameters_text(size: ModelSize, counted: list[dict[str, int]] | None) -> s
     if counted is not None:
         held_by_stage = [roles["activations"] for roles in counted]
         memory = [f"{line}; activations {_amount(held)}" for line, held in zip(memory, held_by_stage, strict=True)]
+    shared = any("lent" in rank.memory for rank in size.stages)
+    what = "of a stage, which its ranks share" if shared else "of a rank"
+    on_host = [_on_host(rank) for rank in size.stages]
     return "\n".join(
         (
             f"parameters of the model: {size.parameters:,}",
-            f"parameters of a rank: {', '.join(held)}",
+            f"parameters {what}: {', '.join(held)}",
             f"vocabulary: {size.vocab:,}, padded to {size.padded_vocab:,}",
             f"memory of a rank, without {'messages' if counted else 'activations and messages'}:",
             *memory,
+            *([f"of it in host memory: {', '.join(map(_amount, on_host))}"] if any(on_host) else []),
         )
     )
+
+
+def _on_host(size: RankSize) -> int:
+    """Bytes of a rank that lie in host memory, whatever the device."""
+    return sum(held for role, held in size.memory.items() if role.startswith(ON_HOST))
 
 
 def _amount(size: float) -> str:

@@ -41,7 +41,7 @@ ROLES = {
     _RESERVE: ("x", "#d9d9d9"),
 }
 #: What begins so lies in host memory: a copy of the state for asynchronous saves, and state that is updated there.
-_ON_HOST = ("staging", "host_")
+ON_HOST = ("staging", "host_")
 #: What a step takes beside parameters and state.
 _OF_A_STEP = ("activations", "temporaries", "communication")
 _WIDTH, _PIXELS, _GIB, _MIB = 80, 640.0, 2**30, 2**20
@@ -102,7 +102,7 @@ def stage_memories(
         if size is None:
             held: dict[str, float] = asdict(planned[stage]) if planned else {}
         else:
-            held = {role: held for role, held in size.stages[stage].memory.items() if not role.startswith(_ON_HOST)}
+            held = {role: held for role, held in size.stages[stage].memory.items() if not role.startswith(ON_HOST)}
             if counted is not None:
                 held |= counted[stage]
             elif planned:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_run.errors import NOT_BEGUN, CheckpointError, ExitCode, InputError, RunError, ended_with
+from megatron_run_engine.estimate.machine_room import known_to_lack_memory
 from megatron_run_engine.host.environments import LaunchMode, find_world
 from megatron_run_engine.host.process import (
     assign_device,
@@ -229,8 +230,10 @@ def _train_here(run: ResolvedRun) -> RunResult:
 
 def _start_local(run: ResolvedRun, options: LaunchOptions) -> RunResult:
     """Start the ranks, and start them again as often as ``options`` allow and it makes sense."""
-    fork = forks_ranks(run.config.run.start_method, check_local_devices(run))
-    for notice in run.notices:
+    devices = check_local_devices(run)
+    fork = forks_ranks(run.config.run.start_method, devices)
+    lacks = known_to_lack_memory(run) if set(devices) == {"cpu"} else ""
+    for notice in (*run.notices, *([f"memory will not suffice: {lacks}"] if lacks else [])):
         options.tell(notice)
     restarts, typed = Restarts(options.max_restarts), run
     result = _attempt(run, options, typed, fork=fork)
