@@ -95,9 +95,12 @@ def test_matrices_of_one_shape_move_together_as_each_alone(monkeypatch: pytest.M
     )
     products: list[int] = []
     iterated = newton_schulz._iterated
-    monkeypatch.setattr(
-        newton_schulz, "_iterated", lambda x, *how: products.append(len(x) if x.ndim > 2 else 1) or iterated(x, *how)
-    )
+
+    def watched(x: Tensor, *how: Any) -> Tensor:
+        products.append(len(x) if x.ndim > 2 else 1)
+        return iterated(x, *how)
+
+    monkeypatch.setattr(newton_schulz, "_iterated", watched)
     found = [kind([*each.values()], lr=0.1) for kind, each in ((SplitMuon, ours), (torch.optim.Muon, theirs))]
     for step in range(2):
         for name, shape in ALIKE.items():
