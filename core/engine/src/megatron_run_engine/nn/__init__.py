@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from megatron_run_engine.nn.attention import Attention as Attention
     from megatron_run_engine.nn.attention import CoreAttention as CoreAttention
     from megatron_run_engine.nn.attention import SelfAttention as SelfAttention
+    from megatron_run_engine.nn.attention_scores import HeadRows as HeadRows
     from megatron_run_engine.nn.attention_scores import largest_scores as largest_scores
     from megatron_run_engine.nn.block import ExpertBlock as ExpertBlock
     from megatron_run_engine.nn.block import TransformerBlock as TransformerBlock
@@ -58,7 +59,6 @@ if TYPE_CHECKING:
     from megatron_run_engine.nn.packed_attention import cumulative_lengths as cumulative_lengths
     from megatron_run_engine.nn.parameter import build_device as build_device
     from megatron_run_engine.nn.parameter import empty_parameter as empty_parameter
-    from megatron_run_engine.nn.qk_clip import HeadRows as HeadRows
     from megatron_run_engine.nn.qk_clip import QkClip as QkClip
     from megatron_run_engine.nn.rotary import Rotary as Rotary
     from megatron_run_engine.nn.spec import ExpertSpec as ExpertSpec

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from megatron_run.contracts import AttentionCore, AttentionShape, LinearPart, LinearSpec
 from megatron_run.contracts.parallel_layer import VARIANTS
 from megatron_run.errors import InputError
-from megatron_run_engine.nn.attention_scores import largest_scores
+from megatron_run_engine.nn.attention_scores import HeadRows, largest_scores
 from megatron_run_engine.nn.device import on_cpu, stands_for_gpu
 from megatron_run_engine.nn.fused import split_heads
 from megatron_run_engine.nn.key_value_cache import KeyValueCache
@@ -27,7 +27,6 @@ from megatron_run_engine.nn.packed_attention import (
     fused_varlen,
     within_documents,
 )
-from megatron_run_engine.nn.qk_clip import HeadRows
 from megatron_run_engine.runtime.gates import in_backward
 from megatron_run_engine.runtime.recompute import recomputed
 

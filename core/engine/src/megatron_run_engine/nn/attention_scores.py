@@ -1,4 +1,6 @@
-"""The largest score of each head, by products of their own: whatever computes the attention keeps no scores.
+"""Scores of heads: the largest of each, by products of their own, and the rows of weights that make them.
+
+Whatever computes the attention keeps no scores.
 
 Legend: s sequence, b micro batch, n heads, k key-value heads, g = n / k heads that share keys, d head size, r queries
 of a block.
@@ -6,11 +8,24 @@ of a block.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, NamedTuple
+
 import torch
 from torch import Tensor
 
+if TYPE_CHECKING:
+    from torch import nn
+
 #: Queries whose scores are in memory at once.
 BLOCK = 128
+
+
+class HeadRows(NamedTuple):
+    """The rows of ``part`` of ``layer``, head after head; ``powers`` are the exponents of a head's rows."""
+
+    layer: nn.Module
+    part: str
+    powers: tuple[float, ...]
 
 
 def largest_scores(query: Tensor, key: Tensor, seen: Tensor | None = None, scale: float | None = None) -> Tensor:

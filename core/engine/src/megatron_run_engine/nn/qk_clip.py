@@ -23,18 +23,11 @@ if TYPE_CHECKING:
 
     from megatron_run.contracts import ParallelLayers, ParameterSpec
     from megatron_run_engine.nn.attention import Attention
+    from megatron_run_engine.nn.attention_scores import HeadRows
     from megatron_run_engine.nn.rotary import Rotary
     from megatron_run_engine.runtime.context import BuildContext
 
     Make = Callable[[int, Rotary | None], Attention]
-
-
-class HeadRows(NamedTuple):
-    """The rows of ``part`` of ``layer``, head after head; ``powers`` are the exponents of a head's rows."""
-
-    layer: nn.Module
-    part: str
-    powers: tuple[float, ...]
 
 
 class _Factors(NamedTuple):

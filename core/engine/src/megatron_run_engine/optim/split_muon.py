@@ -166,7 +166,7 @@ def _move(group: Mapping[str, Any], changes: Iterable[tuple[Parameter, Parameter
 
 
 def _factor(kind: str | None, shape: Sequence[int]) -> float:
-    """What multiplies the rate for a matrix of ``shape``: Jordan et al. 2024, or Liu et al. 2025, section 2.2."""
+    """The factor on the rate for a matrix of ``shape``: Jordan et al. 2024, or Liu et al. 2025, section 2.2."""
     if kind == "match_rms_adamw":
         return 0.2 * math.sqrt(max(shape))
     return math.sqrt(max(1.0, shape[0] / shape[1]))

@@ -104,7 +104,7 @@ class _FaultInjector:
                 gradient.fill_(float(fault.kind))
 
     def _kept(self) -> Iterable[tuple[torch.Tensor, torch.Tensor]]:
-        """What a lender keeps of parameters and gradients, which are whole only at times."""
+        """The shares of parameters and gradients that a lender keeps: these are whole only at times."""
         return () if self._lender is None else self._lender.kept()
 
 
