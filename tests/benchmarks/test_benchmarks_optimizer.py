@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.optimizer import muon
 from benchmarks.optimizer.peers import deepspeed
 from benchmarks.optimizer.speed import (
     ADAMW,
@@ -82,3 +83,17 @@ def test_every_side_trains_alike_and_holds_the_state_that_it_should() -> None:
     for name, held in found["state"].items():
         assert held / found["parameters"] == pytest.approx(8 if name in REPLICATED else 4, rel=0.02), name
     assert all(found["samples"][0][f"{name} seconds"] > 0 for name in (*sides, SENDING, SENDING_NOTHING))
+
+
+def _muon(rank: int, world: int) -> dict[str, Any]:
+    muon.CASES = {"few": muon.Matrices("few", {(16, 24): 3, (24, 16): 2})}
+    return muon.measure("few", 1)
+
+
+@pytest.mark.multiproc
+@pytest.mark.parametrize(("world", "other"), [(1, muon.TORCH), (2, muon.NAIVE)])
+def test_sides_of_muon_take_the_same_step(world: int, other: str) -> None:
+    found = run_ranks(_muon, world)[0]
+    assert found["apart"].keys() == {muon.OURS, muon.ONE_BY_ONE, other}
+    assert max(found["apart"].values()) <= muon.TOLERANCE
+    assert f"{muon.OURS} seconds" in found["samples"][0]
