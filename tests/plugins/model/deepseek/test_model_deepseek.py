@@ -197,7 +197,7 @@ def test_what_latent_attention_cannot_be_is_refused(given: dict[str, Any], why: 
 
 def test_each_option_of_attention_is_read_or_refused() -> None:
     """Latent attention is a layer of its own: an option that ``gpt`` gets must not be accepted and then ignored."""
-    read = {"attention.scale", *(f"rope.{name}" for name in RopeOptions.model_fields)}
+    read = {"attention.scale", "attention.qk_clip", *(f"rope.{name}" for name in RopeOptions.model_fields)}
     groups = (("attention", AttentionOptions), ("rope", RopeOptions))
     keys = {f"{name}.{key}" for name, group in groups for key in group.model_fields}
     assert keys <= read | {*_FIXED}, "let LatentAttention read it, and name it here; or add it to _FIXED"

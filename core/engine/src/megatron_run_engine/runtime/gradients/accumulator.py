@@ -158,7 +158,8 @@ class GradientAccumulator:
         """Compute the deferred weight gradients of ``key``, first in, first out (action W)."""
         for parameters, compute, reads in self._queues.pop(key, ()):
             if reads and self._lender is not None:
-                self._lender.ensure_ready(parameters, ahead=False)  # what W reads has no neighbours
+                # Of what W reads no neighbour follows.
+                self._lender.ensure_ready(parameters, ahead=False)
             self._finish(parameters, compute)
             if reads and self._lender is not None:
                 self._lender.release(parameters)
