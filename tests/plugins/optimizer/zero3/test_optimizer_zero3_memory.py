@@ -130,7 +130,9 @@ EXPERTS = {"model.experts.count": 4, "model.experts.ffn_size": 16}
 @pytest.mark.parametrize("held", [1, 2])
 @pytest.mark.parametrize("more", [{}, EXPERTS], ids=["dense", "experts"])
 def test_what_is_recomputed_together_counts_as_lent(held: int, more: dict[str, Any], tmp_path: Path) -> None:
-    first, _ = run_ranks(look, RANKS, str(tmp_path), held, {**more, "train.recompute": "full", "train.steps": 2}, timeout=120)
+    first, _ = run_ranks(
+        look, RANKS, str(tmp_path), held, {**more, "train.recompute": "full", "train.steps": 2}, timeout=120
+    )
     assert 0 < first.peak <= first.memory["lent"]
 
 

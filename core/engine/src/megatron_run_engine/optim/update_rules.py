@@ -160,7 +160,8 @@ class UpdateRule:
         if device.type == "meta":
             arguments.pop("fused", None)
         try:
-            kind = self.kind if self.imported else _without_compiler(self.kind)
+            # Its metaclass is hashable, which torch hides from mypy by what it says of instances.
+            kind = self.kind if self.imported else _without_compiler(self.kind)  # type: ignore[arg-type]
             made: torch.optim.Optimizer = kind(groups, **arguments)
         except (TypeError, ValueError) as error:
             given = ", ".join(f"{key}={value}" for key, value in arguments.items()) or "nothing but parameters"
