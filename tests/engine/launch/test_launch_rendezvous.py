@@ -47,7 +47,16 @@ def meet(
 
     def rank(number: int) -> Outcome[T]:
         serves = number == 0 and restart is None
-        world = World(number, size, init_method=place, serves_store=serves, restart=restart or 0, host=f"host{number}")
+        launcher = "python" if restart is None else "torchrun"
+        world = World(
+            number,
+            size,
+            init_method=place,
+            serves_store=serves,
+            restart=restart or 0,
+            launcher=launcher,
+            host=f"host{number}",
+        )
         return attempt(lambda: work(number, Rendezvous(world, timeout)))
 
     with ThreadPoolExecutor(size) as threads:

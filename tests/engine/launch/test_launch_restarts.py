@@ -12,7 +12,7 @@ from megatron_run.files.latest_run import point_latest_at
 from megatron_run.planning import ResolvedRun, resolve
 from megatron_run.planning.run_text import hand_over, take_over
 from megatron_run_engine.launch import LaunchOptions, RunResult, launch
-from megatron_run_engine.launch.failures import Restarts, resumed
+from megatron_run_engine.launch.restarts import Restarts, resumed
 
 LOST = RunResult(ExitCode.RANK_LOST, None, "rank 1 hangs", steps=3)
 LOST_AT_ONCE = RunResult(ExitCode.RANK_LOST, None, "rank 1 hangs")

@@ -26,17 +26,17 @@ from megatron_run_engine.host.process import (
 )
 from megatron_run_engine.host.rank_environment import threads_per_rank
 from megatron_run_engine.launch.failures import (
-    Restarts,
     exit_code,
     how_to_resume,
     interrupted,
     last_line,
     last_saved,
-    resumed,
     without_logs,
 )
 from megatron_run_engine.launch.job import Job, LaunchOptions, RunResult
+from megatron_run_engine.launch.planned import with_planned_sizes
 from megatron_run_engine.launch.rank_output import flush_output, terminal_environment, terminal_writer
+from megatron_run_engine.launch.restarts import Restarts, resumed
 from megatron_run_engine.runtime.cuda_libraries import environment_kept
 from megatron_run_engine.runtime.world import World
 
@@ -90,14 +90,19 @@ def _launch_joined(request: Request, world: World, options: LaunchOptions) -> Ru
             why="only who started the ranks can start them again",
             fix=_RESTARTING[world.launcher],
         )
-    if request.nproc not in (None, world.size):
-        raise InputError(
-            f"--nproc {request.nproc} in a world of {world.size} ranks",
-            why=f"{world.launcher} has started {world.size}",
-            fix="leave --nproc out",
-        )
-    typed = replace(request, nproc=world.size)
-    return _join(lambda latest: _checked(resolve(replace(typed, latest=latest))), world, options)
+    there = replace(request, there=world.size)
+
+    def resolved(latest: Mapping[str, str]) -> ResolvedRun:
+        run = resolve(with_planned_sizes(replace(there, latest=latest)))
+        if run.config.run.elastic == "off" and request.nproc not in (None, world.size):
+            raise InputError(
+                f"--nproc {request.nproc} in a world of {world.size} ranks",
+                why=f"{world.launcher} has started {world.size}",
+                fix="leave --nproc out, or set run.elastic",
+            )
+        return _checked(run)
+
+    return _join(resolved, world, options)
 
 
 def train(
@@ -145,13 +150,16 @@ def train(
 
 
 def _of_size(run: ResolvedRun, world: World) -> ResolvedRun:
-    if run.sizes.world != world.size:
-        raise InputError(
-            f"a run of {run.sizes.world} ranks in a world of {world.size}",
-            why=f"{world.launcher} has started {world.size}",
-            fix=f"resolve it with nproc={world.size}",
-        )
-    return run
+    if run.sizes.world == world.size:
+        return run
+    if run.config.run.elastic != "off":
+        _refuse_objects(run)
+        return _on_ranks(run, world.size)
+    raise InputError(
+        f"a run of {run.sizes.world} ranks in a world of {world.size}",
+        why=f"{world.launcher} has started {world.size}",
+        fix=f"resolve it with nproc={world.size}, or set run.elastic",
+    )
 
 
 def _with_latest(run: ResolvedRun, latest: Mapping[str, str]) -> ResolvedRun:
@@ -235,27 +243,54 @@ def _start_local(run: ResolvedRun, options: LaunchOptions) -> RunResult:
     lacks = known_to_lack_memory(run) if set(devices) == {"cpu"} else ""
     for notice in (*run.notices, *([f"memory will not suffice: {lacks}"] if lacks else [])):
         options.tell(notice)
-    restarts, typed = Restarts(options.max_restarts), run
+    full, elastic = run.sizes.world, run.config.run.elastic != "off"
+    restarts, typed = Restarts(options.max_restarts, full, elastic), run
     result = _attempt(run, options, typed, fork=fork)
     while result.folder is not None and (line := restarts.next(result)) is not None:
-        options.tell(line)
-        run = resumed(run, result.folder)
-        result = _attempt(run, options, typed, fork=fork)
+        try:
+            run = resumed(_on_ranks(typed, len(restarts.left)), result.folder)
+        except RunError as refusal:
+            result = replace(result, message=f"{line}: {refusal}")
+            break
+        for news in (line, *(notice for notice in run.notices if notice not in typed.notices)):
+            options.tell(news)
+        restarts.places = restarts.left[: run.sizes.world]
+        result = _attempt(run, options, typed, fork=fork, places=restarts.places, why=line)
     if result.folder is not None and result.code.retry and (step := last_saved(result.folder)) is not None:
         options.tell(f"step {step} is saved: {how_to_resume(result.folder, typed)}")
     return result
 
 
-def _attempt(run: ResolvedRun, options: LaunchOptions, typed: ResolvedRun, *, fork: bool) -> RunResult:
-    """One attempt in the run folder, from its opening to its end; ``typed`` is what the first one was of."""
+def _on_ranks(typed: ResolvedRun, there: int) -> ResolvedRun:
+    """The run that was ``typed`` on as many of ``there`` ranks as fit. Raises :class:`RunError` where none do."""
+    from megatron_run.planning import resolve
+
+    if there == typed.sizes.world:
+        return typed
+    return _checked(resolve(with_planned_sizes(replace(typed.request, there=there))))
+
+
+def _attempt(
+    run: ResolvedRun,
+    options: LaunchOptions,
+    typed: ResolvedRun,
+    *,
+    fork: bool,
+    places: Sequence[int] = (),
+    why: str = "",
+) -> RunResult:
+    """One attempt in the run folder, from its opening to its end; ``typed`` is what the first one was of.
+
+    ``places`` are the local numbers of its ranks, and ``why`` is what led to it.
+    """
     from megatron_run_engine.launch.local import run_local
     from megatron_run_engine.run_folder import open_run_folder
 
-    opened = open_run_folder(run, options.arguments)
+    opened = open_run_folder(run, options.arguments, why)
     with opened.lock:
         if opened.finished:
             return _already_finished(opened, options.tell)
-        job = _job(run, opened.folder, options, fork=fork)
+        job = replace(_job(run, opened.folder, options, fork=fork), places=places)
         job = job if options.quiet else replace(job, shown=terminal_environment())
         try:
             result = run_local(job, options.tell, None if options.quiet else terminal_writer())

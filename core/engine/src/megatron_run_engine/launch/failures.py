@@ -24,7 +24,7 @@
    of a result ``api.train`` and ``api.run_task`` raise ``FailedRunError``; a world of one that trains in the caller's
    process (``api._train_here``) closes ``status.json`` and raises the exception itself.
 
-After a lost local rank :class:`Restarts` says when all are started again, and :func:`resumed` what is started then.
+After a lost local rank ``restarts`` says when all are started again, and with how many ranks.
 """
 
 from __future__ import annotations
@@ -33,7 +33,6 @@ import re
 import signal
 import traceback
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING
@@ -42,7 +41,7 @@ from megatron_run.errors import ExitCode, OutOfMemoryError, PluginError, RankLos
 from megatron_run.errors.machine_limits import system_limit
 from megatron_run.registry.hooks import in_one_line
 from megatron_run_engine.checkpoint.step_folder import CHECKPOINTS, Checkpoints
-from megatron_run_engine.launch.job import RankResult, RunResult
+from megatron_run_engine.launch.job import RankResult
 from megatron_run_engine.launch.rank_output import last_log_line
 
 if TYPE_CHECKING:
@@ -202,34 +201,3 @@ def _reason(cause: RankResult) -> str:
         return cause.message
     line = last_log_line(cause.log)
     return f"a rank ended with exit code {cause.status}{where}" + (f": {line}" if line else "")
-
-
-@dataclass
-class Restarts:
-    """Counts the starts of one run after its first, ``most`` of them."""
-
-    most: int
-    used: int = 0
-    _barren: bool = False
-
-    def next(self, result: RunResult) -> str | None:
-        """Count one more start after ``result``: the line to print, or None to stop here.
-
-        Only a lost rank is a reason to start again: a signal or a time limit asked for the end, and after every other
-        code the next start would end alike. So it would when a rank is lost twice in a row before a step is done.
-        """
-        barren, self._barren = self._barren, result.steps == 0
-        if result.code != ExitCode.RANK_LOST or self.used >= self.most or (barren and self._barren):
-            return None
-        self.used += 1
-        lost = result.message or f"ended with exit code {int(result.code)}"
-        step = last_saved(result.folder)
-        start = "from the first step" if step is None else f"from step {step}"
-        return f"{lost}; starting again, {self.used} of {self.most}, {start}"
-
-
-def resumed(run: ResolvedRun, folder: Path) -> ResolvedRun:
-    """``run`` changed to resume in ``folder`` from its newest saved step, whatever it asked for."""
-    section = run.config.run.model_copy(update={"folder": folder})
-    config, request = run.config.model_copy(update={"run": section}), replace(run.request, resume="auto")
-    return replace(run, config=config, request=request)

@@ -66,7 +66,8 @@ class Job:
 
     ``handed`` is the resolved run as text (:mod:`megatron_run.planning.run_text`); ``folder``, ``attempt`` the run
     folder opened by the launcher. A rank has ``threads`` threads, and ``debug`` keeps its tracebacks. With ``fork`` the
-    ranks are forked from a process that has imported everything. ``shown`` are variables of rank 0, by which it knows
+    ranks are forked from a process that has imported everything. ``places`` are the local numbers of the ranks, which
+    choose their GPUs: all in order unless some are left out. ``shown`` are variables of rank 0, by which it knows
     that a terminal shows it. A rank whose status page does not change for ``timeout`` seconds hangs, unless it waits
     for another. Without a ``task`` it is a training.
 
@@ -82,6 +83,7 @@ class Job:
     fork: bool = False
     debug: bool = False
     timeout: float = inf
+    places: Sequence[int] = ()
     shown: Mapping[str, str] = field(default_factory=dict)
     task: RankTask | None = None
     init_method: str = ""
@@ -99,7 +101,9 @@ class Job:
 
     def variables(self, rank: int) -> dict[str, str]:
         """The variables of ``rank`` besides those of all ranks: torchrun's, and for rank 0 those of the terminal."""
-        place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": self.size, "LOCAL_WORLD_SIZE": self.size}
+        places = self.places or range(self.size)
+        here = max(places) + 1  # those left out among them
+        place = {"RANK": rank, "LOCAL_RANK": places[rank], "WORLD_SIZE": self.size, "LOCAL_WORLD_SIZE": here}
         return {name: str(value) for name, value in place.items()} | (dict(self.shown) if rank == 0 else {})
 
     def write(self, path: Path) -> None:
@@ -193,13 +197,15 @@ def _path(job: Path, rank: int) -> Path:
 class RunResult:
     """How a run ended: exit code, its folder when there is one, and the line to show, which may be empty.
 
-    ``steps`` is the last step that is done, as far as the run folder or the status pages of local ranks tell.
+    ``steps`` is the last step that is done, as far as the run folder or the status pages of local ranks tell. ``rank``
+    is the local rank that failed first, None where nobody knows.
     """
 
     code: ExitCode
     folder: Path | None = None
     message: str = ""
     steps: int = 0
+    rank: int | None = None
 
     @property
     def history(self) -> History:

@@ -193,8 +193,10 @@ def _run_result(job: Job, ranks: _Ranks, signals: Sequence[int], tell: Callable[
     cause = first_cause(results)
     _tell_warnings(results, tell)
 
+    failed = ranks.verdict if ranks.verdict is not None else cause
+
     def ended(code: ExitCode, message: str = "") -> RunResult:
-        return RunResult(code, job.folder, message, ranks.steps)
+        return RunResult(code, job.folder, message, ranks.steps, None if failed is None else failed.rank)
 
     if ranks.verdict is not None:
         log = job.log(ranks.verdict.rank or 0)

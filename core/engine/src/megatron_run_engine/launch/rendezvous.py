@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from hashlib import sha256
+from secrets import token_hex
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 # torch.distributed has these names too, but does not declare them as its own.
@@ -30,6 +32,9 @@ _LATEST = "megatron-run/latest"
 
 #: Seconds that ranks wait longer than rank 0, so that it is rank 0 that names a missing rank.
 _SLACK = 2.0
+#: Seconds between two looks of rank 0 for ranks of this start, and of a spare for the end of the others.
+_LOOK = 0.05
+_OVER = "over"
 _SHA256 = re.compile("[0-9a-f]{64}")
 
 
@@ -80,9 +85,52 @@ class Rendezvous:
         self._world = world
         self.timeout = timeout
         # torchrun's agent keeps its store over restarts, with the keys of the ranks that failed: each start has a
-        # prefix of its own, as in torch's env://.
+        # prefix of its own.
         self._all_starts = _open_store(world, timeout)
-        self._store = PrefixStore(f"attempt-{world.restart}", self._all_starts)
+        start = self._meet() if world.launcher == "torchrun" and world.size > 1 else "start"
+        self._store = PrefixStore(start, self._all_starts)
+
+    def _meet(self) -> str:
+        """The name of this start, on which its ranks agree although keys of others are there.
+
+        torchrun's count of restarts is no such name: each agent counts its own, and none counts those after which more
+        hosts take part. So each rank leaves a fresh word under its number, and waits for an answer to it; rank 0
+        answers every word until all ranks have heard theirs. Keys of earlier starts have other words.
+        """
+        rank, size, store = self._world.rank, self._world.size, self._all_starts
+        fresh = token_hex(8)
+        if rank:
+            store.set(f"came/{rank}", fresh)
+            self._await(store, [f"start/{fresh}"], self.timeout + _SLACK)
+            start = store.get(f"start/{fresh}").decode()
+            store.set(f"{start}/met/{rank}", "")
+            return start
+        start, deadline = f"start-{fresh}", time.monotonic() + self.timeout
+        answered: dict[int, bytes] = {}
+        missing = list(range(1, size))
+        while missing:
+            for other in [each for each in missing if store.check([f"came/{each}"])]:
+                came = store.get(f"came/{other}")
+                if answered.get(other) != came:
+                    store.set(f"start/{came.decode()}", start)
+                    answered[other] = came
+            missing = [each for each in missing if not store.check([f"{start}/met/{each}"])]
+            if missing and time.monotonic() >= deadline:
+                raise self._missing(missing, "start")
+            time.sleep(_LOOK if missing else 0.0)
+        return start
+
+    def _await(self, store: Store, keys: list[str], timeout: float) -> None:
+        """Wait for ``keys``, of which rank 0 sets each. Raises :class:`RankLostError`."""
+        try:
+            store.wait(keys, timedelta(seconds=timeout))
+        except RuntimeError as error:
+            raise RankLostError(
+                f"rank 0 of {self._world.size} did not join within {self.timeout:g} s",
+                why=str(error).splitlines()[0],
+                fix="see the log of that rank, or raise run.timeout",
+                rank=0,
+            ) from error
 
     @property
     def group_store(self) -> Store:
@@ -127,8 +175,20 @@ class Rendezvous:
 
     def remember(self, latest: Mapping[str, str]) -> None:
         """Let later starts know what ``runs/latest`` stands for, if the store is one that outlives this start."""
-        if self._world.rank == 0 and not self._world.restart:
+        if self._world.rank == 0:
             self._all_starts.set(_LATEST, json.dumps(dict(latest)))
+
+    def stand_by(self, alive: Callable[[], None]) -> ExitCode:
+        """Wait as a spare until the ranks that train have ended: with which code. Calls ``alive`` meanwhile."""
+        while not self._store.check([_OVER]):
+            alive()
+            time.sleep(_LOOK)
+        return ExitCode(int(self._store.get(_OVER)))
+
+    def release_spares(self, code: ExitCode) -> None:
+        """Let the spares know that the training has ended with ``code``; the first rank that ends says it."""
+        with suppress(RuntimeError):  # the store may be gone, and the spares with it
+            self._store.compare_set(_OVER, "", str(int(code)))
 
     def _wait(self, phase: str, keys: list[str], timeout: float) -> None:
         try:
@@ -146,6 +206,9 @@ class Rendezvous:
             missing = [*range(lowest), *(rank for rank, is_there in enumerate(came, lowest + 1) if not is_there)] or [0]
         except RuntimeError:
             return RankLostError("the rank that serves the rendezvous is gone", why=str(error).splitlines()[0])
+        return self._missing(missing, phase)
+
+    def _missing(self, missing: Sequence[int], phase: str) -> RankLostError:
         return RankLostError(
             f"rank {', '.join(map(str, missing))} of {self._world.size} did not join within {self.timeout:g} s",
             why=f"phase {phase!r}",
@@ -195,7 +258,12 @@ def agree_on_run(rendezvous: Rendezvous, resolve_run: ResolveRun, resolved: Outc
 
     Another run may have begun between two ranks' looks.
     """
-    agreed = rendezvous.agree("resolve", resolved, lambda run: {"latest": dict(run.request.latest)})
+
+    def found(run: ResolvedRun) -> Mapping[str, Any]:
+        named = run.request.latest
+        return {"latest": dict((rendezvous.remembered() or named) if named else {})}
+
+    agreed = rendezvous.agree("resolve", resolved, found)
     latest, run = agreed.first["latest"], agreed.value
     if not latest:
         return run

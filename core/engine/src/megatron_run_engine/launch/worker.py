@@ -72,6 +72,7 @@ class RankWorker:
         self._opened: OpenedFolder | None = None
         self._rendezvous: Rendezvous | None = None
         self._sidecar: SidecarClient | None = None
+        self._trains, self._spares = True, False  # whether this rank trains, and whether others stand by
         self._early: list[str] = []  # lines shown before rank 0 had its log
         self._shown = ExitStack()
         self._terminal = os.dup(2)  # the output of most ranks goes to their log, but one line must reach the user
@@ -90,6 +91,8 @@ class RankWorker:
             self._sidecar.close(result.code)  # first of all: from here on a pause is no hang
         speaker = rank
         if self._rendezvous is not None:
+            if self._spares and self._trains and (rank == 0 or result.failed):
+                self._rendezvous.release_spares(result.code)
             if result.message and joined:  # our launcher reads the results of all ranks, and chooses the first cause
                 with stopping_on_signals(StopRequest()):  # torchrun sends SIGTERM to the others once one has exited
                     speaker, message = self._rendezvous.find_cause(result.message, result.lost)
@@ -135,16 +138,12 @@ class RankWorker:
         if self.folder is None:
             return ExitCode.DONE
         set_threads(run, world)
-        # The watchdog starts before the process group, so that a rank which hangs while the group is made is named too.
         activity = Activity()
-        if self._page is not None:
-            PageWriter(self._page, activity, ahead=world.device != "cpu")
-        elif world.launcher != "local":
-            self._sidecar = sidecar = SidecarClient(world, self.folder, timeout, self._terminal)
-            rendezvous.agree("watchdog", attempt(lambda: sidecar.start_hub() if world.rank == 0 else None))
-            rendezvous.agree("sidecar", attempt(lambda: sidecar.start(activity)))
-            if world.rank == 0:
-                sidecar.forget_secret()
+        self._start_watch(rendezvous, world, self.folder, activity, timeout)
+        self._trains, self._spares = world.rank < run.sizes.world, world.size > run.sizes.world
+        if not self._trains:
+            return self._stand_by(rendezvous, run, activity)
+        world = world.first(run.sizes.world)
         if world.size > 1:
             dist.init_process_group(
                 backend=world.backend,
@@ -158,6 +157,25 @@ class RankWorker:
             return train_in_folder(run, world, self.folder, activity)
         self._work(run, world, activity)
         return ExitCode.DONE
+
+    def _start_watch(
+        self, rendezvous: Rendezvous, world: World, folder: RunFolder, activity: Activity, timeout: float
+    ) -> None:
+        """Show ``activity`` to the watchdog, before the process group: a rank that hangs while it is made is named."""
+        if self._page is not None:
+            PageWriter(self._page, activity, ahead=world.device != "cpu")
+        elif world.launcher != "local":
+            self._sidecar = sidecar = SidecarClient(world, folder, timeout, self._terminal)
+            rendezvous.agree("watchdog", attempt(lambda: sidecar.start_hub() if world.rank == 0 else None))
+            rendezvous.agree("sidecar", attempt(lambda: sidecar.start(activity)))
+            if world.rank == 0:
+                sidecar.forget_secret()
+
+    def _stand_by(self, rendezvous: Rendezvous, run: ResolvedRun, activity: Activity) -> ExitCode:
+        """Wait as a spare until the ranks that train have ended, as they end. A signal is theirs to answer."""
+        print(f"a spare: ranks 0 to {run.sizes.world - 1} train", flush=True)  # noqa: T201  # into its log
+        with stopping_on_signals(StopRequest()):
+            return rendezvous.stand_by(activity.heartbeat)
 
     def _known_latest(self) -> Mapping[str, str]:
         """Return what ``runs/latest`` stood for to the first start: by now it may name this very run."""

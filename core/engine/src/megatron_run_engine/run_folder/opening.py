@@ -72,8 +72,10 @@ class OpenedFolder:
         return False
 
 
-def open_run_folder(run: ResolvedRun, arguments: Sequence[str] = ()) -> OpenedFolder:
+def open_run_folder(run: ResolvedRun, arguments: Sequence[str] = (), why: str = "") -> OpenedFolder:
     """Create or join the run folder of ``run``, and describe this attempt in it. Called by rank 0 or the launcher.
+
+    ``why`` is what led to the attempt, where a launcher has decided it.
 
     If ``run.folder`` is unset, the folder is a new ``runs/<date>-<time>-<id>``. Raises :class:`InputError` for a folder
     that belongs to another run or job, is no run folder, is a link to elsewhere, or cannot be written.
@@ -83,7 +85,7 @@ def open_run_folder(run: ResolvedRun, arguments: Sequence[str] = ()) -> OpenedFo
     try:
         before, lock = _new_folder() if wanted is None else _chosen_folder(wanted)
         try:
-            opened = _enter(before.with_status(), lock, run, arguments)
+            opened = _enter(before.with_status(), lock, run, arguments, why)
         except BaseException:
             before.leave(locked=True)
             lock.release()
@@ -194,7 +196,7 @@ def _refusal(path: Path, why: str) -> InputError:
     return InputError(f"{path} is not a run folder", why=why, fix="choose a new or an empty run.folder")
 
 
-def _enter(before: Before, lock: FolderLock, run: ResolvedRun, arguments: Sequence[str]) -> OpenedFolder:
+def _enter(before: Before, lock: FolderLock, run: ResolvedRun, arguments: Sequence[str], why: str) -> OpenedFolder:
     path, keys = before.path, identity(run)
     record = _read_record(path)
     if record is None:
@@ -208,7 +210,7 @@ def _enter(before: Before, lock: FolderLock, run: ResolvedRun, arguments: Sequen
     if finished and LENGTH.isdisjoint(change.key for change in changed):
         return OpenedFolder(last, lock, record["id"], before, finished=True)
     folder = RunFolder(path, len(record["attempts"]) + 1)
-    entry = attempt_record(folder.attempt, run, arguments, changed)
+    entry = attempt_record(folder.attempt, run, arguments, changed, why)
     other = changed or run.request.allow_plugin_change  # another plugin's keys are no change
     becomes = {"digest": digest(keys), "identity": keys} if other else {}
     prepared = {"v": 1, "id": record["id"], "entry": entry, "becomes": becomes}

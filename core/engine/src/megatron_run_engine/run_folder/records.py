@@ -10,6 +10,7 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import asdict
 from importlib.metadata import distributions
 from pathlib import Path
 from socket import gethostname
@@ -70,9 +71,12 @@ def _packages() -> dict[str, str]:
 
 
 def attempt_record(
-    attempt: int, run: ResolvedRun, arguments: Sequence[str], changed: Sequence[Change] = ()
+    attempt: int, run: ResolvedRun, arguments: Sequence[str], changed: Sequence[Change] = (), why: str = ""
 ) -> dict[str, Any]:
-    """Return the entry of this attempt in ``run.json``, old and new value of each key ``changed`` among it."""
+    """Return the entry of this attempt in ``run.json``, old and new value of each key ``changed`` among it.
+
+    ``why`` is what led to it.
+    """
     return {
         "attempt": attempt,
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
@@ -84,7 +88,15 @@ def attempt_record(
         "git": git_record(),
         "changes": {change.key: [change.before, change.now] for change in changed},
         **permission_record(run.request),
+        **_elastic_record(run),
+        **({"why": why} if why else {}),
     }
+
+
+def _elastic_record(run: ResolvedRun) -> dict[str, Any]:
+    """The layout that ``run.elastic`` chose, by which policy, and the ranks that it leaves; empty without one."""
+    policy = run.config.run.elastic
+    return {} if policy == "off" else {"elastic": policy, "layout": asdict(run.sizes), "spares": run.spares}
 
 
 def git_record() -> dict[str, Any] | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import inf
 from socket import gethostname
 from time import monotonic
@@ -33,6 +33,12 @@ class World:
     host: str = field(default_factory=gethostname)
     device: str = "cpu"
     backend: Literal["nccl", "gloo"] = "gloo"
+
+    def first(self, size: int) -> World:
+        """The world of its first ``size`` ranks, of which this is one: the others are spares."""
+        before = self.rank - self.local_rank  # ranks are numbered host by host
+        here = max(self.local_rank + 1, min(self.local_size, size - before))
+        return self if size == self.size else replace(self, size=size, local_size=here)
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.size:

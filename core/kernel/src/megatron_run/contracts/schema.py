@@ -60,6 +60,18 @@ class RunSection(Section):
     time_limit: Duration | None = Field(
         None, description="from the start of training; then finish the step, save, exit with 75"
     )
+    stop_within: Duration | None = Field(
+        None, description="from a signal to the end; finishing the step or saving it is left undone where it cannot fit"
+    )
+    stop_file: Path | None = Field(
+        None, description="once there is such a file, stop as after SIGTERM; looked for on each host, once a second"
+    )
+    elastic: Literal["off", "data", "plan"] = Field(
+        "off",
+        description="with fewer ranks than wanted, data: fewer copies of the model; plan: the planner's best layout; "
+        "the global batch stays",
+    )
+    min_ranks: int = Field(1, ge=1, le=1_000_000, description="fewest ranks with which run.elastic trains")
     peak_tflops: float | None = Field(
         None,
         gt=0,

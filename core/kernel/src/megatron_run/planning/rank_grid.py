@@ -24,11 +24,11 @@ def infer_sizes(parallel: ParallelSection, nproc: int | None) -> Sizes:
 
     Raises :class:`InputError` with the nearest worlds that divide, and for more than ``MAX_RANKS``.
     """
-    data, unit = parallel.data, _copy_ranks(parallel)
+    data, unit = parallel.data, copy_ranks(parallel)
     if nproc is not None:
         if nproc < 1:
             raise InputError(f"--nproc {nproc} starts no rank", fix="start at least 1")
-        product = " x ".join(f"parallel.{axis} {getattr(parallel, axis)}" for axis in _shown_axes(parallel))
+        product = " x ".join(f"parallel.{axis} {getattr(parallel, axis)}" for axis in shown_axes(parallel))
         if data is not None and nproc != unit * data:
             raise InputError(
                 f"a world of {nproc} ranks was asked for",
@@ -45,7 +45,7 @@ def infer_sizes(parallel: ParallelSection, nproc: int | None) -> Sizes:
     world = nproc or unit * (data or parallel.expert)
     if world > MAX_RANKS:
         why = (
-            f"{', '.join(f'parallel.{axis}={getattr(parallel, axis)}' for axis in _shown_axes(parallel))}, "
+            f"{', '.join(f'parallel.{axis}={getattr(parallel, axis)}' for axis in shown_axes(parallel))}, "
             f"parallel.data={data} and --nproc ask for {world}"
         )
         raise InputError(f"a run has at most {MAX_RANKS} ranks", why=why, fix="ask for fewer")
@@ -58,13 +58,13 @@ def infer_sizes(parallel: ParallelSection, nproc: int | None) -> Sizes:
     )
 
 
-def _copy_ranks(parallel: ParallelSection) -> int:
+def copy_ranks(parallel: ParallelSection) -> int:
     """The ranks that hold one copy of the model, each for its pieces of a sample."""
     return parallel.tensor * parallel.context * parallel.pipeline
 
 
-def _shown_axes(parallel: ParallelSection) -> tuple[str, ...]:
-    """The axes of :func:`_copy_ranks` that a message names."""
+def shown_axes(parallel: ParallelSection) -> tuple[str, ...]:
+    """The axes of :func:`copy_ranks` that a message names."""
     return ("tensor", *(("context",) if parallel.context > 1 else ()), "pipeline")
 
 
@@ -142,7 +142,7 @@ class ExpertSplit:
 
     @property
     def _unit(self) -> int:
-        return _copy_ranks(self.parallel)
+        return copy_ranks(self.parallel)
 
     @property
     def _data(self) -> int | None:

@@ -46,6 +46,7 @@ from megatron_run.planning.choosing import (
     rule_notices,
     with_options,
 )
+from megatron_run.planning.elastic import choice_notice, most_ranks, strengths
 from megatron_run.planning.plans import check_rates, layers_of, microbatch_counts, plan_run
 from megatron_run.planning.rank_grid import (
     ExpertSplit,
@@ -124,6 +125,8 @@ class _Resolver:
         self._findings = Findings()
         self._notices: list[str] = []
         self._latest: dict[str, str] = {}
+        #: The ranks of the world, where they are given and ``run.elastic`` chooses none.
+        self._nproc = request.nproc
 
     def run(self) -> ResolvedRun:
         catalog = scan()
@@ -135,11 +138,7 @@ class _Resolver:
         evaluation = self._section(EvalSection, "eval", merged)
         checkpoint = self._section(CheckpointSection, "checkpoint", merged)
         guard = self._section(GuardSection, "guard", merged)
-        sizes = self._sizes(parallel, train, plugins)
-        self._check_faults(sizes)
-        fits = self._fits(parallel, train, plugins, catalog)
-        counts = self._counts(train, parallel, sizes)
-        layout, plans = self._plans(plugins, parallel if fits else None, counts)
+        sizes, layout, plans = self._split(self._strengths(run, parallel, train), train, plugins, catalog)
         origins = _origins(merged)
         self._settle(origins)  # here, since a plugin is only asked about a configuration without known faults
         config = Config(
@@ -153,7 +152,7 @@ class _Resolver:
             **{section_of(kind): kind_section(kind, stack, merged) for kind, stack in plugins.items()},
         )
         self._ask_plugins(plugins, config, origins)
-        return ResolvedRun(
+        resolved = ResolvedRun(
             config=config,
             plugins=MappingProxyType(plugins),
             sizes=_sure(sizes),
@@ -163,6 +162,8 @@ class _Resolver:
             notices=tuple(dict.fromkeys(self._notices)),
             request=replace(self._request, latest=self._latest),
         )
+        chosen = choice_notice(resolved)
+        return replace(resolved, notices=(*resolved.notices, chosen)) if chosen else resolved
 
     def _choose(self, catalog: Catalog) -> tuple[ConfigSource, dict[str, tuple[Plugin, ...]]]:
         """All sources as one, the plugins' suggestions among them, and the plugins with their options."""
@@ -208,6 +209,45 @@ class _Resolver:
         """A section of the kernel, or None when something in it is wrong. No name: the keys above the sections."""
         return validate_section(model, name, merged.values, self._findings)
 
+    def _strengths(
+        self, run: RunSection | None, parallel: ParallelSection | None, train: TrainSection | None
+    ) -> tuple[ParallelSection | None, ...]:
+        """The parallel sizes to plan with, the best first: several where ``run.elastic`` chooses among ranks."""
+        there = self._request.there
+        if run is None or parallel is None or train is None or run.elastic == "off":
+            self._nproc = self._request.nproc if there is None else there
+            return (parallel,)
+        most = most_ranks(parallel, self._request.nproc, there)
+        if most is None:
+            return (parallel,)
+        self._nproc = None
+        with self._findings.collect():
+            return strengths(run, parallel, train, most)
+        return (None,)
+
+    def _split(
+        self, choices: Sequence[ParallelSection | None], train: TrainSection | None, plugins: Plugins, catalog: Catalog
+    ) -> tuple[Sizes | None, tuple[Place, ...], dict[int, Plan]]:
+        """Sizes, layout and plans with the first of ``choices`` that can be planned, or what is wrong with the first.
+
+        Only the schedule knows which numbers of microbatches it takes.
+        """
+        found = self._findings.problems
+        known, first = len(found), None
+        for parallel in choices:
+            sizes = self._sizes(parallel, train, plugins)
+            self._check_faults(sizes)
+            fits = self._fits(parallel, train, plugins, catalog)
+            counts = self._counts(train, parallel, sizes)
+            split = sizes, *self._plans(plugins, parallel if fits else None, counts)
+            if len(found) == known:
+                return split
+            first = first or (split, found[known:])
+            del found[known:]
+        assert first is not None, "there is a choice"
+        found += first[1]
+        return first[0]
+
     def _sizes(self, parallel: ParallelSection | None, train: TrainSection | None, plugins: Plugins) -> Sizes | None:
         """The size of every axis, None when it is unknown.
 
@@ -216,7 +256,7 @@ class _Resolver:
         if parallel is None:
             return None
         self._notices += idle_keys(parallel)
-        nproc, experts = self._request.nproc, experts_of(_ready(plugins.get("model", ())))
+        nproc, experts = self._nproc, experts_of(_ready(plugins.get("model", ())))
         if experts is not None:
             right = False
             with self._findings.collect():
@@ -266,7 +306,7 @@ class _Resolver:
             check_rates(train)
         if parallel is not None and sizes is not None:
             with self._findings.collect():
-                return microbatch_counts(train, sizes.data, source_of_data(parallel, self._request.nproc))
+                return microbatch_counts(train, sizes.data, source_of_data(parallel, self._nproc))
         return ()
 
     def _plans(

@@ -48,6 +48,12 @@ class ResolvedRun:
     request: Request = field(default_factory=Request)
 
     @property
+    def spares(self) -> int:
+        """The ranks that are there, and of which ``run.elastic`` takes none."""
+        there = self.request.there or self.request.nproc
+        return 0 if there is None else max(0, there - self.sizes.world)
+
+    @property
     def unloaded(self) -> tuple[Plugin, ...]:
         """The plugins that could not be loaded without the engine; empty for a run that can be trained."""
         return tuple(plugin for stack in self.plugins.values() for plugin in stack if not plugin.loaded)

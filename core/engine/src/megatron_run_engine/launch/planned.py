@@ -1,0 +1,40 @@
+"""The planner's best layout for the ranks that are there: ``run.elastic=plan``."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+from megatron_run.errors.install_hint import check_installed
+
+if TYPE_CHECKING:
+    from megatron_run.config.request import Request
+
+#: Has ``best_layout``. A package above the engine, which knows it by name alone.
+_PLANNER = "megatron_run_planner.elastic"
+
+
+def with_planned_sizes(request: Request) -> Request:
+    """``request`` with the settings of the best layout for at most ``request.there`` ranks, where it asks for that.
+
+    Raises :class:`megatron_run.errors.PluginError` without the planner, and what it raises where nothing fits.
+    """
+    from megatron_run.planning.elastic import policy_of
+
+    if request.there is None or policy_of(request) != "plan":
+        return request
+    try:
+        planner = import_module(_PLANNER)
+    except ModuleNotFoundError as missing:
+        check_installed(missing, "run.elastic=plan asks the planner")
+        raise
+    settings = planner.best_layout(request, request.there, _gpu())
+    return replace(request, values={**request.values, **settings})
+
+
+def _gpu() -> str:
+    """The name of this host's first GPU; empty where there is none."""
+    import torch
+
+    return torch.cuda.get_device_name(0) if torch.cuda.is_available() else ""

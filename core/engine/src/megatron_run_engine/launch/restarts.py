@@ -1,0 +1,88 @@
+"""When local ranks are started again after one was lost, with how many, and what is started then.
+
+Of a run with ``run.elastic`` a rank's *place* is its local number in full strength, which chooses its GPU. A place at
+which a rank is lost twice before a step is done is taken for gone: the ranks that are left train on, as far as they
+fit. Once an attempt has made progress all are tried again.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megatron_run.errors import ExitCode
+from megatron_run_engine.launch.failures import last_saved
+
+if TYPE_CHECKING:
+    from megatron_run.planning import ResolvedRun
+    from megatron_run_engine.launch.job import RunResult
+
+#: Losses at one place before a step is done that make it gone: the first may have been chance.
+_CHANCES = 2
+
+
+@dataclass
+class Restarts:
+    """Counts the starts of one run after its first, ``most`` of them, and knows the places that are left of ``full``.
+
+    Without ``elastic`` all are taken each time. ``places`` are those of the ranks that run now.
+    """
+
+    most: int
+    full: int = 1
+    elastic: bool = False
+    used: int = 0
+    places: Sequence[int] = ()
+    _gone: set[int] = field(default_factory=set)
+    _lost: Counter[int] = field(default_factory=Counter)
+    _barren: bool = False
+
+    @property
+    def left(self) -> tuple[int, ...]:
+        """The places that are not gone."""
+        return tuple(place for place in range(self.full) if place not in self._gone)
+
+    def next(self, result: RunResult) -> str | None:
+        """Count one more start after ``result``: the line to print, or None to stop here.
+
+        Only a lost rank is a reason to start again: a signal or a time limit asked for the end, and after every other
+        code the next start would end alike. So it would when a rank is lost twice in a row before a step is done,
+        unless the others can do without it.
+        """
+        if result.code != ExitCode.RANK_LOST or self.used >= self.most:
+            return None
+        ranks = self._count(result)
+        if ranks is None or not self.left:
+            return None
+        self.used += 1
+        lost = result.message or f"ended with exit code {int(result.code)}"
+        step = last_saved(result.folder)
+        start = "from the first step" if step is None else f"from step {step}"
+        return f"{lost}; starting again, {self.used} of {self.most}, {start}{ranks}"
+
+    def _count(self, result: RunResult) -> str | None:
+        """Count the loss; what the line says of the ranks, or None where the same would happen again."""
+        barren, self._barren = self._barren, result.steps == 0
+        if not self._barren:
+            returned = bool(self._gone)
+            self._gone.clear()
+            self._lost.clear()
+            return f", on all {self.full} ranks again" if returned else ""
+        if not self.elastic or result.rank is None:
+            return None if barren else ""
+        place = self.places[result.rank] if self.places else result.rank
+        self._lost[place] += 1
+        if self._lost[place] < _CHANCES:
+            return ""
+        self._gone.add(place)
+        return f", without local rank {place}, which was lost {_CHANCES} times before a step was done"
+
+
+def resumed(run: ResolvedRun, folder: Path) -> ResolvedRun:
+    """``run`` changed to resume in ``folder`` from its newest saved step, whatever it asked for."""
+    section = run.config.run.model_copy(update={"folder": folder})
+    config, request = run.config.model_copy(update={"run": section}), replace(run.request, resume="auto")
+    return replace(run, config=config, request=request)
