@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import traceback
+from _thread import interrupt_main
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from datetime import timedelta
+from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +22,8 @@ from megatron_run.planning.run import comparison_table
 from megatron_run_engine.host.process import assign_device, gpu_name, set_threads, start_device
 from megatron_run_engine.launch.failures import classify, exit_code, last_line
 from megatron_run_engine.launch.job import LaunchOptions, RankResult
-from megatron_run_engine.launch.rank_output import append_line, redirect_output, shown_log
+from megatron_run_engine.launch.preemption import Leave, preempted
+from megatron_run_engine.launch.rank_output import append_line, flush_output, redirect_output, shown_log
 from megatron_run_engine.launch.rendezvous import (
     PeerError,
     Rendezvous,
@@ -154,9 +157,22 @@ class RankWorker:
                 device_id=torch.device(world.device) if world.backend == "nccl" else None,
             )
         if self._work is None:
-            return train_in_folder(run, world, self.folder, activity)
+            return train_in_folder(run, world, self.folder, activity, self._leave)
         self._work(run, world, activity)
         return ExitCode.DONE
+
+    def _leave(self, code: ExitCode, line: str) -> None:
+        """End this process now, as its time is over: what it was doing is left undone. Called by another thread."""
+        print(f"megatron-run: {line}", flush=True)  # noqa: T201  # of rank 0 it is shown
+        if self._sidecar is not None:
+            self._sidecar.close(code)
+        if self._rendezvous is not None and self._spares:
+            self._rendezvous.release_spares(code)
+        with suppress(OSError, CheckpointError):
+            if self._opened is not None:
+                self._opened.end(code, line, keep=True)
+            flush_output()
+        os._exit(code)
 
     def _start_watch(
         self, rendezvous: Rendezvous, world: World, folder: RunFolder, activity: Activity, timeout: float
@@ -248,15 +264,33 @@ class RankWorker:
         return RankResult(self._world.rank, code, message, secondary, lost)
 
 
-def train_in_folder(run: ResolvedRun, world: World, folder: RunFolder, activity: Activity | None = None) -> ExitCode:
+def _say(line: str) -> None:
+    print(f"megatron-run: {line}", flush=True)  # noqa: T201  # beside what the observers print
+
+
+def _interrupt(_code: ExitCode, line: str) -> None:
+    """Raise KeyboardInterrupt in the main thread of somebody's program, which must end in time."""
+    _say(line)
+    interrupt_main()
+
+
+def train_in_folder(
+    run: ResolvedRun, world: World, folder: RunFolder, activity: Activity | None = None, leave: Leave = _interrupt
+) -> ExitCode:
     """Train with signals attended to; the last step done is on disk afterwards, whatever happens.
 
-    ``activity`` records what this rank does, for the watchdog and for injected faults.
+    ``activity`` records what this rank does, for the watchdog and for injected faults. ``leave`` ends this process
+    where ``run.stop_within`` is over first.
     """
-    limit = run.config.run.time_limit
-    stop = StopRequest(limit.seconds) if limit else StopRequest()
+    asked, limit, within = run.config.run, run.config.run.time_limit, run.config.run.stop_within
+    stop = StopRequest(limit.seconds if limit else inf, within.seconds if within else inf)
+    # One rank of a host looks for all. Local ranks all do: they are few, and none is told to end by another's end.
+    notice = asked.stop_file if world.local_rank == 0 or world.launcher == "local" else None
     tells = world.rank == 0 and world.launcher != "local"  # our launcher answers for its ranks
-    with stopping_on_signals(stop, tells=tells, borrowed=world.launcher == "python"):
+    with (
+        stopping_on_signals(stop, tells=tells, borrowed=world.launcher == "python"),
+        preempted(stop, notice, folder.path, leave, _say if world.rank == 0 else lambda _: None),
+    ):
         try:
             with folder.in_use():
                 code = train_rank(run, world, folder, stop, activity)

@@ -47,17 +47,28 @@ class World:
             raise ValueError(f"local rank {self.local_rank} is outside a host of {self.local_size}")
 
 
+#: Seconds before the end of ``run.stop_within`` by which a process leaves: at most this, and this part of it.
+LEAVING, _PART = 1.0, 0.25
+
+
 class StopRequest:
     """A request to stop, set at most once by a signal handler or after ``seconds``; the trainer reads it every step.
 
     Signals reach ranks at different moments, so the ranks agree through the step's metrics before any of them stops.
     ``begun`` says whether a step has begun, after which the run will stop.
+
+    After a signal the process must have ended ``within`` so many seconds. What still fits is judged by what the last
+    step and the last save took, which the trainer notes; nothing is known before the first.
     """
 
-    def __init__(self, seconds: float = inf) -> None:
+    def __init__(self, seconds: float = inf, within: float = inf) -> None:
         self._code: ExitCode | None = None
         self._deadline = monotonic() + seconds
+        self.within, self._ends = within, inf
         self.begun = False
+        self.step, self.save_seconds = 0, 0.0
+        self._step_seconds, self._since = 0.0, inf
+        self._read = self._late = False
 
     @property
     def requested(self) -> ExitCode | None:
@@ -67,5 +78,40 @@ class StopRequest:
     def stop(self, code: ExitCode) -> bool:
         """Request the end with ``code``; the first request decides. Returns whether this was the first."""
         first = self._code is None
+        if first:
+            self._ends = monotonic() + self.within
+            self._late = self._read and self._since != inf
         self._code = self._code or code
         return first
+
+    @property
+    def left(self) -> float:
+        """Seconds until this process leaves; unlimited while nobody has asked, or has set no limit."""
+        return self._ends - min(LEAVING, _PART * self.within) - monotonic()
+
+    def begin_step(self, step: int) -> None:
+        """Note that ``step`` begins."""
+        self.begun, self.step, self._since = True, step, monotonic()
+        self._read = self._late = False
+
+    def read(self) -> ExitCode | None:
+        """:attr:`requested` as this step answers it: what is requested later waits for the end of the next one."""
+        self._read = True
+        return self.requested
+
+    def end_step(self) -> None:
+        """Note that the step has ended."""
+        self._step_seconds, self._since = monotonic() - self._since, inf
+
+    @property
+    def save_fits(self) -> bool:
+        """Whether a save that takes as long as the last one ends in time."""
+        return self.save_seconds <= self.left
+
+    @property
+    def step_fits(self) -> bool:
+        """Whether the step after which the run will stop ends in time, and with it a save."""
+        if self._since == inf:  # what is saved between two steps is not given up for the next one
+            return True
+        under_way = max(0.0, self._step_seconds - (monotonic() - self._since))
+        return under_way + self.save_seconds + (self._step_seconds if self._late else 0.0) <= self.left

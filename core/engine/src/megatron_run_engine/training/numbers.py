@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 ZEROS = "optimizer/zeros"
 #: The metric by which a rank that was asked to stop reports its exit code. Observers do not see it.
 STOP = "stop"
+#: The metric by which a rank that was asked to stop reports that a save would not end in time. Observers do not see it.
+UNSAVED = "unsaved"
 #: The metric by which a rank reports that its captured graphs did not fit. Observers do not see it.
 MISMATCH = "mismatch"
 
@@ -121,13 +123,15 @@ class Progress:
 class StepDone(NamedTuple):
     """A finished step: its metrics, the times of its actions if traced, and the exit code if the run is to stop.
 
-    ``mismatch`` tells whether captured graphs did not fit the step on any rank.
+    ``mismatch`` tells whether captured graphs did not fit the step on any rank, ``unsaved`` whether no time is left for
+    a save on any.
     """
 
     metrics: StepMetrics
     times: list[tuple[float, float]]
     stop: ExitCode | None
     mismatch: bool
+    unsaved: bool = False
 
 
 @dataclass(frozen=True)
@@ -181,7 +185,8 @@ def agreed_code(means: Mapping[str, float]) -> ExitCode | None:
 
 
 def _extra(numbers: HostNumbers) -> dict[str, float]:
-    reported = {name: mean for name, mean in numbers.means.items() if name not in (LANGUAGE_MODEL, STOP, MISMATCH)}
+    hidden = (LANGUAGE_MODEL, STOP, UNSAVED, MISMATCH)
+    reported = {name: mean for name, mean in numbers.means.items() if name not in hidden}
     return reported if numbers.zeros is None else {**reported, ZEROS: numbers.zeros}
 
 

@@ -30,6 +30,7 @@ from megatron_run_engine.training.loss_weights import LossWeights
 from megatron_run_engine.training.numbers import (
     MISMATCH,
     STOP,
+    UNSAVED,
     HostNumbers,
     Progress,
     StepDone,
@@ -98,6 +99,7 @@ class Trainer:
         self._graphs: CapturePolicy | None = None
         # Both ride on the all-reduce of the metrics, so that agreeing to stop or to recapture costs no collective.
         self._stop_meter = self._context.metrics.scalar(STOP)
+        self._unsaved = self._context.metrics.scalar(UNSAVED)
         self._mismatches = self._context.metrics.scalar(MISMATCH)
         length = self._context.pieces.part(train.sequence_length)
         self._boundary = partial(
@@ -155,7 +157,7 @@ class Trainer:
         while self._progress.step < self._last:
             graphs.prepare(self._progress, observers)
             clock = tracing.clock(self._progress.step + 1)
-            metrics, times, stop, mismatch = self._step(clock)
+            metrics, times, stop, mismatch, unsaved = self._step(clock)
             graphs.note_mismatch(mismatch=mismatch)
             self._activity.enter("observe")
             self._folder.heartbeat(metrics.step)
@@ -165,6 +167,9 @@ class Trainer:
             if (rewound := self._guards.rewind(self._progress, self._checkpoints)) is not None:
                 self._progress = rewound  # the step is undone: there is nothing to evaluate or save
                 continue
+            if stop is not None and unsaved:
+                self._leave_unsaved()
+                return stop
             self._check_evaluate_save(observers, stopping=stop is not None)
             if stop is not None and metrics.step < self._last:
                 return stop
@@ -178,24 +183,43 @@ class Trainer:
         return ExitCode.DONE
 
     def _check_evaluate_save(self, observers: Observers, *, stopping: bool) -> None:
-        """Run the guards after a step that was kept, then evaluate and save if that is due."""
+        """Run the guards after a step that was kept, then evaluate and save if that is due.
+
+        Where the process must have ended soon, the save comes first.
+        """
         step, last = self._progress.step, self._last
         saving = stopping or self._checkpoints.is_due(step, last)
         self._guards.check(self._progress, saving=saving)
+        hurried = stopping and self._run.config.run.stop_within is not None
+        if hurried:
+            self._save(observers, saving=True, stopping=True)
         if step == last or (self._eval_interval and step % self._eval_interval == 0):
             held_out = (self._evaluator.evaluate(step),) if self.validation_samples else ()
             for metrics in (*held_out, *self._evaluator.tasks(step)):
                 observers.on_eval_end(metrics)
+        if not hurried:
+            self._save(observers, saving=saving, stopping=stopping)
+
+    def _save(self, observers: Observers, *, saving: bool, stopping: bool) -> None:
+        """Save the step if that is due, and note how long it takes."""
         if saving:
             # With overlap_param_gather, all-gathers may be in flight. None may be when the run ends, as it may here.
             self._assembly.optimizer.finish_param_sync()
-        for saved in self._checkpoints.after_step(self._progress, last, stopping=stopping):
+        for saved in self._checkpoints.after_step(self._progress, self._last, stopping=stopping):
+            self._stop.save_seconds = saved.write_seconds
             observers.on_checkpoint(saved)
+
+    def _leave_unsaved(self) -> None:
+        """End after a step for whose save no time is left: the place of a tier that takes less than the disk."""
+        self._assembly.optimizer.finish_param_sync()
+        step, took, left = self._progress.step, self._stop.save_seconds, self._stop.left
+        text = "step %d is done and not saved: the last save took %.1f s, and %.1f s of run.stop_within are left"
+        self._context.log.warning(text, step, took, max(0.0, left))
 
     def _step(self, clock: Callable[[], float] | None) -> StepDone:
         """Run one step. ``clock``, if given, times its actions."""
         start, progress = time.perf_counter(), self._progress
-        self._stop.begun = True
+        self._stop.begin_step(progress.step + 1)
         self._activity.step(progress.step + 1)
         self._activity.enter("data")
         batch = self._batches.at(progress.samples)
@@ -207,7 +231,9 @@ class Trainer:
         progress.count(batch, skipped=numbers.skipped)
         facts = StepFacts(batch, microbatches, lr, time.perf_counter() - start, self._flops, self.peak)
         metrics = step_metrics(self._run, progress, facts, numbers, self._context.device)
-        return StepDone(metrics, times, agreed_code(numbers.means), mismatch=MISMATCH in numbers.means)
+        self._stop.end_step()
+        means = numbers.means
+        return StepDone(metrics, times, agreed_code(means), mismatch=MISMATCH in means, unsaved=UNSAVED in means)
 
     def _accumulate(self, microbatches: int, clock: Callable[[], float] | None) -> StepRecord:
         """Run forward and backward of every microbatch in the schedule's order. Gradients end in ``main_grad``."""
@@ -237,8 +263,10 @@ class Trainer:
         """
         optimizer, scaler, context = self._assembly.optimizer, self._assembly.scaler, self._context
         self._activity.enter("optimizer")
-        if (code := self._stop.requested) is not None:
+        if (code := self._stop.read()) is not None:
             self._stop_meter.add(float(code))
+            if not self._stop.save_fits:
+                self._unsaved.add(1.0)
         sums = context.metrics.collect(context.groups)  # all-reduced: every rank decides from the same numbers
         scale = scaler.scale.clone()  # the scale of this step: update() below changes it in place
         found_inf = optimizer.unscale_(scaler.inv_scale)

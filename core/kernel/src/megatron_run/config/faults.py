@@ -60,12 +60,12 @@ class Fault:
         return in_time and phase == self.at and (entered == self.nth or self.kind == "slow")
 
 
-def read_faults(environment: Mapping[str, str], world: int) -> tuple[Fault, ...]:
-    """The faults that ``environment`` asks for in a world of so many ranks. Raises :class:`InputError`."""
+def read_faults(environment: Mapping[str, str], world: int | None = None) -> tuple[Fault, ...]:
+    """The faults that ``environment`` asks for, in a ``world`` of so many ranks if given. Raises :class:`InputError`."""
     parts = [part.strip() for part in environment.get(VARIABLE, "").split(";")]
     faults = tuple(_read(part) for part in parts if part)
     for fault in faults:
-        if fault.rank is not None and fault.rank >= world:
+        if world is not None and fault.rank is not None and fault.rank >= world:
             raise _mistake(f"rank={fault.rank} is not among {world} rank{'s' if world > 1 else ''}")
     return faults
 

@@ -51,6 +51,7 @@ from megatron_run.planning.plans import check_rates, layers_of, microbatch_count
 from megatron_run.planning.rank_grid import (
     ExpertSplit,
     attribute,
+    copy_ranks,
     experts_of,
     idle_keys,
     infer_sizes,
@@ -125,8 +126,8 @@ class _Resolver:
         self._findings = Findings()
         self._notices: list[str] = []
         self._latest: dict[str, str] = {}
-        #: The ranks of the world, where they are given and ``run.elastic`` chooses none.
-        self._nproc = request.nproc
+        #: The ranks of the world, where they are given and ``run.elastic`` chooses none; those by ``parallel.data``.
+        self._nproc, self._wanted = request.nproc, 0
 
     def run(self) -> ResolvedRun:
         catalog = scan()
@@ -214,6 +215,8 @@ class _Resolver:
     ) -> tuple[ParallelSection | None, ...]:
         """The parallel sizes to plan with, the best first: several where ``run.elastic`` chooses among ranks."""
         there = self._request.there
+        if parallel is not None and parallel.data is not None:
+            self._wanted = copy_ranks(parallel) * parallel.data
         if run is None or parallel is None or train is None or run.elastic == "off":
             self._nproc = self._request.nproc if there is None else there
             return (parallel,)
@@ -273,7 +276,8 @@ class _Resolver:
         """Validate requested fault injection, and add a notice: the variable may be left over in a shell."""
         if sizes is not None:
             with self._findings.collect():
-                if read_faults(self._request.environment, sizes.world):
+                wanted = max(sizes.world, self._wanted, self._request.nproc or 0)
+                if read_faults(self._request.environment, wanted):
                     self._notices.append(f"faults are injected: {VARIABLE}={self._request.environment[VARIABLE]}")
 
     def _fits(

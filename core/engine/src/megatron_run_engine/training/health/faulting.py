@@ -38,7 +38,7 @@ def install_faults(run: ResolvedRun, assembly: Assembly, attempt: int) -> None:
     Call it after all other listeners are installed, so that they know the new activity before a fault delays it.
     """
     parameters = [parameter for described in assembly.infos for parameter in trained(described)]
-    faults = read_faults(run.request.environment, run.sizes.world)
+    faults = read_faults(run.request.environment)  # some may be of ranks that run.elastic leaves out
     lender = assembly.optimizer if isinstance(assembly.optimizer, Lender) else None
     add_faults(faults, assembly.context.groups.activity, assembly.context.topology.rank, attempt, parameters, lender)
 
