@@ -20,7 +20,7 @@ from megatron_run_planner.layer_time import Passes, embedding_time, head_time, l
 from megatron_run_planner.memory import rank_memory
 from megatron_run_planner.schedules import Schedules
 from megatron_run_planner.schedules.for_task import find_for_task
-from megatron_run_planner.search import Search
+from megatron_run_planner.search import Open, Search
 from megatron_run_planner.step_time import after_backward, place_times
 from megatron_run_planner.task import Task, read_task, sized, to_type, written
 from megatron_run_planner.workload import Lending, ModelSplit, gpt2
@@ -168,7 +168,7 @@ def test_eight_billion_parameters_fit_eight_small_devices_only_where_all_is_shar
     assert {each.split.optimizer for each in found.best} == {"zero3"}
     assert all(each.needed <= 24 * GIB for each in found.best)
     with pytest.raises(InputError, match="over 8 x A100 80 GB fits: the smallest needs"):
-        Search(LLAMA, 8, 64, device, schedules, optimizers=("adamw", "zero1")).run()
+        Search(LLAMA, 8, 64, device, schedules, left=Open(("adamw", "zero1"))).run()
 
 
 def test_it_is_chosen_only_where_the_state_alone_does_not_do(schedules: Schedules) -> None:

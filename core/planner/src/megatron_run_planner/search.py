@@ -92,11 +92,19 @@ class Growth:
 STEADY = Growth()
 
 
+@dataclass(frozen=True)
+class Open:
+    """From which optimizers and sizes of a microbatch a search may choose."""
+
+    optimizers: tuple[Optimizer, ...] = OPTIMIZERS
+    micro_batches: tuple[int, ...] = MICRO_BATCHES
+
+
 class Search:
     """Searches the splits of ``model`` over ``ranks`` of ``device``, of which each has ``memory`` bytes.
 
     By the end of its ``growth`` the batch is ``global_batch``. Graph capture and lending are those of ``like``. Of the
-    ``optimizers`` from which it chooses ``zero3`` is tried where ``zero1`` does not fit, or is slower by a ``GAIN``.
+    optimizers that are ``left`` open ``zero3`` is tried where ``zero1`` does not fit, or is slower by a ``GAIN``.
     """
 
     def __init__(
@@ -109,9 +117,11 @@ class Search:
         growth: Growth = STEADY,
         *,
         like: ModelSplit = ONE_RANK,
-        optimizers: tuple[Optimizer, ...] = OPTIMIZERS,
+        left: Open = Open(),
     ) -> None:
-        self._growth, self._like, self._optimizers = growth, like, optimizers
+        self._growth, self._like, self._optimizers = growth, like, left.optimizers
+        # Samples that ranks split are not batched, unless the size is given.
+        self._micro_batches, self._given = left.micro_batches, len(left.micro_batches) == 1
         self._model, self._ranks, self._batch = model, ranks, global_batch
         self._device, self._schedules = device, schedules
         self._pruned: Counter[str] = Counter()
@@ -276,7 +286,7 @@ class Search:
         model, pipeline, data = self._model, sizes.pipeline, sizes.data
         chunks = [each for each in CHUNKS if each == 1 or (pipeline > 1 and self._even(pipeline * each))]
         experts = self._expert_ranks(data)
-        for micro_batch in MICRO_BATCHES if sizes.context == 1 else (1,):
+        for micro_batch in self._micro_batches if sizes.context == 1 or self._given else (1,):
             if self._batch % (micro_batch * data):
                 self._pruned["the global batch does not divide"] += 1
                 continue

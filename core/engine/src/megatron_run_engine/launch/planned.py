@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from megatron_run.config.request import Request
 
 #: Has ``best_layout``. A package above the engine, which knows it by name alone.
-_PLANNER = "megatron_run_planner.elastic"
+_PLANNER = "megatron_run_planner.task.fewer_ranks"
 
 
 def with_planned_sizes(request: Request) -> Request:

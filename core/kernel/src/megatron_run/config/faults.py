@@ -61,7 +61,7 @@ class Fault:
 
 
 def read_faults(environment: Mapping[str, str], world: int | None = None) -> tuple[Fault, ...]:
-    """The faults that ``environment`` asks for, in a ``world`` of so many ranks if given. Raises :class:`InputError`."""
+    """The faults that ``environment`` asks for. Raises :class:`InputError`, also for a rank beyond ``world``."""
     parts = [part.strip() for part in environment.get(VARIABLE, "").split(";")]
     faults = tuple(_read(part) for part in parts if part)
     for fault in faults:

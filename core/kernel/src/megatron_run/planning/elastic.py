@@ -76,7 +76,11 @@ def choice_notice(run: ResolvedRun) -> str:
     most = max(run.plans, default=0)
     each = f"{most} microbatch{'es' if most > 1 else ''} a step"
     line = f"run.elastic={policy}: {sizes.world} of {sizes.world + spares} ranks train as {layout}, {each}"
-    left = f"{spares} {'is' if spares == 1 else 'are'} spare, as the global batch divides over no more of those wanted"
+    why = {
+        "data": "as the global batch divides over no more of those wanted",
+        "plan": "as no layout of more is predicted to be faster",
+    }
+    left = f"{spares} {'is' if spares == 1 else 'are'} spare, {why[policy]}"
     return f"{line}; {left}" if spares else line
 
 

@@ -26,7 +26,7 @@ from megatron_run.registry.discover import Catalog, plain_name, scan
 from megatron_run.registry.known import known_plugin
 from megatron_run_planner.devices import Device
 from megatron_run_planner.schedules import Schedules, named
-from megatron_run_planner.search import STEADY, Candidate, Growth, Search
+from megatron_run_planner.search import MICRO_BATCHES, STEADY, Candidate, Growth, Open, Search
 from megatron_run_planner.split_samples import METHODS, check
 from megatron_run_planner.task.model import read_model
 from megatron_run_planner.task.optimizer import chosen_by_split, lending, on_host, optimizer_of, optimizers
@@ -76,8 +76,10 @@ class Task:
         """Tokens of the whole run, if it has a length."""
         return self.steps * self.split.global_batch * self.model.sequence if self.steps else None
 
-    def search(self, ranks: int, device: Device, schedules: Schedules) -> Search:
-        """The search for its best split over ``ranks`` of ``device``."""
+    def search(
+        self, ranks: int, device: Device, schedules: Schedules, micro_batches: tuple[int, ...] = MICRO_BATCHES
+    ) -> Search:
+        """The search for its best split over ``ranks`` of ``device``, with microbatches of these sizes."""
         split = self.split
         return Search(
             self.model,
@@ -87,7 +89,7 @@ class Task:
             schedules,
             self.growth,
             like=split,
-            optimizers=self.optimizers,
+            left=Open(self.optimizers, micro_batches),
         )
 
 
