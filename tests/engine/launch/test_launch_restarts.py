@@ -12,6 +12,7 @@ from megatron_run.files.latest_run import point_latest_at
 from megatron_run.planning import ResolvedRun, resolve
 from megatron_run.planning.run_text import hand_over, take_over
 from megatron_run_engine.launch import LaunchOptions, RunResult, launch
+from megatron_run_engine.launch.job import Job
 from megatron_run_engine.launch.restarts import Restarts, resumed
 
 LOST = RunResult(ExitCode.RANK_LOST, None, "rank 1 hangs", steps=3)
@@ -36,6 +37,54 @@ def test_no_other_end_is_followed_by_a_start(code: ExitCode) -> None:
 def test_a_rank_that_is_lost_again_before_a_step_is_done_is_not_tried_a_third_time() -> None:
     assert tried(9, LOST_AT_ONCE, LOST_AT_ONCE) == [True, False]
     assert tried(9, LOST_AT_ONCE, LOST, LOST_AT_ONCE, LOST) == [True] * 4
+
+
+def elastic(*results: RunResult, most: int = 9) -> list[tuple[int, ...] | None]:
+    """The places that are left after each of ``results`` of four ranks, None where nothing is started again."""
+    restarts, left = Restarts(most, full=4, elastic=True), []
+    for result in results:
+        left.append(restarts.left if restarts.next(result) is not None else None)
+        restarts.places = restarts.left
+    return left
+
+
+def lost(rank: int | None, steps: int = 0) -> RunResult:
+    return RunResult(ExitCode.RANK_LOST, None, "lost", steps, rank)
+
+
+ALL = (0, 1, 2, 3)
+
+
+def test_a_place_that_is_lost_twice_before_a_step_is_left_out() -> None:
+    assert elastic(lost(1, steps=3), lost(1), lost(1)) == [ALL, ALL, (0, 2, 3)]
+    assert elastic(lost(1), lost(2), lost(1), lost(1)) == [ALL, ALL, (0, 2, 3), (0, 3)], "rank 1 of three is place 2"
+    assert elastic(*[lost(0)] * 8, most=8)[-2:] == [(3,), None], "nobody is left"
+
+
+def test_after_progress_all_places_are_tried_again() -> None:
+    assert elastic(lost(3), lost(3), lost(0, steps=1), lost(3), lost(3)) == [ALL, (0, 1, 2), ALL, ALL, (0, 1, 2)]
+
+
+def test_a_loss_of_nobody_knows_whom_is_not_tried_a_third_time() -> None:
+    assert elastic(lost(None), lost(None)) == [ALL, None]
+
+
+def test_the_line_names_the_place_that_is_left_out_and_the_return_of_all() -> None:
+    restarts = Restarts(9, full=2, elastic=True)
+    lines = [restarts.next(each) for each in (lost(1), lost(1), lost(0, steps=2))]
+    assert [str(line).partition("first step")[2] for line in lines] == [
+        "",
+        ", without local rank 1, which was lost 2 times before a step was done",
+        ", on all 2 ranks again",
+    ]
+
+
+def test_a_rank_keeps_its_place_where_others_are_left_out() -> None:
+    job = Job("", Path(), 1, 2, places=(0, 3))
+    numbers = [{key: job.variables(rank)[key] for key in ("RANK", "LOCAL_RANK", "WORLD_SIZE")} for rank in range(2)]
+    assert numbers[1] == {"RANK": "1", "LOCAL_RANK": "3", "WORLD_SIZE": "2"}
+    assert numbers[0]["LOCAL_RANK"] == "0"
+    assert job.variables(1)["LOCAL_WORLD_SIZE"] == "4"
 
 
 def test_the_line_counts_the_starts_and_says_from_where(tmp_path: Path) -> None:

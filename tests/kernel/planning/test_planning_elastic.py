@@ -1,0 +1,118 @@
+"""With how many of the ranks that are there a run trains: ``run.elastic``."""
+
+from __future__ import annotations
+
+from itertools import product
+from typing import Any
+
+import pytest
+
+from megatron_run.config.request import Request
+from megatron_run.contracts.schema import ParallelSection, RampUp, TrainSection
+from megatron_run.errors import RunError
+from megatron_run.planning import ResolvedRun, resolve
+from megatron_run.planning.batch_size import BatchSizes
+from megatron_run.planning.elastic import data_sizes, policy_of
+
+TWELVE = {"run.elastic": "data", "train.global_batch_size": 12, "train.micro_batch_size": 1}
+
+
+def on(there: int | None, nproc: int | None = None, plugins: tuple[str, ...] = (), **values: Any) -> ResolvedRun:
+    sets = {key.replace("__", "."): value for key, value in values.items()}
+    return resolve(Request(("preset:tiny",), plugins=plugins, values=TWELVE | sets, nproc=nproc, there=there))
+
+
+def divides(train: TrainSection, data: int) -> bool:
+    try:
+        return bool(BatchSizes(train, data).all_microbatches())
+    except RunError:
+        return False
+
+
+@pytest.mark.parametrize("ramp", [None, (4, 4), (8, 2), (24, 5)], ids=str)
+@pytest.mark.parametrize(("batch", "micro"), [(24, 1), (24, 2), (24, 5), (36, 3), (7, 1)])
+def test_the_sizes_are_those_whose_every_batch_divides(batch: int, micro: int, ramp: tuple[int, int] | None) -> None:
+    """By trying each size with the class that deals the batches of a run."""
+    grows = None if ramp is None else RampUp(start=min(ramp[0], batch), increment=ramp[1], samples=100)
+    train = TrainSection(steps=10_000, global_batch_size=batch, micro_batch_size=micro, ramp_up=grows)
+    if grows is not None and (batch - grows.start) % grows.increment:
+        pytest.skip("no such ramp")
+    for tensor, context, pipeline, expert in product((1, 2), (1, 2), (1, 3), (1, 2)):
+        parallel = ParallelSection(tensor=tensor, context=context, pipeline=pipeline, expert=expert)
+        unit = tensor * context * pipeline
+        for most, least in product((1, 2, 5, 8, 64), (1, 4)):
+            expected = [
+                data
+                for data in range(most // unit, 0, -1)
+                if data % expert == 0 and unit * data >= least and divides(train, data)
+            ]
+            assert list(data_sizes(parallel, train, most, least)) == expected
+
+
+@pytest.mark.parametrize(
+    ("there", "data", "spares"), [(1, 1, 0), (2, 2, 0), (5, 4, 1), (7, 6, 1), (11, 6, 5), (12, 12, 0), (100, 12, 88)]
+)
+def test_the_most_ranks_train_over_which_the_batch_divides_and_the_batch_stays(
+    there: int, data: int, spares: int
+) -> None:
+    run = on(there)
+    assert (run.sizes.world, run.spares, run.config.parallel.data) == (data, spares, data)
+    assert [*run.plans] == [12 // data]
+    (notice,) = [notice for notice in run.notices if "run.elastic" in notice]
+    assert notice.startswith(f"run.elastic=data: {data} of {there} ranks train as data {data}, {12 // data} microbatch")
+    assert (f"; {spares} " in notice) == bool(spares)
+
+
+def test_what_is_wanted_in_full_strength_is_no_contradiction() -> None:
+    assert on(None, parallel__data=4).sizes.data == 4
+    assert on(3, parallel__data=4).sizes.data == 3
+    assert on(9, parallel__data=4).spares == 5
+    assert on(3, nproc=4).sizes.data == 3
+    assert on(9, nproc=4).sizes.data == 4
+    assert on(None, nproc=7).spares == 1
+    assert on(None, nproc=2, parallel__data=6).sizes.data == 2
+
+
+def test_all_sizes_but_data_stay() -> None:
+    run = on(7, plugins=("schedule=1f1b",), parallel__pipeline=2)
+    assert (run.sizes.pipeline, run.sizes.data, run.spares) == (2, 3, 1)
+
+
+def test_a_size_whose_microbatches_the_schedule_refuses_is_passed_over() -> None:
+    """Interleaved takes multiples of its stages: 12 samples over 4 copies are 3 microbatches each, no multiple of 2."""
+    run = on(9, plugins=("schedule=interleaved",), parallel__pipeline=2, parallel__chunks=2)
+    assert (run.sizes.data, [*run.plans]) == (3, [4])
+
+
+@pytest.mark.parametrize(
+    ("there", "values", "line"),
+    [
+        (1, {"parallel__pipeline": 2}, "1 rank is too few: this run trains on 2, 4, 6, 8, 12, 24 ranks, where a copy"),
+        (3, {"run__min_ranks": 4}, "run.min_ranks=4 leaves none .*; set run.min_ranks to 3 or less"),
+        (7, {"train__micro_batch_size": 5}, "train.micro_batch_size=5 x parallel.expert=1 does not divide 12 samples"),
+        (0, {}, "a run of 0 ranks was asked for"),
+        (2_000_000, {}, "a run of 2000000 ranks was asked for"),
+    ],
+)
+def test_where_nothing_fits_the_line_has_the_arithmetic(there: int, values: dict[str, Any], line: str) -> None:
+    with pytest.raises(RunError, match=line):
+        on(there, plugins=("schedule=1f1b",), **values)
+
+
+def test_without_it_as_many_ranks_as_there_are_must_fit() -> None:
+    assert on(4, run__elastic="off").sizes.data == 4
+    with pytest.raises(RunError, match="1 x 5 = 5"):
+        on(5, run__elastic="off")
+
+
+def test_the_policy_is_known_before_any_plugin_is_imported() -> None:
+    assert policy_of(Request(("preset:tiny",), plugins=("schedule=none-such",))) == "off"
+    assert policy_of(Request(("preset:tiny",), sets=("run.elastic=plan",))) == "plan"
+
+
+def test_a_fault_may_be_of_a_rank_that_is_not_there_now() -> None:
+    environment = {"MEGATRON_RUN_FAULT": "rank=3,step=1,at=data,kind=kill"}
+    asked = Request(("preset:tiny",), values=TWELVE, nproc=4, there=3, environment=environment)
+    assert resolve(asked).sizes.data == 3
+    with pytest.raises(RunError, match="rank=3 is not among 3 ranks"):
+        resolve(Request(("preset:tiny",), values=TWELVE, nproc=3, environment=environment))
