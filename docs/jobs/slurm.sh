@@ -1,7 +1,7 @@
 #!/bin/bash
 # Submit with: sbatch slurm.sh run.yaml [OPTIONS]
 #SBATCH --job-name=megatron-run
-#SBATCH --nodes=2
+#SBATCH --nodes=1-2
 #SBATCH --ntasks-per-node=8
 #SBATCH --gpus-per-node=8
 #SBATCH --cpus-per-task=8
@@ -20,10 +20,13 @@ source "$ENVIRONMENT/bin/activate"
 # goes on from the newest saved step.
 RUN_FOLDER=${RUN_FOLDER:-$SLURM_SUBMIT_DIR/runs/$SLURM_JOB_ID}
 
+# A requeued job may get fewer nodes, and trains on those: run.elastic. TERM comes 120 s before the time limit.
+ELASTIC=(--set run.elastic=data --set run.stop_within=110)
+
 # srun sets the rank, the number of ranks and the hosts; megatron-run reads them. It does not take --cpus-per-task from
 # the job. Without --kill-on-bad-exit the other tasks of a failed run would wait for run.timeout.
 code=0
-srun --cpus-per-task="$SLURM_CPUS_PER_TASK" --kill-on-bad-exit=1 megatron-run "$@" --set "run.folder=$RUN_FOLDER" || code=$?
+srun --cpus-per-task="$SLURM_CPUS_PER_TASK" --kill-on-bad-exit=1 megatron-run "$@" "${ELASTIC[@]}" --set "run.folder=$RUN_FOLDER" || code=$?
 
 # Before the time limit Slurm sends TERM, and the ranks save: 143. A time limit of the run's own ends with 75, a lost
 # rank with 4. Slurm requeues by itself after the failure of a node alone, so these ask for it.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 from pathlib import Path
 
@@ -9,6 +10,8 @@ import click
 import pytest
 from ruamel.yaml import YAML
 
+from megatron_run.config.request import Request
+from megatron_run.planning import resolve
 from megatron_run_cli.commands.train import train
 from tests.support.checkout import ROOT
 
@@ -56,7 +59,8 @@ def test_the_slurm_script_asks_for_another_go_when_it_may_help(
     started, *others = (tmp_path / "calls").read_text().splitlines()
     assert done.returncode == code
     assert "--cpus-per-task=8" in started
-    assert started.endswith(f"megatron-run run.yaml --set run.folder={tmp_path}/runs/7")
+    assert " megatron-run run.yaml --set run.elastic=data " in started
+    assert started.endswith(f" --set run.folder={tmp_path}/runs/7")
     assert others == (["scontrol requeue 7"] if requeued else [])
 
 
@@ -66,10 +70,38 @@ def test_the_kubernetes_file_starts_as_many_agents_as_it_has_pods() -> None:
     (container,) = pods["containers"]
     words = container["args"][0].split()
     value = {word: words[index + 1] for index, word in enumerate(words[:-1])}
-    assert int(value["--nnodes"]) == job["spec"]["completions"] == job["spec"]["parallelism"]
+    least, most = map(int, value["--nnodes"].split(":"))
+    assert least < most == job["spec"]["completions"] == job["spec"]["parallelism"]
     assert int(value["--nproc-per-node"]) == container["resources"]["limits"]["nvidia.com/gpu"]
-    assert value["--master-addr"] == f"{job['metadata']['name']}-0.{service['metadata']['name']}"
+    assert value["--rdzv-endpoint"] == f"{job['metadata']['name']}-0.{service['metadata']['name']}:29500"
+    assert value["--rdzv-backend"] == "c10d"
     assert pods["subdomain"] == service["metadata"]["name"]
     assert set(options_of(words[words.index("megatron_run_cli") :])) <= known_options()
     assert pods["restartPolicy"] == "OnFailure"
     assert job["spec"]["backoffLimit"] > 0
+    (within,) = (float(word.partition("=")[2]) for word in words if word.startswith("run.stop_within="))
+    assert within < pods["terminationGracePeriodSeconds"]
+
+
+def test_the_ray_file_compiles_and_starts_the_command_with_known_options() -> None:
+    text = (JOBS / "ray_train.py").read_text()
+    compile(text, "ray_train.py", "exec")
+    assert set(re.findall(r"\"(--[a-z-]+)\"", text)) <= known_options()
+    assert '"megatron_run_cli"' in text
+
+
+def test_the_skypilot_file_is_yaml_whose_command_is_a_script_with_known_options() -> None:
+    job = YAML(typ="safe").load((JOBS / "skypilot.yaml").read_text())
+    subprocess.run(["bash", "-n", "-c", job["run"]], check=True)
+    assert set(options_of(job["run"].partition("megatron_run_cli")[2].split())) <= known_options()
+    assert job["num_nodes"] > 1
+    assert any(f"run.folder={place}/" in job["run"] for place in job["file_mounts"])
+
+
+@pytest.mark.parametrize("name", ["slurm.sh", "kubernetes.yaml", "ray_train.py", "skypilot.yaml"])
+def test_the_keys_that_a_job_file_sets_resolve_and_make_it_elastic(name: str) -> None:
+    text = (JOBS / name).read_text()
+    sets = re.findall(r"\b(?:run|train|parallel|checkpoint)\.[a-z_]+=[\w/.]+", text)
+    run = resolve(Request(("preset:tiny",), sets=tuple(sets), there=3))
+    assert run.config.run.elastic == "data"
+    assert run.sizes.world + run.spares == 3

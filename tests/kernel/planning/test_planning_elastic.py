@@ -12,7 +12,8 @@ from megatron_run.contracts.schema import ParallelSection, RampUp, TrainSection
 from megatron_run.errors import RunError
 from megatron_run.planning import ResolvedRun, resolve
 from megatron_run.planning.batch_size import BatchSizes
-from megatron_run.planning.elastic import data_sizes, policy_of
+from megatron_run.planning.elastic import data_sizes
+from megatron_run.planning.resolver import elastic_policy
 
 TWELVE = {"run.elastic": "data", "train.global_batch_size": 12, "train.micro_batch_size": 1}
 
@@ -88,7 +89,7 @@ def test_a_size_whose_microbatches_the_schedule_refuses_is_passed_over() -> None
     ("there", "values", "line"),
     [
         (1, {"parallel__pipeline": 2}, "1 rank is too few: this run trains on 2, 4, 6, 8, 12, 24 ranks, where a copy"),
-        (3, {"run__min_ranks": 4}, "run.min_ranks=4 leaves none .*; set run.min_ranks to 3 or less"),
+        (3, {"run__min_ranks": 4}, "run.min_ranks=4 leaves none .*; set run.min_ranks to 2 or less"),
         (7, {"train__micro_batch_size": 5}, "train.micro_batch_size=5 x parallel.expert=1 does not divide 12 samples"),
         (0, {}, "a run of 0 ranks was asked for"),
         (2_000_000, {}, "a run of 2000000 ranks was asked for"),
@@ -106,8 +107,8 @@ def test_without_it_as_many_ranks_as_there_are_must_fit() -> None:
 
 
 def test_the_policy_is_known_before_any_plugin_is_imported() -> None:
-    assert policy_of(Request(("preset:tiny",), plugins=("schedule=none-such",))) == "off"
-    assert policy_of(Request(("preset:tiny",), sets=("run.elastic=plan",))) == "plan"
+    assert elastic_policy(Request(("preset:tiny",), plugins=("schedule=none-such",))) == "off"
+    assert elastic_policy(Request(("preset:tiny",), sets=("run.elastic=plan",))) == "plan"
 
 
 def test_a_fault_may_be_of_a_rank_that_is_not_there_now() -> None:

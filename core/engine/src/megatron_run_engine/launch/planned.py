@@ -20,9 +20,9 @@ def with_planned_sizes(request: Request) -> Request:
 
     Raises :class:`megatron_run.errors.PluginError` without the planner, and what it raises where nothing fits.
     """
-    from megatron_run.planning.elastic import policy_of
+    from megatron_run.planning.resolver import elastic_policy
 
-    if request.there is None or policy_of(request) != "plan":
+    if request.there is None or elastic_policy(request) != "plan":
         return request
     try:
         planner = import_module(_PLANNER)

@@ -10,20 +10,12 @@ from collections.abc import Sequence
 from math import gcd
 from typing import TYPE_CHECKING
 
-from megatron_run.config.sources import read_sources
-from megatron_run.errors import Findings, InputError
+from megatron_run.errors import InputError
 from megatron_run.planning.rank_grid import MAX_RANKS, copy_ranks, shown_axes
 
 if TYPE_CHECKING:
-    from megatron_run.config.request import Request
     from megatron_run.contracts.schema import ParallelSection, RunSection, TrainSection
     from megatron_run.planning.run import ResolvedRun
-
-
-def policy_of(request: Request) -> str:
-    """``run.elastic`` of ``request``, before any plugin is imported; ``off`` where it cannot be read."""
-    value = read_sources(request, Findings(), []).values.get(("run", "elastic"))
-    return "off" if value is None else str(value.data)
 
 
 def most_ranks(parallel: ParallelSection, nproc: int | None, there: int | None) -> int | None:

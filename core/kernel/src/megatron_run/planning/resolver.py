@@ -118,6 +118,12 @@ def check_keys(request: Request) -> None:
     _Resolver(request, (), plan_only=True).read(scan())
 
 
+def elastic_policy(request: Request) -> str:
+    """``run.elastic`` of ``request``, before any plugin is imported, for which none is asked; ``off`` where unread."""
+    value = read_sources(request, Findings(), []).values.get(("run", "elastic"))
+    return "off" if value is None else str(value.data)
+
+
 class _Resolver:
     """Resolves one request, collecting errors and notices."""
 

@@ -43,7 +43,7 @@ def best_layout(request: Request, most: int, gpu: str) -> dict[str, str]:
             fix="start more ranks, or set run.elastic=data to keep all sizes but the copies of the model",
         )
     best = min(found, key=lambda each: each.step.seconds)
-    settings = dict(word.split("=", 1) for word in to_type(task, best))
+    settings = dict(setting.split("=", 1) for setting in to_type(task, best))
     settings.pop("optimizer", None)
     return {**settings, "parallel.data": str(best.split.data)}
 
