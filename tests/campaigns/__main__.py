@@ -19,6 +19,7 @@ from benchmarks.support.report import heading, table
 from tests.campaigns.around_commands import around_commands
 from tests.campaigns.attacks import floods, prepared, starts
 from tests.campaigns.damage import crash_points, flips
+from tests.campaigns.elastic import elastic
 from tests.campaigns.figures import Figures
 from tests.campaigns.folders import folders
 from tests.campaigns.fuzz import fuzz_all
@@ -38,6 +39,7 @@ Campaign = Callable[[Path, int, int, float], Iterable[Figures]]
 CAMPAIGNS: dict[str, Campaign] = {
     "kills": lambda folder, seed, jobs, share: [kills(folder, _some(200, share), seed, jobs)],
     "kills-between": lambda folder, seed, jobs, share: [kills_between(folder, _some(40, share), seed, jobs)],
+    "elastic": lambda folder, seed, jobs, share: [elastic(folder, _some(200, share), seed, jobs)],
     "crash-points": lambda folder, seed, jobs, share: [crash_points(folder, share)],
     "flips": lambda folder, seed, jobs, share: [flips(folder, _some(1000, share), seed)],
     "stops": lambda folder, seed, jobs, share: [stops(folder, _some(50, share), seed, jobs)],
