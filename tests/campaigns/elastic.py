@@ -152,7 +152,7 @@ def _begun(folder: Path) -> list[dict[str, Any]]:
 
 
 def compared(folder: Path, whole: Path) -> list[str]:
-    """Where losses and last saved state differ from those of the ``whole`` run, by more than rounding in other layouts."""
+    """What differs from the ``whole`` run in losses and the last saved state; between other layouts rounding may."""
     got, expected = learned(folder), learned(whole)
     if got.keys() != expected.keys():
         return [f"steps {sorted(got)}"]

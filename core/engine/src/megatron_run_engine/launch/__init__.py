@@ -16,6 +16,7 @@ text, so that a rank imports and creates, and decides nothing anew::
           start.spawned_ranks           or each has an interpreter of its own
           local._Ranks.wait             the watchdog (``watchdog``) looks for ranks that hang
           local._run_result             who failed first (``failures``)
+        restarts.Restarts.next          whether all are started again, and with which ranks (``run.elastic``)
 
     rank.main                           a local rank
       job.Job.read
@@ -24,7 +25,9 @@ text, so that a rank imports and creates, and decides nothing anew::
         rendezvous.agree_on_run
         rendezvous.check_digests        all run the same code
         worker.train_in_folder
+          preemption.preempted          looks for the end of the machine's time
           trainer.train_rank            builds and trains (``training``)
+        Rendezvous.stand_by             instead, on a rank that ``run.elastic`` leaves
       job.RankResult.write              how it ended, for the launcher
 
 A rank of torchrun or Slurm is its own launcher: :func:`api.launch` resolves and checks there, once a process, and goes
