@@ -250,7 +250,7 @@ def _start_local(run: ResolvedRun, options: LaunchOptions) -> RunResult:
         try:
             run = resumed(_on_ranks(typed, len(restarts.left)), result.folder)
         except RunError as refusal:
-            result = replace(result, message=f"{line}: {refusal}")
+            result = replace(result, message=f"{result.message}; not started again: {refusal}")
             break
         for news in (line, *(notice for notice in run.notices if notice not in typed.notices)):
             options.tell(news)
