@@ -22,15 +22,16 @@ PLAN = Request(
 )
 
 
-@pytest.mark.parametrize("there", [1, 2, 5, 7])
-def test_no_layout_of_as_many_ranks_or_fewer_is_predicted_to_be_faster(there: int) -> None:
+@pytest.mark.parametrize(("gpu", "name"), [("NVIDIA H100 80GB HBM3", "h100"), ("", "cpu-2core")])
+@pytest.mark.parametrize("there", [1, 3, 4])
+def test_no_layout_of_as_many_ranks_or_fewer_is_predicted_to_be_faster(there: int, gpu: str, name: str) -> None:
     """The step of what is chosen beside each split of every number of ranks."""
-    settings = best_layout(PLAN, there, "NVIDIA H100 80GB HBM3")
+    settings = best_layout(PLAN, there, gpu)
     run = resolve(replace(PLAN, values={**PLAN.values, **settings}, there=there))
     assert run.sizes.world <= there
     assert run.config.train.micro_batch_size == 2
     assert run.one("optimizer").name == "zero1"
-    device, schedules, found = read_device("h100"), Schedules(), {}
+    device, schedules, found = read_device(name), Schedules(), {}
     for ranks in range(1, there + 1):
         task = replace(read_task(PLAN, None), optimizers=("zero1",))
         try:
