@@ -118,10 +118,10 @@ def test_torchrun_goes_on_without_an_agent_that_is_killed_and_with_one_that_come
 
 
 def stopped(
-    folder: Path, fault: str, after: int, stop: Callable[[ForkedRun], object], nproc: int = 2, **values: Any
+    folder: Path, fault: str, after: int, stop: Callable[[ForkedRun], object], values: Mapping[str, Any]
 ) -> Ran:
     """A run that is asked to end once a step is done."""
-    request = tiny(folder, {"train.steps": 60, **values}, nproc=nproc)
+    request = tiny(folder, {"train.steps": 60, **values}, nproc=2)
     with ForkedRun(request, fault, timeout=120) as run:
         wait_until(lambda: max(learned(folder), default=0) >= after, 90)
         stop(run)
@@ -135,7 +135,7 @@ def terminated(run: ForkedRun) -> None:
 def test_a_step_that_fits_is_finished_and_saved(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     slow = "at=data,kind=slow,seconds=0.2"
-    ran = stopped(folder, slow, 2, terminated, **{"checkpoint.interval": 0, "run.stop_within": "100 s"})
+    ran = stopped(folder, slow, 2, terminated, {"checkpoint.interval": 0, "run.stop_within": "100 s"})
     assert ran.code == 143
     assert Checkpoints(folder / "checkpoints").newest() == max(learned(folder)) < 60
 
@@ -144,7 +144,7 @@ def test_a_step_that_cannot_end_in_time_is_left_and_the_last_commit_stays(tmp_pa
     """Step 3 would take 100 s, which nothing tells before it does."""
     folder = tmp_path / "run"
     slow = "step=3,at=optimizer,kind=slow,seconds=100"
-    ran = stopped(folder, slow, 2, terminated, **{"run.stop_within": "3 s"})
+    ran = stopped(folder, slow, 2, terminated, {"run.stop_within": "3 s"})
     assert ran.code == 143
     assert ran.seconds < 100
     checkpoints = Checkpoints(folder / "checkpoints")
@@ -177,7 +177,7 @@ def test_a_save_that_cannot_end_in_time_is_not_begun(fits: bool, tmp_path: Path)
 def test_a_file_stops_a_run_as_a_signal_does(tmp_path: Path) -> None:
     folder, notice = tmp_path / "run", tmp_path / "notice"
     slow = "at=data,kind=slow,seconds=0.2"
-    ran = stopped(folder, slow, 2, lambda _: notice.touch(), **{"run.stop_file": str(notice)})
+    ran = stopped(folder, slow, 2, lambda _: notice.touch(), {"run.stop_file": str(notice)})
     assert ran.code == 143
     assert Checkpoints(folder / "checkpoints").newest() == max(learned(folder)) < 60
     assert (

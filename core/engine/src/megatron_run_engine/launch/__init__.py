@@ -27,7 +27,7 @@ text, so that a rank imports and creates, and decides nothing anew::
         worker.train_in_folder
           preemption.preempted          looks for the end of the machine's time
           trainer.train_rank            builds and trains (``training``)
-        Rendezvous.stand_by             instead, on a rank that ``run.elastic`` leaves
+        rendezvous.Rendezvous.stand_by  instead, on a rank that ``run.elastic`` leaves
       job.RankResult.write              how it ended, for the launcher
 
 A rank of torchrun or Slurm is its own launcher: :func:`api.launch` resolves and checks there, once a process, and goes
