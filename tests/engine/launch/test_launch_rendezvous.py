@@ -16,7 +16,7 @@ import pytest
 from torch._C._distributed_c10d import TCPStore
 
 from megatron_run.config.request import Request
-from megatron_run.errors import InputError, PluginError, RankLostError
+from megatron_run.errors import ExitCode, InputError, PluginError, RankLostError
 from megatron_run.files.latest_run import point_latest_at
 from megatron_run.planning import ResolvedRun, resolve
 from megatron_run_engine.launch.rendezvous import (
@@ -122,17 +122,38 @@ def test_a_rank_but_the_first_reads_one_key_of_a_phase_however_many_there_are(
     assert waited == [["phase/verdict"]] * (ranks - 1)
 
 
-def test_a_world_that_starts_again_does_not_read_what_the_failed_one_left() -> None:
+@pytest.mark.parametrize("counts", [(0, 1), (0, 0)], ids=["counted", "uncounted"])
+def test_a_world_that_starts_again_does_not_read_what_the_failed_one_left(counts: tuple[int, int]) -> None:
+    """torchrun counts no start after which more hosts take part. The second world has another rank."""
     port = free_port()
     agent = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, multi_tenant=True)  # torchrun's
-    for restart in range(2):
+    for start, restart in enumerate(counts):
 
-        def work(rank: int, rendezvous: Rendezvous, restart: int = restart) -> object:
+        def work(rank: int, rendezvous: Rendezvous, start: int = start) -> object:
             time.sleep(0 if rank else 0.3)  # what is left would be read before rank 0 writes
-            return rendezvous.agree("phase", Outcome((rank,)), lambda _: {"restart": restart}).first["restart"]
+            return rendezvous.agree("phase", Outcome((rank,)), lambda _: {"start": start}).first["start"]
 
-        outcomes = meet(f"tcp://127.0.0.1:{port}", 2, work, restart=restart)
-        assert [outcome.values for outcome in outcomes] == [(restart,)] * 2
+        outcomes = meet(f"tcp://127.0.0.1:{port}", 2 + start, work, restart=restart)
+        assert [outcome.values for outcome in outcomes] == [(start,)] * (2 + start)
+    assert agent.num_keys() > 0
+
+
+def test_spares_wait_for_the_end_of_those_that_train_and_end_with_its_code() -> None:
+    port = free_port()
+    agent = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, multi_tenant=True)
+    alive: list[int] = []
+
+    def work(rank: int, rendezvous: Rendezvous) -> object:
+        if rank:
+            return rendezvous.stand_by(lambda: alive.append(rank))
+        time.sleep(0.3)
+        rendezvous.release_spares(ExitCode.RANK_LOST)
+        rendezvous.release_spares(ExitCode.DONE)  # the first that says it is right
+        return None
+
+    outcomes = meet(f"tcp://127.0.0.1:{port}", 3, work, restart=0)
+    assert [outcome.values for outcome in outcomes] == [(None,), (ExitCode.RANK_LOST,), (ExitCode.RANK_LOST,)]
+    assert {1, 2} <= {*alive}
     assert agent.num_keys() > 0
 
 

@@ -9,11 +9,13 @@ import pytest
 from megatron_run.config.request import Request
 from megatron_run.errors import ExitCode, InputError
 from megatron_run.files.latest_run import point_latest_at
-from megatron_run.planning import ResolvedRun, resolve
+from megatron_run.planning import ResolvedRun, load_config, resolve
 from megatron_run.planning.run_text import hand_over, take_over
 from megatron_run_engine.launch import LaunchOptions, RunResult, launch
+from megatron_run_engine.launch.api import _of_size
 from megatron_run_engine.launch.job import Job
 from megatron_run_engine.launch.restarts import Restarts, resumed
+from megatron_run_engine.runtime.world import World
 
 LOST = RunResult(ExitCode.RANK_LOST, None, "rank 1 hangs", steps=3)
 LOST_AT_ONCE = RunResult(ExitCode.RANK_LOST, None, "rank 1 hangs")
@@ -87,6 +89,16 @@ def test_a_rank_keeps_its_place_where_others_are_left_out() -> None:
     assert job.variables(1)["LOCAL_WORLD_SIZE"] == "4"
 
 
+def test_a_program_in_a_world_of_fewer_ranks_trains_on_those() -> None:
+    sets = {"run.elastic": "data", "train.global_batch_size": 12, "train.micro_batch_size": 1}
+    run = load_config("preset:tiny", sets=sets, nproc=4)
+    assert _of_size(run, World(0, 3, launcher="torchrun")).sizes.data == 3
+    assert _of_size(run, World(0, 5, launcher="torchrun")).spares == 1
+    fixed = load_config("preset:tiny", nproc=4)
+    with pytest.raises(InputError, match=r"or set run\.elastic"):
+        _of_size(fixed, World(0, 3, launcher="torchrun"))
+
+
 def test_the_line_counts_the_starts_and_says_from_where(tmp_path: Path) -> None:
     restarts = Restarts(2)
     assert restarts.next(LOST) == "rank 1 hangs; starting again, 1 of 2, from the first step"
@@ -106,8 +118,6 @@ def test_what_goes_on_is_the_same_run_in_the_same_folder_from_its_newest_step(tm
 def test_ranks_that_somebody_else_has_started_are_theirs_to_start_again(
     monkeypatch: pytest.MonkeyPatch, launcher: str, advice: str
 ) -> None:
-    from megatron_run_engine.runtime.world import World
-
     world = World(0, 2, launcher=launcher)
     monkeypatch.setattr("megatron_run_engine.launch.api.find_world", lambda environment, mode: world)
     with pytest.raises(InputError) as failure:
