@@ -106,6 +106,12 @@ def test_without_it_as_many_ranks_as_there_are_must_fit() -> None:
         on(5, run__elastic="off")
 
 
+def test_a_smallest_number_of_ranks_without_a_policy_gets_a_notice() -> None:
+    notice = "run.min_ranks=2 changes nothing without run.elastic"
+    assert notice in on(None, run__elastic="off", run__min_ranks=2).notices
+    assert notice not in on(4, run__min_ranks=2).notices
+
+
 def test_the_policy_is_known_before_any_plugin_is_imported() -> None:
     assert elastic_policy(Request(("preset:tiny",), plugins=("schedule=none-such",))) == "off"
     assert elastic_policy(Request(("preset:tiny",), sets=("run.elastic=plan",))) == "plan"

@@ -223,6 +223,8 @@ class _Resolver:
         there = self._request.there
         if parallel is not None and parallel.data is not None:
             self._wanted = copy_ranks(parallel) * parallel.data
+        if run is not None and run.min_ranks > 1 and run.elastic == "off":
+            self._notices.append(f"run.min_ranks={run.min_ranks} changes nothing without run.elastic")
         if run is None or parallel is None or train is None or run.elastic == "off":
             self._nproc = self._request.nproc if there is None else there
             return (parallel,)
