@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 
@@ -16,7 +16,7 @@ from megatron_run_engine.checkpoint.shard_file import by_name, place
 if TYPE_CHECKING:
     from megatron_run.contracts.optimizer import StatePiece
     from megatron_run_engine.checkpoint.manifest import About
-    from megatron_run_engine.checkpoint.saving import Saver, Shapes
+    from megatron_run_engine.checkpoint.saving import Shapes
 
 
 class Staging:
@@ -79,6 +79,13 @@ class Committed(NamedTuple):
     seconds: float
 
 
+class SavesSteps(Protocol):
+    """A :class:`~megatron_run_engine.checkpoint.saving.Saver`, of disks or of memory."""
+
+    def save(self, about: About, pieces: Iterable[StatePiece], shapes: Shapes) -> int:
+        """Save the step of ``about``, and return its size in bytes. Collective."""
+
+
 class AsyncSaver:
     """Saves one step at a time with ``saver`` from a copy in ``staging``. Every rank has one.
 
@@ -89,7 +96,7 @@ class AsyncSaver:
 
     def __init__(
         self,
-        saver: Saver,
+        saver: SavesSteps,
         staging: Staging,
         activity: BackgroundActivity | None = None,
         training: Activity | None = None,

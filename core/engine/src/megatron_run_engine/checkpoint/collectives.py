@@ -71,7 +71,8 @@ class WorldRanks:
         return _text(self._groups.broadcast_(data, 0, "world"))
 
     def _bytes(self, text: str) -> Tensor:
-        return torch.tensor(list(text.encode()) or [_PADDING], dtype=torch.uint8, device=self._device)
+        content = bytearray(text.encode() or [_PADDING])
+        return torch.frombuffer(content, dtype=torch.uint8).to(self._device)
 
 
 #: A byte that UTF-8 never contains.
@@ -79,7 +80,7 @@ _PADDING = 0xFF
 
 
 def _text(data: Tensor) -> str:
-    return bytes(data.tolist()).rstrip(bytes([_PADDING])).decode()
+    return data.cpu().numpy().tobytes().rstrip(bytes([_PADDING])).decode()
 
 
 def on_rank0(ranks: Ranks, work: Callable[[], str], cause: Exception | None = None) -> str:

@@ -29,12 +29,15 @@ _UNITS = ("B", "kB", "MB", "GB", "TB")
 
 
 class NewFile:
-    """A new file, open for writing. Links are not followed. Every OSError names the path."""
+    """A new file, open for writing. Links are not followed. Every OSError names the path.
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    Without ``durable`` it is on a memory file system, where nothing waits for a disk.
+    """
+
+    def __init__(self, path: Path, mode: int = 0o644, *, durable: bool = True) -> None:
+        self.path, self._durable = path, durable
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-        self._handle = os.open(path, flags, 0o644)
+        self._handle = os.open(path, flags, mode)
         self._written = self._write_back = self._synced = 0
 
     def write(self, data: bytes | memoryview) -> None:
@@ -44,6 +47,8 @@ class NewFile:
             while rest:
                 done = os.write(self._handle, rest)  # may write less than asked: signals, or 2 GiB at most on Linux
                 rest, self._written = rest[done:], self._written + done
+        if not self._durable:
+            return
         if self._written - self._write_back >= _WRITE_BACK and hasattr(os, "posix_fadvise"):
             # DONTNEED makes the kernel start write-back of dirty pages now, instead of all of it in the final fsync.
             length = self._written - self._write_back
@@ -56,8 +61,9 @@ class NewFile:
 
     def sync(self) -> None:
         """Return once the content is on disk."""
-        with _naming(self.path):
-            os.fsync(self._handle)
+        if self._durable:
+            with _naming(self.path):
+                os.fsync(self._handle)
 
     def close(self) -> None:
         """Close the file."""
@@ -120,6 +126,21 @@ class FileSystem:
         finally:
             os.close(handle)
         self.remove_folder(path, folder)
+
+
+class MemoryFiles(FileSystem):
+    """The same on a memory file system: nothing outlives the machine, so nothing is synced. Its user alone may read."""
+
+    def create(self, path: Path) -> NewFile:
+        """Create a file. Raises OSError if the name exists."""
+        return NewFile(path, 0o600, durable=False)
+
+    def make_folder(self, path: Path) -> None:
+        """Create a folder. Raises OSError if the name exists."""
+        path.mkdir(mode=0o700)
+
+    def sync_folder(self, path: Path) -> None:
+        """No-op."""
 
 
 @contextmanager

@@ -45,7 +45,7 @@ _HEAD, _JOINT, _END = b'{"manifest":', b',\n"sha256":"', b'"}\n'
 _TAIL = re.compile(re.escape(_JOINT) + rb"([0-9a-f]{64})" + re.escape(_END))
 _TAIL_LENGTH = len(_JOINT) + 64 + len(_END)
 #: The most bytes of a manifest: those of thousands of ranks have some hundred megabytes.
-_LARGEST = 1 << 30
+LARGEST = 1 << 30
 
 #: The name of a file next to the manifest. Never a path and never hidden, so that a manifest cannot point elsewhere.
 FileName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
@@ -253,7 +253,11 @@ def make_manifest(about: About, files: Mapping[str, Any], tensors: Mapping[str, 
 def read_manifest(folder: Path) -> Manifest:
     """Return the manifest in ``folder``. Raises :class:`CheckpointError` naming the file and the fault."""
     path = folder / MANIFEST
-    content = read_whole(path, _LARGEST)
+    return decode_manifest(read_whole(path, LARGEST), str(path))
+
+
+def decode_manifest(content: bytes, path: str) -> Manifest:
+    """Return the manifest with this ``content``, from ``path``. Raises :class:`CheckpointError` naming the fault."""
     tail = _TAIL.fullmatch(content, max(0, len(content) - _TAIL_LENGTH))
     if tail is None or not content.startswith(_HEAD):
         raise CheckpointError(f"{path} is damaged", why="it is not a whole manifest")

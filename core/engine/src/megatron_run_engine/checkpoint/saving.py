@@ -240,7 +240,7 @@ class Saver:
         try:
             groups = split_into_files(list(pieces), self._files_of_rank)
             parts = {file_name(rank, part): group for part, group in enumerate(groups)}
-            rows = [row for name, group in parts.items() for row in _described(name, group)]
+            rows = [row for name, group in parts.items() for row in described(name, group)]
             folder, name = self._commit.temporary(step), self._checkpoints.folder(step).name
             with saving(f"step {step} could not be saved"), ThreadPoolExecutor(self._at_once) as pool:
                 self._activity.enter("save-shard", f"{name}/{file_name(rank)}")
@@ -260,7 +260,7 @@ class Saver:
             try:
                 raise_first([json.dumps(note["failure"]) for note in notes])
                 files = {name: file for note in notes for name, file in note["files"].items()}
-                manifest = make_manifest(about, files, _joined(notes))
+                manifest = make_manifest(about, files, joined(notes))
                 self._commit.finish(manifest)
             except BaseException:
                 self._commit.give_up(about.step)
@@ -272,12 +272,12 @@ class Saver:
         return str(manifest.size)
 
 
-def _described(file: str, pieces: Iterable[StatePiece]) -> list[tuple[Any, ...]]:
+def described(file: str, pieces: Iterable[StatePiece]) -> list[tuple[Any, ...]]:
     """Describe the contents of ``file``, one row per piece."""
     return [(file, piece.name, piece.field, NAMES[piece.tensor.dtype], piece.starts, piece.sizes) for piece in pieces]
 
 
-def _joined(notes: Sequence[Note]) -> dict[str, dict[str, Any]]:
+def joined(notes: Sequence[Note]) -> dict[str, dict[str, Any]]:
     """Join the tensors of all ranks' reports for the manifest. A tensor of which no rank has a piece gets no fields."""
     shapes: dict[str, list[int]] = {}
     for note in notes:

@@ -33,10 +33,11 @@ _STEP = re.compile(r"step(0|[1-9][0-9]{0,17})")
 
 
 class Checkpoints:
-    """The steps saved under ``path``, which need not exist."""
+    """The steps saved under ``path``, which need not exist, of the run in the folder ``home``, by default around it."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, home: Path | None = None) -> None:
         self.path = path
+        self.home = path.parent if home is None else home
 
     def folder(self, step: int) -> Path:
         """Return the folder of ``step``."""

@@ -63,6 +63,10 @@ def why_not_built(run: ResolvedRun) -> str:
     return ""
 
 
+#: The roles of two steps in the memory of a host: those of a rank, and those of the rank whose copies it keeps.
+IN_MEMORY, FOR_NEIGHBOUR = "host_steps", "host_neighbour_steps"
+
+
 class RankSize(NamedTuple):
     """The ``parameters`` of a rank of one stage, and the ``padding`` values that belong to no logical tensor.
 
@@ -243,14 +247,20 @@ def _rank_size(held: Mapping[Parameter, ParamInfo], memory: Mapping[str, int]) -
 
 
 def _memory(run: ResolvedRun, rank: _Built) -> Mapping[str, int]:
-    """Return the bytes of an optimizer attached to meta parameters, and of the staging copy of an asynchronous save."""
+    """Return the bytes of an optimizer attached to meta parameters, and of the copies of its state on the host."""
     optimizer = run.make_optimizer(rank.context)
     attach(run, optimizer, rank.chunks, rank.infos)
     memory = optimizer.memory()
     if (idle := frozen(rank.held)) and not isinstance(optimizer, Lender):
         memory = {**memory, "frozen": sum(parameter.nbytes for parameter in idle)}
-    if run.config.checkpoint.async_save:
-        memory = {**memory, "staging": sum(piece.tensor.nbytes for piece in optimizer.iter_state())}
+    saving, saved = run.config.checkpoint, sum(piece.tensor.nbytes for piece in optimizer.iter_state())
+    copies = saving.async_save + bool(saving.memory_interval.amount)  # each thread that saves has its own
+    if copies:
+        memory = {**memory, "staging": copies * saved}
+    if saving.memory_interval.amount:
+        memory = {**memory, IN_MEMORY: 2 * saved}
+        if run.sizes.world > 1:
+            memory = {**memory, FOR_NEIGHBOUR: 2 * saved}
     return memory
 
 

@@ -74,7 +74,7 @@ def train_rank(
             code = trainer.train(observers)
         except BaseException as error:
             observers.on_error(error)
-            trainer.close()
+            trainer.close(error)
             raise
         observers.on_train_end("finished" if code is ExitCode.DONE else f"stopped by {code.stopped_by}")
         return code
@@ -141,9 +141,9 @@ class Trainer:
         self._learning_rate = LearningRate.from_config(train, total)
         self._weight_decay = WeightDecay.from_config(train, total)
 
-    def close(self) -> None:
-        """Wait for a save in the background, however the training has ended."""
-        self._checkpoints.close()
+    def close(self, reason: BaseException | None = None) -> None:
+        """Wait for saves in the background, whatever the ``reason`` for which the training has ended."""
+        self._checkpoints.close(reason)
 
     def train(self, observers: Observers) -> ExitCode:
         """Run steps until the last one, or until a rank is asked to stop. Evaluate and save when due and at the end.

@@ -15,7 +15,8 @@ from typing import Literal, NamedTuple
 PhaseName = Literal[
     "start", "data", "forward", "backward", "recompute", "send", "receive", "collective", "gradient-reduce",
     "optimizer", "parameter-gather", "observe", "evaluate", "generate", "capture", "load", "save", "save-shard",
-    "save-manifest", "save-rename", "save-latest", "save-retention", "save-flush", "end",
+    "save-manifest", "save-rename", "save-latest", "save-retention", "save-flush", "save-memory", "save-neighbour",
+    "save-memory-commit", "end",
 ]  # fmt: skip
 #: The scope of collectives between the background threads of all ranks.
 BACKGROUND = "background"

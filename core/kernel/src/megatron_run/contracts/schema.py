@@ -270,6 +270,12 @@ class CheckpointSection(Section):
     keep: int = Field(2, ge=2, description="newest whole steps to keep")
     keep_every: Span = Field(Span.parse(0), description="keep steps that divide by it for ever; 0: none")
     async_save: bool = Field(False, description="train on while a copy of the state in host memory is written")
+    memory_interval: Span = Field(
+        Span.parse(0), description="between copies of the state into the memory of hosts; 0: none"
+    )
+    memory_folder: Path | None = Field(
+        None, description="where they lie on each host, with its variables, as $TMPDIR; unset: /dev/shm"
+    )
 
 
 class GuardSection(Section):

@@ -88,6 +88,14 @@ class Groups:
         if found is not None and received is not None and received is not found:
             torch._foreach_copy_(found, received)
 
+    def send(self, data: Tensor, target: int) -> None:
+        """Send ``data``, bytes on the host, to global rank ``target``, and return when they have left."""
+        dist.send(data, target, group=self.world)
+
+    def receive(self, data: Tensor, source: int) -> None:
+        """Fill ``data``, bytes on the host, with what global rank ``source`` sends."""
+        dist.recv(data, source, group=self.world)
+
     def gather_names(self, names: Sequence[str], device: torch.device) -> list[list[str]]:
         """Every rank's ``names``, by rank, exchanged through tensors on ``device``; names contain no newlines.
 

@@ -64,7 +64,7 @@ newer steps could not be set aside         ``checkpoint.saving.Saver._move``
 cannot hold checkpoints                    ``checkpoint.saving.Commit.make_home``
 exists                                     ``checkpoint.saving.Commit.begin``
 are being saved by another job             ``checkpoint.files.lock``
-the ranks disagree on the                  ``checkpoint.saving._joined``
+the ranks disagree on the                  ``checkpoint.saving.joined``
 its pieces are not the whole state         ``checkpoint.manifest.make_manifest``
 could not be saved                         ``checkpoint.saving.Saver``
 could not be removed                       ``checkpoint.saving.Saver._finish``

@@ -6,6 +6,7 @@ import hashlib
 import json
 import platform
 import time
+from contextlib import suppress
 from dataclasses import asdict
 from datetime import timedelta
 from typing import TYPE_CHECKING
@@ -14,7 +15,7 @@ import torch
 
 from megatron_run import __version__
 from megatron_run.contracts import CheckpointMetrics
-from megatron_run.errors import RunError
+from megatron_run.errors import GuardError, RunError
 from megatron_run.planning.batch_size import run_length
 from megatron_run_engine.checkpoint.adapted import record_of
 from megatron_run_engine.checkpoint.async_saver import AsyncSaver, Staging
@@ -31,6 +32,7 @@ from megatron_run_engine.training.numbers import Progress
 from megatron_run_engine.training.state.data_files import keep_listed
 from megatron_run_engine.training.state.init_from import branch, start_from
 from megatron_run_engine.training.state.keeping import Keeping
+from megatron_run_engine.training.state.memory_tier import MemoryTier
 from megatron_run_engine.training.state.programs import programs
 from megatron_run_engine.training.state.resuming import Resumed, choose_on_rank0, files_at_once, plugin_records, resume
 
@@ -38,6 +40,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from megatron_run.contracts import Dataset
+    from megatron_run.contracts.quantities import Span
     from megatron_run.planning import ResolvedRun
     from megatron_run_engine.run_folder import RunFolder
     from megatron_run_engine.training.build import Assembly
@@ -77,6 +80,7 @@ class Checkpointing:
             at_once=threads,
         )
         self._async_saver = self._make_async_saver() if run.config.checkpoint.async_save else None
+        self._memory = MemoryTier(run, assembly, folder) if run.config.checkpoint.memory_interval.amount else None
         self._blocked_s = 0.0  # how long the asynchronous save in progress has blocked the training
         self._unreported: list[CheckpointMetrics] = []
         self._adapters: AdaptersRecord | None = None  # what a step adds to which weights; None: it holds all of them
@@ -123,7 +127,7 @@ class Checkpointing:
         """
         run, config = self._run, self._run.config.run
         with self._activity.within("load"):
-            resumed = self._load(run.request.resume)
+            resumed = self._load(run.request.resume, self._memory)
             own, base, adapters = resumed.progress.step or None, None, self._assembly.adapters
             if own is None and config.branch_from is not None:
                 resumed = branch(run, self._assembly, config.branch_from, self._ranks, self.data)
@@ -137,9 +141,11 @@ class Checkpointing:
         contents = [change for change in resumed.changes if change.by_content]
         # Nothing in the folder has changed so far: everything above may refuse.
         self._folder.begin(resumed.progress.step, contents)
-        self._keeping.begin(base or resumed.folder)
+        self._keeping.begin(base or resumed.folder, None if own is None else self._folder.path)
         keep_listed(self.data, self._folder)
         self._saver.set_aside(own, self._folder.attempt)
+        if self._memory is not None:
+            self._memory.forget(own)
         return resumed
 
     def reload_newest(self) -> Progress | None:
@@ -150,21 +156,35 @@ class Checkpointing:
         if self._async_saver is not None:  # the save in progress will be the newest
             self._unreported += self._collect(self._async_saver, wait=True)
         progress = self._load("auto").progress
+        if progress.step and self._memory is not None:
+            self._memory.forget(progress.step)
         return progress if progress.step else None
 
-    def _load(self, choice: str) -> Resumed:
+    def _load(self, choice: str, memory: MemoryTier | None = None) -> Resumed:
+        """Load the step of ``choice`` from the disk, or the newest one from ``memory``, if it is as new."""
         run, checkpoints, ranks = self._run, self._checkpoints, self._ranks
         with self._activity.within("load"):
-            step = choose_on_rank0(choice, checkpoints, ranks)
+            step, manifest = choose_on_rank0(choice, checkpoints, ranks), None
+            if memory is not None and choice == "auto" and (found := memory.find(step)) is not None:
+                checkpoints, step, manifest = found
             if step is None:
                 return Resumed(Progress())
-            run = with_granted(run, self._folder.path, step)
-            return resume(run, self._assembly, checkpoints, ranks, self.data, step, self._folder.changed_keys)
+            run, keys = with_granted(run, self._folder.path, step), self._folder.changed_keys
+            return resume(run, self._assembly, checkpoints, ranks, self.data, step, keys, manifest)
 
     def is_due(self, step: int, last: int) -> bool:
-        """Whether ``step`` of ``last`` steps is due by ``checkpoint.interval``, or is the last."""
-        interval = self._run.config.checkpoint.interval.steps(last, self._run.config.train.global_batch_size)
-        return step == last or bool(interval and step % interval == 0)
+        """Whether ``step`` of ``last`` steps is saved on disk or in memory."""
+        return self._on_disk(step, last) or self._in_memory(step, last)
+
+    def _on_disk(self, step: int, last: int) -> bool:
+        return step == last or self._divides(self._run.config.checkpoint.interval, step, last)
+
+    def _in_memory(self, step: int, last: int) -> bool:
+        return self._memory is not None and self._divides(self._run.config.checkpoint.memory_interval, step, last)
+
+    def _divides(self, interval: Span, step: int, last: int) -> bool:
+        steps = interval.steps(last, self._run.config.train.global_batch_size)
+        return bool(steps and step % steps == 0)
 
     def after_step(self, progress: Progress, last: int, *, stopping: bool) -> list[CheckpointMetrics]:
         """Save the step that ``progress`` counted last if it is due, if it is the ``last``, or if the run is stopping.
@@ -172,7 +192,21 @@ class Checkpointing:
         Collective; call it after every step. Returns the steps committed since the last call. An asynchronous save is
         returned by a later call. Raises :class:`megatron_run.errors.CheckpointError` on every rank if a save failed.
         """
-        due, final = self.is_due(progress.step, last), stopping or progress.step == last
+        due, final = self._on_disk(progress.step, last), stopping or progress.step == last
+        if self._memory is None:
+            return self._after_step(progress, due=due, final=final)
+        if final:
+            self._memory.wait()
+        elif self._in_memory(progress.step, last):
+            self._activity.enter("save", f"step{progress.step} in memory")
+            self._memory.save(self._about(progress), self._assembly.optimizer.iter_state(), self._shapes())
+        saved = self._after_step(progress, due=due, final=final)
+        if final:  # every rank has come to the commit on disk, and saves no more in memory
+            self._memory.remove()
+        return saved
+
+    def _after_step(self, progress: Progress, *, due: bool, final: bool) -> list[CheckpointMetrics]:
+        """:meth:`after_step` on disk."""
         if self._async_saver is None:
             return [self._save(progress)] if due or final else []
         unreported, self._unreported = self._unreported, []
@@ -187,11 +221,19 @@ class Checkpointing:
             self._blocked_s = time.perf_counter() - start
         return saved
 
-    def close(self) -> None:
-        """Wait for an asynchronous save. Log its failure instead of raising it: the run ends for another reason."""
+    def close(self, reason: BaseException | None = None) -> None:
+        """Wait for saves in the background. Log failures instead of raising them: the run ends for another ``reason``.
+
+        What a guard has judged wrong is not what the next attempt should find in memory.
+        """
+        log = self._assembly.context.log
+        if self._memory is not None:
+            with suppress(Exception):  # the failed collective of a lost rank: its reason is told elsewhere
+                self._memory.wait()
+            if isinstance(reason, GuardError):
+                self._memory.remove()
         if self._async_saver is None or not self._async_saver.busy:
             return
-        log = self._assembly.context.log
         try:
             log.info("step %d is saved", self._async_saver.wait().step)
         except RunError as error:

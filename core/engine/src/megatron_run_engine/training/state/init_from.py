@@ -68,7 +68,7 @@ def check_source(run: ResolvedRun) -> None:
     if config.branch_from is not None:
         checkpoints, step = choose_branch(run, config.branch_from)
         about = checkpoints.manifest(step).about
-        progress = accept(run, about, about.data, checkpoints.path.parent, None).progress
+        progress = accept(run, about, about.data, checkpoints.home, None).progress
         last, _ = run_length(run.config.train, progress.step, progress.samples)
         length = "train.steps" if run.config.train.samples is None else "train.samples"
         if progress.step >= last:
@@ -231,7 +231,7 @@ def start_from(run: ResolvedRun, assembly: Assembly, path: Path, ranks: Ranks, s
     on_rank0(ranks, lambda: _compare(run, reader.shapes(), notes, checkpoints.folder(step), new))
     if ranks.rank == 0:
         differing = f"; {differences}" if differences else ""
-        assembly.context.log.warning("weights of step %s of %s%s", step, checkpoints.path.parent, differing)
+        assembly.context.log.warning("weights of step %s of %s%s", step, checkpoints.home, differing)
         known, here = manifest.about.identity.get("model.vocab_size"), assembly.data.vocab_size
         if manifest.about.tokenizer is None and known is not None and here * _PADDED < known:
             doubt = (

@@ -47,16 +47,17 @@ class Keeping:
         configured = named if isinstance(named, str) else None
         return tokenizer_files(file, data.end_of_text, configured=configured, template=data.chat_template())
 
-    def begin(self, step: Path | None) -> None:
+    def begin(self, step: Path | None, home: Path | None = None) -> None:
         """Write the files on rank 0, for a run that goes on from the ``step`` in this folder, its own or another one's.
 
-        Call it once nothing refuses the run: a tokenizer that does not fit must not replace the run's own.
+        ``home`` is the run folder of the step, by default around it. Call it once nothing refuses the run: a tokenizer
+        that does not fit must not replace the run's own.
         """
         if self._folder.rank:
             return
         if step is not None:
             checkpoints, number = find_step(step)
-            about, home = checkpoints.manifest(number).about, checkpoints.path.parent
+            about, home = checkpoints.manifest(number).about, home or checkpoints.home
             if identity(self._run).get("model.position") == "rope":
                 self.positions = about.longest
             if home.resolve() != self._folder.path.resolve() and self._same_text(home, about):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -24,7 +25,7 @@ from megatron_run.planning.learning_rate import LearningRate
 from megatron_run_engine.checkpoint.collectives import on_all_ranks, on_rank0
 from megatron_run_engine.checkpoint.files import no_heartbeat
 from megatron_run_engine.checkpoint.manifest import AdaptersRecord, PluginRecord
-from megatron_run_engine.checkpoint.reader import Reader
+from megatron_run_engine.checkpoint.reader import Reader, Rehearsal
 from megatron_run_engine.checkpoint.step_folder import verify_files
 from megatron_run_engine.run_folder.changes import (
     Change,
@@ -43,8 +44,6 @@ from megatron_run_engine.training.state.reading import StateReader, Upgrade, Upg
 from megatron_run_engine.training.state.same_model import check_shapes, check_tokenizer
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from megatron_run.planning import ResolvedRun
     from megatron_run.registry.loaded_plugin import Plugin
     from megatron_run_engine.checkpoint.collectives import Ranks
@@ -77,36 +76,59 @@ def resume(
     data: DataRecord,
     step: int,
     decided: Collection[str] | None,
+    verified: Manifest | None = None,
 ) -> Resumed:
     """Load ``step`` into ``assembly``. Collective. ``decided`` is that of :func:`accept`.
 
-    An error on any rank is raised on all of them. All errors but those of reading values are raised before any state
-    of ``assembly`` has changed.
+    The files are verified first, unless they were, against the manifest ``verified``. An error on any rank is raised on
+    all of them. All errors but those of reading values are raised before any state of ``assembly`` has changed.
     """
     heartbeat = assembly.context.groups.activity.heartbeat
-    manifest = on_all_ranks(ranks, lambda: _verify(checkpoints, step, ranks, heartbeat))
+    manifest = verified or on_all_ranks(ranks, lambda: _verify(checkpoints, step, ranks, heartbeat))
     words = on_all_ranks(ranks, lambda: check_tokenizer(run, checkpoints, step))
     base = on_all_ranks(ranks, lambda: open_base(run, assembly, manifest.about, checkpoints.folder(step), ranks))
-    accepted = on_all_ranks(ranks, lambda: accept(run, manifest.about, data, checkpoints.path.parent, decided, words))
+    accepted = on_all_ranks(ranks, lambda: accept(run, manifest.about, data, checkpoints.home, decided, words))
     if ranks.rank == 0:
         keys, plugins = map(str, accepted.changes), plugin_changes(manifest.about, run.plugins)
         code = program_changes(manifest.about, run)
-        files = changed_files(checkpoints.path.parent, manifest.about.data, data)
+        files = changed_files(checkpoints.home, manifest.about.data, data)
         contents = [f"of the training data {files}"] if files else []
         for line in (*plugins, *code, *keys, *contents, *rate_change(run, manifest.about, accepted)):
             assembly.context.log.warning("%s", line)
     reader = Reader(checkpoints.folder(step), manifest)
     on_all_ranks(ranks, lambda: check_shapes(run, assembly, reader, checkpoints.folder(step)))
-    read = StateReader(
-        UpgradingReader(reader, accepted.upgrade) if accepted.upgrade else reader,
+    read = _state_reader(run, reader, accepted.upgrade)
+    on_all_ranks(ranks, lambda: _load(assembly, read, accepted.scaler, updated=_updated(manifest)))
+    on_all_ranks(ranks, lambda: fill_frozen(assembly, base.reader))
+    return Resumed(accepted.progress, checkpoints.folder(step), accepted.changes, base.record)
+
+
+def _state_reader(run: ResolvedRun, reader: Reader, upgrade: Upgrade | None) -> StateReader:
+    """What reads state from ``reader`` for the optimizer of ``run``."""
+    return StateReader(
+        UpgradingReader(reader, upgrade) if upgrade else reader,
         str(run.one("optimizer")),
         zeros_if_missing="optimizer" in run.request.allow_plugin_change,
     )
-    # Before its first update a rule with state of its own saves masters only. It must then start as in a first step.
-    updated = any(tensor.keys() != {MASTER} for tensor in manifest.tensors.values())
-    on_all_ranks(ranks, lambda: _load(assembly, read, accepted.scaler, updated=updated))
-    on_all_ranks(ranks, lambda: fill_frozen(assembly, base.reader))
-    return Resumed(accepted.progress, checkpoints.folder(step), accepted.changes, base.record)
+
+
+def _updated(manifest: Manifest) -> bool:
+    """Whether the rule had made its first update: before, one with state of its own saves masters only.
+
+    It must then start as in a first step.
+    """
+    return any(tensor.keys() != {MASTER} for tensor in manifest.tensors.values())
+
+
+def files_read(run: ResolvedRun, assembly: Assembly, manifest: Manifest, ranks: Ranks) -> set[str]:
+    """The files of the step of ``manifest`` that this rank reads. Collective.
+
+    The optimizer alone knows its boxes: it loads zeros, and must be loaded again.
+    """
+    rehearsal = Rehearsal(Path(), manifest)
+    read = _state_reader(run, rehearsal, optimizer_upgrade(manifest.about, run.plugins))
+    on_all_ranks(ranks, lambda: _load(assembly, read, None, updated=_updated(manifest)))
+    return rehearsal.files
 
 
 def choose_on_rank0(choice: str, checkpoints: Checkpoints, ranks: Ranks) -> int | None:

@@ -35,7 +35,7 @@ def check_tokenizer(run: ResolvedRun, checkpoints: Checkpoints, step: int) -> tu
     both tokenizers.
     """
     about = checkpoints.manifest(step).about
-    kept = None if about.tokenizer is None else kept_tokenizer(checkpoints.path.parent, about)
+    kept = None if about.tokenizer is None else kept_tokenizer(checkpoints.home, about)
     if about.tokenizer is None and not reads_bytes(about.identity):
         return ()
     now = run.make_data().tokenizer_file

@@ -1,0 +1,273 @@
+"""The folder of a run's steps in the memory of one host, ``<memory folder>/megatron-run-<uid>/<run id>``.
+
+It holds steps as a run folder does, but of each the files of this host's ranks and of those whose copies they keep.
+Nobody else may enter it, no link in it is followed, and one process of the host changes it: the leader of its ranks.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import secrets
+import stat
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from megatron_run.errors import CheckpointError, InputError
+from megatron_run.files.safe_folder import SafeFolder
+from megatron_run_engine.checkpoint.files import FileSystem, MemoryFiles, read_whole
+from megatron_run_engine.checkpoint.manifest import LARGEST, MANIFEST, Manifest
+from megatron_run_engine.checkpoint.step_folder import Checkpoints, check_length
+
+if TYPE_CHECKING:
+    from megatron_run.contracts.schema import CheckpointSection
+
+#: The memory file system of Linux.
+SHARED_MEMORY = Path("/dev/shm")
+#: Says whose home it is, and holds the token by which ranks see that they share it.
+_RECORD = "home.json"
+_TEMPORARY = ".tmp-"
+_RUN_ID = re.compile("[0-9a-f]{32}")
+_OFF = "or without: --set checkpoint.memory_interval=0"
+
+
+class Held(NamedTuple):
+    """The part of ``step`` that a host holds: ``files`` of ``whole``, by a manifest of ``size`` bytes."""
+
+    step: int
+    sha256: str
+    size: int
+    whole: int
+    files: tuple[str, ...]
+
+
+def memory_folder(section: CheckpointSection) -> Path:
+    """The folder of all homes on this host. Raises :class:`InputError` where there is none."""
+    asked = section.memory_folder
+    path = SHARED_MEMORY if asked is None else Path(os.path.expandvars(asked)).expanduser().absolute()
+    if unset := re.search(r"\$(\w+|\{\w+\})", str(path)):
+        raise InputError(
+            f"checkpoint.memory_folder={asked} names no folder of this host",
+            why=f"its environment does not set {unset[1].strip('{}')}",
+            fix=f"set it, name another folder of a tmpfs, {_OFF}",
+        )
+    if not path.is_dir():
+        why = "unset, it is Linux's /dev/shm" if asked is None else ""
+        raise InputError(
+            f"there is no folder {path} for steps in memory",
+            why=why,
+            fix=f"set checkpoint.memory_folder to a folder of a tmpfs, {_OFF}",
+        )
+    return path
+
+
+class MemoryHome:
+    """The home of the run ``run`` in the run folder ``home``, below the memory ``folder`` of this host."""
+
+    def __init__(self, folder: Path, run: str, home: Path, files: FileSystem | None = None) -> None:
+        self._user = folder / f"megatron-run-{os.geteuid()}"
+        self._run, self._files = run, files or MemoryFiles()
+        #: The steps. A :class:`Checkpoints` of a part of their files.
+        self.steps = Checkpoints(self._user / run, home)
+
+    @property
+    def path(self) -> Path:
+        """The folder."""
+        return self.steps.path
+
+    def make(self) -> None:
+        """Create the folder, where it is missing, and propose a token. Raises :class:`InputError`.
+
+        Once all ranks have, :meth:`token` is the same for those that share the folder.
+        """
+        for path in (self._user, self.path):
+            with suppress(FileExistsError):
+                self._files.make_folder(path)
+            _check_private(path)
+        if self._record().get("run") != self._run:
+            record = {"v": 1, "run": self._run, "folder": str(self.steps.home), "token": secrets.token_hex(16)}
+            SafeFolder(self.path).write_json(_RECORD, record)
+
+    def token(self) -> str:
+        """The token. Raises :class:`CheckpointError` where the folder has lost it."""
+        token = self._record().get("token")
+        if not isinstance(token, str):
+            raise CheckpointError(f"{self.path} cannot hold steps in memory", why="it was changed meanwhile")
+        return token
+
+    def _record(self) -> Mapping[str, Any]:
+        return SafeFolder(self.path).read_json(_RECORD) or {}
+
+    def room(self) -> int:
+        """Bytes that steps may take: what is free, and what those that are there have taken."""
+        free = os.statvfs(self.path)
+        return free.f_bavail * free.f_frsize + sum(map(_size, self.path.glob("*/*")))
+
+    def temporary(self, step: int) -> Path:
+        """The folder of ``step`` until its commit."""
+        return self.path / f"{_TEMPORARY}step{step}"
+
+    def begin(self, step: int) -> None:
+        """Make room for ``step``: of those before, the newest alone stays. Raises OSError."""
+        for entry in sorted(self.path.iterdir()):
+            if entry.name.startswith(_TEMPORARY):
+                self._files.remove_tree(entry)
+        for old in [each for each in self.steps.steps() if each < step][:-1]:
+            self._remove(old)
+        self.forget(step - 1)  # a run that went back does that step again
+        self._files.make_folder(self.temporary(step))
+
+    def commit(self, manifest: Manifest) -> None:
+        """Commit the step of ``manifest``, whose files lie in the temporary folder. Raises OSError."""
+        step = manifest.about.step
+        self.write_manifest(self.temporary(step), manifest)
+        self._files.rename(self.temporary(step), self.steps.folder(step))
+
+    def write_manifest(self, folder: Path, manifest: Manifest) -> None:
+        """Write ``manifest`` into ``folder``."""
+        with self._files.create(folder / MANIFEST) as file:
+            file.write(manifest.encode())
+
+    def take_in(self, manifest: Manifest, *, anew: bool) -> None:
+        """Make a folder for the step of ``manifest``, of which other hosts hold files, where there is none.
+
+        With ``anew`` one that is there goes: its files are of another save of the step.
+        """
+        if anew:
+            self._discard(manifest.about.step)
+        if not self.steps.folder(manifest.about.step).exists():
+            self.give_up(manifest.about.step)
+            self._files.make_folder(self.temporary(manifest.about.step))
+            self.commit(manifest)
+
+    def give_up(self, step: int) -> None:
+        """Remove the files of a step that will not be committed, as far as possible."""
+        with suppress(OSError):
+            self._files.remove_tree(self.temporary(step))
+
+    def forget(self, after: int | None) -> None:
+        """Remove the steps after ``after`` (None: all), as far as possible: the run goes on from there."""
+        for step in self.steps.steps():
+            if after is None or step > after:
+                with suppress(OSError):
+                    self._remove(step)
+
+    def refuse(self, step: int, file: str) -> None:
+        """Remove a ``file`` of ``step`` that is not what it should be, so that no one takes it for a copy."""
+        with suppress(OSError):
+            self._files.unlink(self.steps.folder(step) / file)
+
+    def remove(self) -> None:
+        """Remove all, as far as possible."""
+        with suppress(OSError):
+            self._files.remove_tree(self.path)
+
+    def _remove(self, step: int) -> None:
+        deleted = self.path / f"{_TEMPORARY}deleted-{step}"
+        self._files.rename(self.steps.folder(step), deleted)  # whole, or not a step
+        self._files.remove_tree(deleted)
+
+    def survey(self) -> tuple[list[Held], list[str]]:
+        """The steps that lie here, and a line for each thing that is refused and removed. Contents are not read."""
+        held, refused = [], []
+        for step in self.steps.steps():
+            try:
+                manifest = self._own_manifest(step)
+                content = read_whole(self.steps.folder(step) / MANIFEST, LARGEST)
+            except CheckpointError as error:
+                refused.append(str(error))
+                self._discard(step)
+                continue
+            files = [*self._whole_files(step, manifest, refused)]
+            sha256 = hashlib.sha256(content).hexdigest()
+            held.append(Held(step, sha256, len(content), len(manifest.files), tuple(files)))
+        return held, refused
+
+    def _own_manifest(self, step: int) -> Manifest:
+        manifest = self.steps.manifest(step)
+        if manifest.about.run != self._run:
+            raise CheckpointError(f"{self.steps.folder(step)} is of another run", why=manifest.about.run)
+        return manifest
+
+    def _whole_files(self, step: int, manifest: Manifest, refused: list[str]) -> Iterator[str]:
+        for name in manifest.files:
+            if os.path.lexists(self.steps.folder(step) / name):
+                try:
+                    check_length(self.steps.folder(step), name, manifest)
+                    yield name
+                except CheckpointError as error:
+                    refused.append(str(error))
+                    self.refuse(step, name)
+
+    def _discard(self, step: int) -> None:
+        """Remove what lies in the place of ``step``, a folder or a link."""
+        folder = self.steps.folder(step)
+        with suppress(OSError):
+            (self._files.unlink if folder.is_symlink() else self._files.remove_tree)(folder)
+
+    def sweep(self) -> list[str]:
+        """Remove homes beside this one of runs that are finished, or whose folders are gone; the lines that say so.
+
+        A run folder that cannot be seen, as on a file system that is not mounted, is not gone.
+        """
+        removed = []
+        for path in sorted(self._user.iterdir()):
+            record = SafeFolder(path).read_json(_RECORD) if _RUN_ID.fullmatch(path.name) and path != self.path else None
+            if record is not None and (why := _why_useless(path.name, Path(str(record.get("folder"))))):
+                with suppress(OSError):
+                    self._files.remove_tree(path)
+                    removed.append(f"{path} is removed: {why}")
+        return removed
+
+
+def _why_useless(run: str, home: Path) -> str:
+    """Why nobody will resume the ``run`` in the run folder ``home`` from memory; empty if somebody may."""
+    if not home.parent.is_dir():
+        return ""
+    if not home.is_dir():
+        return f"its run folder {home} is gone"
+    if (SafeFolder(home).read_json("run.json") or {}).get("id") != run:
+        return f"{home} is the folder of another run"
+    finished = (SafeFolder(home).read_json("status.json") or {}).get("state") == "finished"
+    return f"the run in {home} is finished" if finished else ""
+
+
+def _check_private(path: Path) -> None:
+    """Raise :class:`InputError` unless ``path`` is a folder of this user that nobody else may enter."""
+    found = path.lstat()
+    why = ""
+    if stat.S_ISLNK(found.st_mode):
+        why = f"it is a symbolic link to {path.readlink()}"
+    elif not stat.S_ISDIR(found.st_mode):
+        why = "it is no folder"
+    elif found.st_uid != os.geteuid():
+        why = f"it belongs to another user, number {found.st_uid}"
+    elif found.st_mode & 0o077:
+        why = f"others may enter it: its mode is {stat.S_IMODE(found.st_mode):04o}"
+    if why:
+        fix = f"remove it, set checkpoint.memory_folder to a folder of another tmpfs, {_OFF}"
+        raise InputError(f"{path} cannot hold steps in memory", why=why, fix=fix)
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.lstat().st_size
+    except OSError:
+        return 0
+
+
+def newest_in_memory(section: CheckpointSection, run: str) -> tuple[int, Path] | None:
+    """The newest step of ``run`` that memory holds on this host, and its folder; None where there is none.
+
+    For a line to the user: whether it is whole, the ranks find out.
+    """
+    if not section.memory_interval.amount:
+        return None
+    with suppress(InputError, OSError):
+        steps = MemoryHome(memory_folder(section), run, Path()).steps
+        newest = max(steps.steps(), default=None)
+        return None if newest is None else (newest, steps.folder(newest))
+    return None
