@@ -137,7 +137,7 @@ class MemoryHome:
         With ``anew`` one that is there goes: its files are of another save of the step.
         """
         if anew:
-            self._discard(manifest.about.step)
+            self._clear(self.steps.folder(manifest.about.step))
         if not self.steps.folder(manifest.about.step).exists():
             self.give_up(manifest.about.step)
             self._files.make_folder(self.temporary(manifest.about.step))
@@ -157,8 +157,7 @@ class MemoryHome:
 
     def refuse(self, step: int, file: str) -> None:
         """Remove a ``file`` of ``step`` that is not what it should be, so that no one takes it for a copy."""
-        with suppress(OSError):
-            self._files.unlink(self.steps.folder(step) / file)
+        self._clear(self.steps.folder(step) / file)
 
     def remove(self) -> None:
         """Remove all, as far as possible."""
@@ -179,7 +178,7 @@ class MemoryHome:
                 content = read_whole(self.steps.folder(step) / MANIFEST, LARGEST)
             except CheckpointError as error:
                 refused.append(str(error))
-                self._discard(step)
+                self._clear(self.steps.folder(step))
                 continue
             files = [*self._whole_files(step, manifest, refused)]
             sha256 = hashlib.sha256(content).hexdigest()
@@ -202,11 +201,10 @@ class MemoryHome:
                     refused.append(str(error))
                     self.refuse(step, name)
 
-    def _discard(self, step: int) -> None:
-        """Remove what lies in the place of ``step``, a folder or a link."""
-        folder = self.steps.folder(step)
+    def _clear(self, path: Path) -> None:
+        """Remove what lies in the place of ``path``, be it a file, a folder or a link, as far as possible."""
         with suppress(OSError):
-            (self._files.unlink if folder.is_symlink() else self._files.remove_tree)(folder)
+            (self._files.remove_tree if path.is_dir() and not path.is_symlink() else self._files.unlink)(path)
 
     def sweep(self) -> list[str]:
         """Remove homes beside this one of runs that are finished, or whose folders are gone; the lines that say so.

@@ -25,6 +25,7 @@ from megatron_run_engine.checkpoint.saving import Retention, Saver
 from megatron_run_engine.checkpoint.step_folder import Checkpoints
 from megatron_run_engine.data.contents import contents_hash
 from megatron_run_engine.run_folder.changes import digest, identity
+from megatron_run_engine.run_folder.folder import is_run_id
 from megatron_run_engine.run_folder.permissions import with_granted
 from megatron_run_engine.runtime.comm import create_aside, patience
 from megatron_run_engine.runtime.parameter_init import frozen, shapes_of, trained
@@ -80,7 +81,9 @@ class Checkpointing:
             at_once=threads,
         )
         self._async_saver = self._make_async_saver() if run.config.checkpoint.async_save else None
-        self._memory = MemoryTier(run, assembly, folder) if run.config.checkpoint.memory_interval.amount else None
+        # Of a run without a name, in a scratch folder, no other process knows: nobody would resume it.
+        in_memory = run.config.checkpoint.memory_interval.amount and is_run_id(folder.run_id)
+        self._memory = MemoryTier(run, assembly, folder) if in_memory else None
         self._blocked_s = 0.0  # how long the asynchronous save in progress has blocked the training
         self._unreported: list[CheckpointMetrics] = []
         self._adapters: AdaptersRecord | None = None  # what a step adds to which weights; None: it holds all of them

@@ -1,0 +1,410 @@
+"""Steps in the memory of hosts: what is saved survives any host, and no copy that is not what it was is ever taken."""
+
+from __future__ import annotations
+
+import os
+import queue
+import shutil
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import product
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+from torch import Tensor
+
+from megatron_run.errors import CheckpointError, InputError
+from megatron_run_engine.checkpoint.files import FileSystem, MemoryFiles, NewFile
+from megatron_run_engine.checkpoint.hosts import Hosts, Transfer
+from megatron_run_engine.checkpoint.manifest import MANIFEST, Manifest
+from megatron_run_engine.checkpoint.memory_home import Held, MemoryHome
+from megatron_run_engine.checkpoint.memory_saver import Found, MemorySaver, Survivors, choose
+from megatron_run_engine.checkpoint.reader import Reader
+from tests.support.saved_steps import State, about, dealt, on_threads, random_state, same_state, shapes_of
+
+#: As those of runs are: a home of another name is nobody's.
+RUN = "0123456789abcdef" * 2
+
+
+@dataclass
+class Post:
+    """Bytes between ranks that are threads, each pair's in their order. Nobody waits longer than ten seconds."""
+
+    boxes: dict[tuple[int, int], queue.Queue[bytes]] = field(default_factory=lambda: defaultdict(queue.Queue))
+
+    def of(self, rank: int) -> Postman:
+        return Postman(rank, self.boxes)
+
+
+@dataclass
+class Postman:
+    rank: int
+    boxes: dict[tuple[int, int], queue.Queue[bytes]]
+
+    def send(self, data: Tensor, target: int) -> None:
+        self.boxes[self.rank, target].put(data.numpy().tobytes())
+
+    def receive(self, data: Tensor, source: int) -> None:
+        content = self.boxes[source, self.rank].get(timeout=10)
+        assert len(content) == len(data), "the two ends agree on each block"
+        memoryview(data.numpy())[:] = content
+
+
+@dataclass
+class Cluster:
+    """Hosts, each a folder, with as many ranks as ``sizes`` say. ``said`` are the lines of rank 0."""
+
+    folder: Path
+    sizes: Sequence[int] = (2, 2)
+    files: Mapping[int, FileSystem] = field(default_factory=dict)
+    said: list[str] = field(default_factory=list)
+
+    @property
+    def host_of(self) -> list[int]:
+        return [host for host, size in enumerate(self.sizes) for _ in range(size)]
+
+    def home(self, host: int) -> MemoryHome:
+        folder = self.folder / f"host{host}"
+        folder.mkdir(exist_ok=True)
+        return MemoryHome(folder, RUN, self.folder / "run", self.files.get(host))
+
+    def path(self, host: int, step: int, file: int | str) -> Path:
+        name = file if isinstance(file, str) else f"rank-{file:05d}.safetensors"
+        return self.home(host).steps.folder(step) / name
+
+    def on_ranks(self, work: Callable[[Any, MemoryHome, Hosts, Postman], Any]) -> list[Any]:
+        post = Post()
+        for host in range(len(self.sizes)):
+            self.home(host).make()
+        hosts = Hosts.seeing([self.home(host).token() for host in self.host_of])
+        return on_threads(
+            len(self.host_of),
+            lambda ranks: work(ranks, self.home(self.host_of[ranks.rank]), hosts, post.of(ranks.rank)),
+        )
+
+    def save(self, step: int, state: State, **more: Any) -> list[Any]:
+        """Save ``state``; by rank, the step's size or what was raised."""
+        hands, shapes = dealt(step, state, len(self.host_of)), shapes_of(state)
+
+        def save(ranks: Any, home: MemoryHome, hosts: Hosts, postman: Postman) -> int:
+            files = self.files.get(hosts.host_of(ranks.rank))
+            saver = MemorySaver(home, hosts, ranks, postman, files=files)
+            return saver.save(about(step, run=RUN, **more), hands[ranks.rank], shapes)
+
+        return self.on_ranks(save)
+
+    def find(self, at_least: int = 1, read: Callable[[int, Manifest], Any] | None = None) -> list[Any]:
+        """What each rank finds; it reads all, or the files that ``read`` says."""
+
+        def find(ranks: Any, home: MemoryHome, hosts: Hosts, postman: Postman) -> Found | None:
+            survivors = Survivors(home, hosts, ranks, postman, self.said.append)
+            return survivors.find(at_least, lambda manifest: read(ranks.rank, manifest) if read else manifest.files)
+
+        found = self.on_ranks(find)
+        assert not [each for each in found if isinstance(each, Exception)], found
+        return found
+
+    def found(self) -> tuple[int, State]:
+        """The step that all ranks find, and its state as the last rank reads it."""
+        found = self.find()
+        assert len({each.step for each in found}) == 1
+        return found[0].step, state_in(found[-1])
+
+
+def state_in(found: Found) -> State:
+    reader = Reader(found.steps.folder(found.step), found.manifest)
+    return {
+        name: {each: reader.read(name, each, (0,) * len(record.shape), record.shape) for each, record in fields.items()}
+        for name, fields in found.manifest.tensors.items()
+    }
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Cluster:
+    """Two hosts of two ranks, whose memory holds steps 10 and 20."""
+    cluster = Cluster(tmp_path)
+    for step in (10, 20):
+        assert all(isinstance(size, int) for size in cluster.save(step, random_state(step)))
+    return cluster
+
+
+@pytest.mark.parametrize("sizes", [(1,), (3,), (1, 1), (2, 2), (2, 1), (1, 3), (2, 1, 3)])
+def test_what_was_saved_is_found_whichever_host_is_lost(tmp_path: Path, sizes: tuple[int, ...]) -> None:
+    lost: list[int | None] = [None, *range(len(sizes))] if len(sizes) > 1 else [None]
+    for host in lost:
+        cluster = Cluster(tmp_path / str(host), sizes)
+        cluster.folder.mkdir()
+        state = random_state(7)
+        cluster.save(7, state)
+        if host is not None:
+            shutil.rmtree(cluster.home(host).path.parent)
+        step, found = cluster.found()
+        assert (step, same_state(found, state)) == (7, True)
+    assert not cluster.said
+
+
+def test_a_host_keeps_its_own_files_and_those_of_one_neighbour(tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path, (1, 1, 1))
+    cluster.save(5, random_state(5))
+    for host in range(3):
+        names = {path.name for path in cluster.home(host).steps.folder(5).iterdir()}
+        assert names == {MANIFEST, *(f"rank-{rank:05d}.safetensors" for rank in (host, (host - 1) % 3))}
+    assert len({cluster.path(host, 5, MANIFEST).read_bytes() for host in range(3)}) == 1
+
+
+def test_the_two_newest_steps_stay_and_room_is_made_before_a_third_is_written(cluster: Cluster) -> None:
+    during: list[list[int]] = []
+    begin = MemoryHome.begin
+
+    def look(home: MemoryHome, step: int) -> None:
+        begin(home, step)
+        during.append(home.steps.steps())
+
+    with mock.patch.object(MemoryHome, "begin", look):
+        cluster.save(30, random_state(30))
+    assert during == [[20], [20]]
+    assert [cluster.home(host).steps.steps() for host in range(2)] == [[20, 30]] * 2
+
+
+def test_only_what_ranks_read_is_sent(tmp_path: Path) -> None:
+    """Four hosts in a ring: a lost one gets from its neighbours what its rank saved, and nothing else."""
+    cluster = Cluster(tmp_path, (1, 1, 1, 1))
+    cluster.save(5, random_state(5))
+    shutil.rmtree(cluster.home(2).path.parent)
+    found = cluster.find(read=lambda rank, _: [f"rank-{rank:05d}.safetensors"])
+    assert all(each.step == 5 for each in found)
+    assert {path.name for path in cluster.home(2).steps.folder(5).iterdir()} == {MANIFEST, "rank-00002.safetensors"}
+
+
+def test_both_copies_lost_is_the_older_step_or_none_and_a_line(cluster: Cluster) -> None:
+    for host in range(2):
+        cluster.path(host, 20, 1).unlink()
+    assert cluster.found()[0] == 10
+    assert cluster.said == ["step 20 in memory is not whole: 1 of its 4 files are on no host"]
+    assert cluster.find(at_least=11) == [None] * 4, "the disk has a newer one"
+    for host in range(2):
+        shutil.rmtree(cluster.home(host).path)
+    assert cluster.find() == [None] * 4
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 4
+    path.write_bytes(content)
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def link(path: Path) -> None:
+    path.rename(path.with_name("elsewhere"))
+    path.symlink_to("elsewhere")
+
+
+def folder(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+#: By what is done to a file, the words of the line that says so.
+LIES: Mapping[Callable[[Path], None], str] = {
+    flip: "is damaged: its XXH3 is not that of the manifest",
+    cut: "is damaged: it has",
+    link: "cannot be read: it is a symbolic link",
+    folder: "cannot be read: ",
+}
+
+
+@pytest.mark.parametrize(("lie", "host"), [*product(LIES, range(2))])
+def test_a_copy_that_lies_is_named_and_the_other_one_taken(
+    cluster: Cluster, lie: Callable[[Path], None], host: int
+) -> None:
+    lie(cluster.path(host, 20, 2))
+    step, found = cluster.found()
+    assert (step, same_state(found, random_state(20))) == (20, True)
+    (line,) = cluster.said
+    assert str(cluster.path(host, 20, 2)) in line
+    assert LIES[lie] in line
+
+
+@pytest.mark.parametrize("lie", [*LIES])
+def test_where_both_copies_lie_the_older_step_is_taken(cluster: Cluster, lie: Callable[[Path], None]) -> None:
+    for host in range(2):
+        lie(cluster.path(host, 20, 2))
+    step, found = cluster.found()
+    assert (step, same_state(found, random_state(10))) == (10, True)
+    assert len(cluster.said) == 3
+    assert cluster.said[-1].startswith("step 20 in memory is not whole")
+
+
+def test_a_copy_that_was_flipped_and_is_sent_is_found_by_who_gets_it(tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path, (1, 1, 1))
+    for step in (10, 20):
+        cluster.save(step, random_state(step))
+    flip(cluster.path(1, 20, 0))  # the neighbour's copy of what rank 0 saved
+    shutil.rmtree(cluster.home(0).path.parent)
+    found = cluster.find(read=lambda rank, _: [f"rank-{rank:05d}.safetensors"])  # its holder reads it not
+    assert {each.step for each in found} == {10}
+    damaged, not_whole = cluster.said
+    assert damaged.startswith("in memory rank-00000.safetensors of rank 1 is damaged: its XXH3")
+    assert not_whole == "step 20 in memory is not whole: 1 of its 3 files are on no host"
+
+
+@pytest.mark.parametrize("what", ["foreign", "garbage", "another step"])
+def test_a_manifest_that_is_not_this_runs_is_refused_and_the_other_hosts_is_used(cluster: Cluster, what: str) -> None:
+    path = cluster.path(1, 20, MANIFEST)
+    if what == "foreign":
+        other = Cluster(cluster.folder / "other")
+        other.folder.mkdir()
+        with mock.patch(f"{__name__}.RUN", "f" * 32):
+            other.save(20, random_state(20))
+            shutil.copy(other.path(1, 20, MANIFEST), path)
+    elif what == "another step":
+        shutil.copy(cluster.path(1, 10, MANIFEST), path)
+    else:
+        path.write_text("garbage")
+    step, found = cluster.found()
+    assert (step, same_state(found, random_state(20))) == (20, True)
+    (line,) = cluster.said
+    assert "of another run" in line or "is damaged" in line or "is not what its name says" in line
+
+
+def test_a_link_in_the_place_of_a_step_is_not_followed(cluster: Cluster) -> None:
+    moved = cluster.folder / "moved"
+    cluster.home(0).steps.folder(20).rename(moved)
+    cluster.home(0).steps.folder(20).symlink_to(moved)
+    assert cluster.found()[0] == 20
+    assert not cluster.home(0).steps.folder(20).is_symlink()
+    assert len(list(moved.iterdir())) == 5, "what it led to is left alone"
+
+
+def test_hosts_with_different_saves_of_one_step_use_the_one_that_is_whole(cluster: Cluster) -> None:
+    """A host that was lost and came back holds what an earlier attempt saved."""
+    other = Cluster(cluster.folder / "other")
+    other.folder.mkdir()
+    other.save(20, random_state(99), time="later")
+    shutil.rmtree(cluster.home(1).path)
+    shutil.copytree(other.home(1).path, cluster.home(1).path)
+    for rank in range(2):
+        cluster.path(1, 20, rank).unlink()  # so that theirs is not whole
+    step, found = cluster.found()
+    assert (step, same_state(found, random_state(20))) == (20, True)
+
+
+def test_another_layout_reads_what_four_ranks_saved(cluster: Cluster) -> None:
+    fewer = Cluster(cluster.folder, (1, 1))
+    step, found = fewer.found()
+    assert (step, same_state(found, random_state(20))) == (20, True)
+    more = Cluster(cluster.folder, (3, 2))
+    assert more.found()[0] == 20
+
+
+class Full(MemoryFiles):
+    """A file system that takes so many new files."""
+
+    left = 10**9
+
+    def create(self, path: Path) -> NewFile:
+        self.left -= 1
+        if self.left < 0:
+            raise OSError(28, os.strerror(28), str(path))
+        return super().create(path)
+
+
+@pytest.mark.parametrize("left", range(5))
+def test_memory_that_is_full_leaves_the_steps_before_and_goes_on_when_there_is_room(
+    cluster: Cluster, left: int
+) -> None:
+    """Own shards, copies and the manifest are five files of a host."""
+    full = Full()
+    cluster.files = {1: full}
+    full.left = left
+    failed = cluster.save(30, random_state(30))
+    assert all(isinstance(each, CheckpointError) for each in failed)
+    assert "No space left on device" in str(failed[0])
+    assert not list(cluster.home(1).path.glob(".tmp*"))
+    full.left = 10**9
+    cluster.files = {}
+    assert cluster.found()[0] in ((20, 30) if left == 4 else (20,)), "the other host may have committed"
+    cluster.files = {1: full}
+    assert all(isinstance(each, int) for each in cluster.save(40, random_state(40)))
+    assert cluster.found()[0] == 40
+
+
+def test_a_host_that_commits_alone_has_saved_the_step_for_all(cluster: Cluster) -> None:
+    """Ranks that die between the commits of two hosts: whichever host has committed holds, of two, every file."""
+    shutil.rmtree(cluster.home(1).steps.folder(20))
+    step, found = cluster.found()
+    assert (step, same_state(found, random_state(20))) == (20, True)
+
+
+def test_a_folder_that_others_could_change_is_refused(tmp_path: Path) -> None:
+    user = tmp_path / f"megatron-run-{os.geteuid()}"
+    home = MemoryHome(tmp_path, RUN, tmp_path / "run")
+    user.mkdir(mode=0o755)
+    with pytest.raises(InputError, match="others may enter it: its mode is 0755"):
+        home.make()
+    user.rmdir()
+    (tmp_path / "elsewhere").mkdir(mode=0o700)
+    user.symlink_to("elsewhere")
+    with pytest.raises(InputError, match="it is a symbolic link to elsewhere"):
+        home.make()
+    user.unlink()
+    user.write_text("")
+    with pytest.raises(InputError, match="it is no folder"):
+        home.make()
+    user.unlink()
+    home.make()
+    assert [stat.st_mode & 0o777 for stat in (user.stat(), home.path.stat())] == [0o700] * 2
+    owner = os.geteuid()
+    with (
+        mock.patch("os.geteuid", return_value=owner + 1),
+        pytest.raises(InputError, match="it belongs to another user"),
+    ):
+        MemoryHome(tmp_path, RUN, tmp_path / "run").make()
+
+
+def test_homes_of_runs_that_are_finished_or_gone_are_swept_and_no_others(tmp_path: Path) -> None:
+    memory, kept = tmp_path / "memory", tmp_path / "runs"
+    memory.mkdir()
+    states = {"a": "finished", "b": "failed", "c": None, "d": "running"}
+    for letter, state in states.items():
+        run = kept / letter
+        MemoryHome(memory, letter * 32, run).make()
+        if state is not None:
+            run.mkdir(parents=True)
+            (run / "run.json").write_text(f'{{"id": "{letter * 32}"}}')
+            (run / "status.json").write_text(f'{{"state": "{state}"}}')
+    MemoryHome(memory, "e" * 32, tmp_path / "not mounted" / "run").make()
+    home = MemoryHome(memory, RUN, kept / "mine")
+    home.make()
+    lines = home.sweep()
+    assert [line.rpartition("/")[2] for line in lines] == ["a is finished", "c is gone"]
+    left = {path.name[0] for path in home.path.parent.iterdir()}
+    assert left == {"b", "d", "e", RUN[0]}
+
+
+def test_a_copy_goes_to_the_next_host_whose_ranks_share_the_work() -> None:
+    hosts = Hosts.seeing(["x", "y", "x", "y", "x", "z"])
+    assert hosts.ranks == ((0, 2, 4), (1, 3), (5,))
+    assert [hosts.neighbour(rank) for rank in range(6)] == [1, 5, 3, 5, 1, 0]
+    assert [rank for rank in range(6) if hosts.leads(rank)] == [0, 1, 5]
+    assert hosts.share(4, "abcdefg") == ["c", "f"]
+    assert Hosts.seeing(["x"] * 3).neighbour(1) is None
+    sent = hosts.fetches({"a": 1, "b": 2, "c": 3}, [{"a"}, {"a", "b", "c"}, set()], [{"a", "c"}, {"a"}, {"b"}])
+    assert sent == [Transfer("b", 2, 5, 1), Transfer("c", 3, 2, 3)]
+
+
+def test_the_newest_step_that_is_whole_over_the_hosts_is_chosen() -> None:
+    one = [Held(4, "x", 9, 2, ("a", "b")), Held(6, "y", 9, 3, ("a", "b"))]
+    other = [Held(4, "x", 9, 2, ()), Held(6, "y", 9, 3, ("b",)), Held(6, "z", 7, 1, ("c",))]
+    chosen, lines = choose([one, other], 1)
+    assert chosen == (6, 1, 7, [(), ("c",)])
+    chosen, lines = choose([one, other[:2]], 1)
+    assert chosen == (4, 0, 9, [("a", "b"), ()])
+    assert lines == ["step 6 in memory is not whole: 1 of its 3 files are on no host"]
+    assert choose([one, other], 7) == (None, [])

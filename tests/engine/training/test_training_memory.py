@@ -1,0 +1,193 @@
+"""A run whose steps lie in memory too: it goes on from there bit for bit, and leaves nothing when it has ended."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from megatron_run.errors import CheckpointError, ExitCode, GuardError
+from megatron_run_engine.checkpoint.files import MemoryFiles, NewFile
+from megatron_run_engine.checkpoint.memory_home import MemoryHome
+from megatron_run_engine.checkpoint.step_folder import Checkpoints
+from megatron_run_engine.training.state import checkpointing
+from tests.support.resuming import SMALL, Attempt, attempt
+from tests.support.saved_steps import read_all, same_state
+from tests.support.training_bench import Bench
+
+RUN = "0123456789abcdef" * 2
+#: fp16 with overflows: the scaler has state too.
+SETS = {
+    **SMALL,
+    "train.steps": 9,
+    "train.precision": "fp16",
+    "scaler.initial_loss_scale": 2.0**22,
+    "scaler.loss_scale_window": 2,
+    "scaler.hysteresis": 1,
+    "checkpoint.interval": 5,
+    "checkpoint.memory_interval": 2,
+}
+
+
+@pytest.fixture(autouse=True)
+def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The memory of this host, by a variable of its environment."""
+    memory = tmp_path / "memory"
+    memory.mkdir()
+    monkeypatch.setenv("HOST_MEMORY", str(memory))
+    return memory
+
+
+def named(folder: Path) -> Path:
+    """A run folder with a name for its run."""
+    folder.mkdir(exist_ok=True)
+    (folder / "run.json").write_text(json.dumps({"id": RUN}))
+    return folder
+
+
+def in_memory(folder: Path) -> list[int]:
+    return MemoryHome(Path(os.environ["HOST_MEMORY"]), RUN, folder).steps.steps()
+
+
+def dies_in(step: int) -> Callable[[int], None]:
+    def die(done: int) -> None:
+        if done == step:
+            raise KeyboardInterrupt
+
+    return die
+
+
+def trained(folder: Path, sets: dict[str, Any] | None = None, **asked: Any) -> Attempt:
+    return attempt(named(folder), {**SETS, "checkpoint.memory_folder": "$HOST_MEMORY", **(sets or {})}, **asked)
+
+
+def died(folder: Path, step: int, sets: dict[str, Any] | None = None, **asked: Any) -> None:
+    """A run that ended within ``step`` without a word, once the steps before it were saved."""
+    with pytest.raises(KeyboardInterrupt):
+        trained(folder, sets, each_step=dies_in(step), **asked)
+
+
+def test_a_run_that_died_goes_on_from_memory_bit_for_bit_and_leaves_nothing_at_its_end(tmp_path: Path) -> None:
+    whole = trained(tmp_path / "whole", {"checkpoint.memory_interval": 0})
+    assert not (tmp_path / "memory").joinpath(f"megatron-run-{os.geteuid()}").exists()
+    died(tmp_path / "run", 9)
+    assert in_memory(tmp_path / "run") == [6, 8]
+    went_on = trained(tmp_path / "run", number=2)
+    assert (went_on.first, went_on.saved) == (9, [9])
+    assert went_on.numbers[9] == whole.numbers[9]
+    found = [Checkpoints(tmp_path / name / "checkpoints") for name in ("whole", "run")]
+    assert same_state(*(read_all(each, 9) for each in found))
+    assert not MemoryHome(tmp_path / "memory", RUN, tmp_path / "run").path.exists()
+
+
+def test_a_step_on_disk_that_is_newer_is_taken_and_of_the_same_one_that_in_memory(tmp_path: Path) -> None:
+    resume, loaded = checkpointing.resume, list[Path]()
+
+    def watched(run: Any, assembly: Any, checkpoints: Checkpoints, *others: Any) -> Any:
+        loaded.append(checkpoints.path)
+        return resume(run, assembly, checkpoints, *others)
+
+    with mock.patch.object(checkpointing, "resume", watched):
+        for name, interval in (("newer", 4), ("same", 5)):
+            sets = {"checkpoint.memory_interval": interval}
+            died(tmp_path / name, 7, sets)
+            assert in_memory(tmp_path / name) == [interval]
+            assert trained(tmp_path / name, sets, number=2).first == 6
+    memory = MemoryHome(tmp_path / "memory", RUN, tmp_path).path
+    assert loaded == [tmp_path / "newer" / "checkpoints", memory]
+
+
+def test_a_step_that_is_asked_for_is_that_on_disk_and_memory_forgets_what_comes_after(tmp_path: Path) -> None:
+    died(tmp_path / "run", 9)
+    died(tmp_path / "run", 6, number=2, resume="5")
+    assert in_memory(tmp_path / "run") == [], "6 and 8 were of the steps that are done again"
+    died(tmp_path / "run", 9, number=3)
+    died(tmp_path / "run", 2, number=4, resume="never")
+    assert in_memory(tmp_path / "run") == []
+
+
+def test_a_run_that_is_stopped_has_its_step_on_disk_and_none_in_memory(tmp_path: Path) -> None:
+    stopped = trained(tmp_path / "run", stop_after=4)
+    assert (stopped.code, stopped.saved) == (ExitCode.SIGTERM, [4])
+    assert in_memory(tmp_path / "run") == []
+
+
+def test_a_lying_step_is_named_and_the_one_before_it_taken(tmp_path: Path) -> None:
+    died(tmp_path / "run", 9)
+    (shard,) = MemoryHome(tmp_path / "memory", RUN, tmp_path / "run").steps.folder(8).glob("*.safetensors")
+    content = bytearray(shard.read_bytes())
+    content[-1] ^= 1
+    shard.write_bytes(content)
+    assert trained(tmp_path / "run", number=2).first == 7
+
+
+def bench(folder: Path, *sets: str) -> Bench:
+    named(folder)
+    given = (f"{key}={value}" for key, value in SMALL.items())
+    return Bench(folder, *given, "checkpoint.memory_folder=$HOST_MEMORY", *sets, again=True)
+
+
+def test_a_rewind_goes_back_to_the_disk_and_memory_with_it(tmp_path: Path) -> None:
+    sets = ("train.steps=12", "guard.spike=rewind", "guard.spike_window=8", "eval.interval=0")
+    rewinding = bench(tmp_path / "run", *sets, "checkpoint.interval=8", "checkpoint.memory_interval=3")
+    rewinding.spoil_losses(lambda begun, _, total: total * 9 if begun == 11 else total)
+    held: dict[int, list[int]] = {}
+    rewinding.watch.after_step = lambda: held.setdefault(len(rewinding.watch.steps), in_memory(tmp_path / "run"))
+    rewinding.train()
+    assert [step.step for step in rewinding.watch.steps] == [*range(1, 12), *range(9, 13)]
+    assert held[12] == [6], "9 is of the steps that were undone"
+
+
+def test_what_a_guard_has_judged_wrong_is_not_kept(tmp_path: Path) -> None:
+    stopping = bench(tmp_path / "run", "train.steps=12", "guard.nan_loss=stop", "checkpoint.memory_interval=2")
+    stopping.spoil_losses(lambda begun, _, total: total * float("nan") if begun == 6 else total)
+    with pytest.raises(GuardError) as failure:
+        stopping.train()
+    assert 2 in in_memory(tmp_path / "run")
+    stopping.trainer.close(failure.value)
+    assert in_memory(tmp_path / "run") == []
+
+
+def test_memory_that_is_full_is_said_once_and_training_goes_on(tmp_path: Path) -> None:
+    room = SimpleNamespace(full=False)
+
+    class Memory(MemoryFiles):
+        def create(self, path: Path) -> NewFile:
+            if room.full:
+                raise OSError(28, os.strerror(28), str(path))
+            return super().create(path)
+
+    with mock.patch("megatron_run_engine.checkpoint.memory_saver.MemoryFiles", Memory):
+        run = bench(tmp_path / "run", "train.steps=12", "checkpoint.memory_interval=2")
+        run.watch.after_step = lambda: setattr(room, "full", 3 < len(run.watch.steps) < 8)
+        run.train()
+    full, again = run.said
+    assert full.startswith("step 4 could not be saved in memory: No space left on device: ")
+    assert full.endswith("training goes on, and the next step is tried")
+    assert again == "steps are saved in memory again"
+    assert len(run.watch.steps) == 12
+
+
+def test_memory_without_room_for_two_steps_is_refused_at_the_start_with_what_to_type(tmp_path: Path) -> None:
+    small = SimpleNamespace(f_bavail=10, f_frsize=1024)
+    with mock.patch("os.statvfs", return_value=small), pytest.raises(CheckpointError) as refusal:
+        trained(tmp_path / "run")
+    said = str(refusal.value)
+    assert said.startswith("the memory of the host of rank 0 has no room for two steps: they take ")
+    assert f"and {tmp_path / 'memory'} has 10.2 kB" in said
+    assert "--set checkpoint.memory_interval=0" in said
+
+
+@pytest.mark.parametrize(
+    ("folder", "says"),
+    [("$NOWHERE/x", "its environment does not set NOWHERE"), ("/not/there", "there is no folder /not/there")],
+)
+def test_a_folder_that_is_none_is_refused(tmp_path: Path, folder: str, says: str) -> None:
+    with pytest.raises(CheckpointError, match=says.replace("$", r"\$")):
+        trained(tmp_path / "run", {"checkpoint.memory_folder": folder})
