@@ -69,6 +69,7 @@ ALLOWED = {
         f"{_ENGINE}/runtime/cuda_libraries.py",
         f"{_ENGINE}/host/process.py",
         f"{_ENGINE}/host/rank_environment.py",
+        f"{_ENGINE}/run_folder/restart_times.py",
     ),
     "words of its own, of an error or of another process": (
         "cli/src/megatron_run_cli/commands/doctor.py",

@@ -52,6 +52,8 @@ ALLOWED: dict[str, dict[str, str]] = {
     },
     "the checkpoints' own file system, which tests stop before each change; it follows no link": {
         f"{_ENGINE}/checkpoint/files.py": "Path.replace mkdir os.ftruncate os.open os.rmdir os.unlink rename",
+        f"{_ENGINE}/checkpoint/exchange.py": "unlink",
+        f"{_ENGINE}/checkpoint/memory_home.py": "rename",
         f"{_ENGINE}/checkpoint/saving.py": "rename unlink",
     },
     "the run folder itself and its lock, which no file is below": {

@@ -87,7 +87,7 @@ def test_a_killed_rank_is_started_again_as_often_as_allowed_and_then_ends_the_ru
         os.kill(second[1], signal.SIGKILL)
         _, err = process.communicate(timeout=15)
     assert process.returncode == 4
-    told = [re.sub(r"in [a-z].*of step \d+ |step \d+$", "", line) for line in err.splitlines()[1:]]
+    told = [re.sub(r"in [a-z].*of step \d+ |step \d+ \(seen after .*\)$", "", line) for line in err.splitlines()[1:]]
     killed = "megatron-run: a rank was killed by SIGKILL (rank {}, log: {})"
     assert told[0] == f"{killed.format(0, log(tmp_path, 0, 1))}; starting again, 1 of 1, from "
     assert told[-1] == killed.format(1, log(tmp_path, 1, 2))

@@ -251,7 +251,9 @@ def _forking_ranks(tell: Callable[[int], None]) -> Iterator[None]:
     """Within: the launcher forks its ranks itself, and tells the process of each; what is installed is known."""
 
     @contextmanager
-    def started(path: Path, job: Job, environment: Mapping[str, str]) -> Iterator[Sequence[ForkedProcess]]:
+    def started(
+        _servers: object, path: Path, job: Job, environment: Mapping[str, str]
+    ) -> Iterator[Sequence[ForkedProcess]]:
         ranks = []
         for rank in range(job.size):
             ranks.append(ForkedProcess(path, job, environment, rank))

@@ -3,123 +3,22 @@
 from __future__ import annotations
 
 import os
-import queue
 import shutil
-from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
 from itertools import product
 from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
-from torch import Tensor
 
 from megatron_run.errors import CheckpointError, InputError
-from megatron_run_engine.checkpoint.files import FileSystem, MemoryFiles, NewFile
+from megatron_run_engine.checkpoint.files import MemoryFiles, NewFile
 from megatron_run_engine.checkpoint.hosts import Hosts, Transfer
-from megatron_run_engine.checkpoint.manifest import MANIFEST, Manifest
+from megatron_run_engine.checkpoint.manifest import MANIFEST
 from megatron_run_engine.checkpoint.memory_home import Held, MemoryHome
-from megatron_run_engine.checkpoint.memory_saver import Found, MemorySaver, Survivors, choose
-from megatron_run_engine.checkpoint.reader import Reader
-from tests.support.saved_steps import State, about, dealt, on_threads, random_state, same_state, shapes_of
-
-#: As those of runs are: a home of another name is nobody's.
-RUN = "0123456789abcdef" * 2
-
-
-@dataclass
-class Post:
-    """Bytes between ranks that are threads, each pair's in their order. Nobody waits longer than ten seconds."""
-
-    boxes: dict[tuple[int, int], queue.Queue[bytes]] = field(default_factory=lambda: defaultdict(queue.Queue))
-
-    def of(self, rank: int) -> Postman:
-        return Postman(rank, self.boxes)
-
-
-@dataclass
-class Postman:
-    rank: int
-    boxes: dict[tuple[int, int], queue.Queue[bytes]]
-
-    def send(self, data: Tensor, target: int) -> None:
-        self.boxes[self.rank, target].put(data.numpy().tobytes())
-
-    def receive(self, data: Tensor, source: int) -> None:
-        content = self.boxes[source, self.rank].get(timeout=10)
-        assert len(content) == len(data), "the two ends agree on each block"
-        memoryview(data.numpy())[:] = content
-
-
-@dataclass
-class Cluster:
-    """Hosts, each a folder, with as many ranks as ``sizes`` say. ``said`` are the lines of rank 0."""
-
-    folder: Path
-    sizes: Sequence[int] = (2, 2)
-    files: Mapping[int, FileSystem] = field(default_factory=dict)
-    said: list[str] = field(default_factory=list)
-
-    @property
-    def host_of(self) -> list[int]:
-        return [host for host, size in enumerate(self.sizes) for _ in range(size)]
-
-    def home(self, host: int) -> MemoryHome:
-        folder = self.folder / f"host{host}"
-        folder.mkdir(exist_ok=True)
-        return MemoryHome(folder, RUN, self.folder / "run", self.files.get(host))
-
-    def path(self, host: int, step: int, file: int | str) -> Path:
-        name = file if isinstance(file, str) else f"rank-{file:05d}.safetensors"
-        return self.home(host).steps.folder(step) / name
-
-    def on_ranks(self, work: Callable[[Any, MemoryHome, Hosts, Postman], Any]) -> list[Any]:
-        post = Post()
-        for host in range(len(self.sizes)):
-            self.home(host).make()
-        hosts = Hosts.seeing([self.home(host).token() for host in self.host_of])
-        return on_threads(
-            len(self.host_of),
-            lambda ranks: work(ranks, self.home(self.host_of[ranks.rank]), hosts, post.of(ranks.rank)),
-        )
-
-    def save(self, step: int, state: State, **more: Any) -> list[Any]:
-        """Save ``state``; by rank, the step's size or what was raised."""
-        hands, shapes = dealt(step, state, len(self.host_of)), shapes_of(state)
-
-        def save(ranks: Any, home: MemoryHome, hosts: Hosts, postman: Postman) -> int:
-            files = self.files.get(hosts.host_of(ranks.rank))
-            saver = MemorySaver(home, hosts, ranks, postman, files=files)
-            return saver.save(about(step, run=RUN, **more), hands[ranks.rank], shapes)
-
-        return self.on_ranks(save)
-
-    def find(self, at_least: int = 1, read: Callable[[int, Manifest], Any] | None = None) -> list[Any]:
-        """What each rank finds; it reads all, or the files that ``read`` says."""
-
-        def find(ranks: Any, home: MemoryHome, hosts: Hosts, postman: Postman) -> Found | None:
-            survivors = Survivors(home, hosts, ranks, postman, self.said.append)
-            return survivors.find(at_least, lambda manifest: read(ranks.rank, manifest) if read else manifest.files)
-
-        found = self.on_ranks(find)
-        assert not [each for each in found if isinstance(each, Exception)], found
-        return found
-
-    def found(self) -> tuple[int, State]:
-        """The step that all ranks find, and its state as the last rank reads it."""
-        found = self.find()
-        assert len({each.step for each in found}) == 1
-        return found[0].step, state_in(found[-1])
-
-
-def state_in(found: Found) -> State:
-    reader = Reader(found.steps.folder(found.step), found.manifest)
-    return {
-        name: {each: reader.read(name, each, (0,) * len(record.shape), record.shape) for each, record in fields.items()}
-        for name, fields in found.manifest.tensors.items()
-    }
+from megatron_run_engine.checkpoint.memory_saver import choose
+from tests.support.memory_hosts import RUN, Cluster
+from tests.support.saved_steps import random_state, same_state
 
 
 @pytest.fixture
@@ -258,11 +157,10 @@ def test_a_copy_that_was_flipped_and_is_sent_is_found_by_who_gets_it(tmp_path: P
 def test_a_manifest_that_is_not_this_runs_is_refused_and_the_other_hosts_is_used(cluster: Cluster, what: str) -> None:
     path = cluster.path(1, 20, MANIFEST)
     if what == "foreign":
-        other = Cluster(cluster.folder / "other")
+        other = Cluster(cluster.folder / "other", run="f" * 32)
         other.folder.mkdir()
-        with mock.patch(f"{__name__}.RUN", "f" * 32):
-            other.save(20, random_state(20))
-            shutil.copy(other.path(1, 20, MANIFEST), path)
+        other.save(20, random_state(20))
+        shutil.copy(other.path(1, 20, MANIFEST), path)
     elif what == "another step":
         shutil.copy(cluster.path(1, 10, MANIFEST), path)
     else:
@@ -382,6 +280,10 @@ def test_homes_of_runs_that_are_finished_or_gone_are_swept_and_no_others(tmp_pat
     MemoryHome(memory, "e" * 32, tmp_path / "not mounted" / "run").make()
     home = MemoryHome(memory, RUN, kept / "mine")
     home.make()
+    assert [line.rpartition("/")[2] for line in home.sweep()] == ["a is finished"], "c may be of another container"
+    MemoryHome(memory, "a" * 32, kept / "a").make()
+    for path in home.path.parent.iterdir():
+        os.utime(path, (0, 0))
     lines = home.sweep()
     assert [line.rpartition("/")[2] for line in lines] == ["a is finished", "c is gone"]
     left = {path.name[0] for path in home.path.parent.iterdir()}

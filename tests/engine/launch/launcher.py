@@ -33,8 +33,10 @@ class Launcher:
     def __call__(self, *behaviours: str, size: int = 2, grace: float = 1.0, **changes: Any) -> RunResult:
         program = sys.executable, str(STAND_IN), str(self.pids), *behaviours
         show, environment = changes.pop("show", self.shown.append), changes.pop("environment", os.environ)
+        servers = changes.pop("servers", None)
         job = Job("", self.folder.path, self.folder.attempt, size, **changes)
-        return run_local(job, self.told.append, show, program=program, environment=environment, grace=grace)
+        asked = {"servers": servers, "program": program, "environment": environment, "grace": grace}
+        return run_local(job, self.told.append, show, **asked)
 
     def ready(self, ranks: int = 2) -> bool:
         return len(list(self.pids.glob("*.ready"))) == ranks

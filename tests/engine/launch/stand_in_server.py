@@ -1,4 +1,4 @@
-"""The fork server without torch: ``stand_in_server.py PIDS HOW BEHAVIOUR... JOB CONTROL LAUNCHER``.
+"""The fork server without torch: ``stand_in_server.py PIDS HOW BEHAVIOUR... CONTROL LAUNCHER``.
 
 HOW is what an import does: nothing (``plain``), it brings ``numpy``, starts a thread (``thread``), or takes long
 (``slow``); where it is ``crowded``, the machine has no room for one more process.
@@ -19,7 +19,7 @@ from megatron_run_engine.launch import fork_server
 from megatron_run_engine.launch.job import Job
 from tests.engine.launch import stand_in_rank
 
-_, PIDS, HOW, *TOLD, JOB, CONTROL, LAUNCHER = sys.argv
+_, PIDS, HOW, *TOLD, CONTROL, LAUNCHER = sys.argv
 
 
 def preload(_job: Job) -> None:
@@ -51,4 +51,4 @@ if __name__ == "__main__":
         setattr(fork_server, name, stand_in)
     cuda = SimpleNamespace(is_initialized=lambda: False)
     sys.modules["torch"] = SimpleNamespace(cuda=cuda)  # type: ignore[assignment]  # all that is asked of it
-    sys.exit(fork_server.serve(Path(JOB), socket.socket(fileno=int(CONTROL)), int(LAUNCHER)))
+    sys.exit(fork_server.serve(socket.socket(fileno=int(CONTROL)), int(LAUNCHER)))

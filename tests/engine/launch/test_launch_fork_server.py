@@ -22,17 +22,19 @@ from megatron_run.planning.run_text import hand_over
 from megatron_run_engine.launch import fork_server, start
 from megatron_run_engine.launch.job import RunResult
 from tests.engine.launch.launcher import Launcher, no_process_left
-from tests.support.processes import kill_when_begun, wait_until
+from tests.support.processes import alive, kill_when_begun, wait_until
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(60)]
 STAND_IN = Path(__file__).with_name("stand_in_server.py")
 ROOT = Path(__file__).parents[3]
+#: For processes that import the tests: what is imported from elsewhere stays so.
+PYTHONPATH = os.pathsep.join((str(ROOT), *filter(None, (os.environ.get("PYTHONPATH"),))))
 
 
 def forked(launcher: Launcher, *behaviours: str, how: str = "plain", **changes: Any) -> RunResult:
     """Run ``behaviours`` on ranks of a server whose imports do what ``how`` says."""
     program = (sys.executable, str(STAND_IN), str(launcher.pids), how, *behaviours)
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "PYTHONPATH": PYTHONPATH}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(start, "SERVER_PROGRAM", program)
         return launcher(fork=True, environment=environment, **changes)
@@ -52,7 +54,7 @@ def test_a_forked_rank_has_what_a_new_process_has(tmp_path: Path) -> None:
         if name == "forked":
             result = forked(launcher, "*:describe", **changes)
         else:
-            result = launcher("*:describe", environment={**os.environ, "PYTHONPATH": str(ROOT)}, **changes)
+            result = launcher("*:describe", environment={**os.environ, "PYTHONPATH": PYTHONPATH}, **changes)
         assert result.code == ExitCode.DONE
         assert b"".join(launcher.shown).decode() == launcher.log(0)
         described.append([eval(launcher.log(rank), {"Signals": None} | vars(signal)) for rank in range(3)])
@@ -96,6 +98,27 @@ def test_a_traceback_is_a_bug_named_by_its_last_line(launcher: Launcher) -> None
     result = forked(launcher, "*:wait", "1:raise strange things", grace=0.2)
     expected = f"a rank ended with exit code 1: ValueError: strange things (rank 1, log: {launcher.folder.log(1)})"
     assert (result.code, result.message) == (ExitCode.BUG, expected)
+
+
+def test_the_ranks_of_the_next_attempt_are_forked_from_what_was_imported_for_the_last(launcher: Launcher) -> None:
+    def server() -> str:
+        return (launcher.pids / "server.pid").read_text()
+
+    with start.Servers() as servers:
+        died = forked(launcher, "*:wait", "1:kill", grace=0.2, servers=servers)
+        assert (died.code, died.steps) == (ExitCode.RANK_LOST, 0)
+        assert died.lost is not None
+        assert died.lost.died <= died.lost.detected <= died.lost.ended
+        first = server()
+        launcher.folder.log(1).write_text("")
+        assert forked(launcher, "*:wait", "1:kill", grace=0.2, servers=servers).message == died.message
+        assert server() == first
+        assert forked(launcher, "*:wait", "1:kill", grace=0.2, servers=servers, threads=2).code == ExitCode.RANK_LOST
+        assert server() != first, "OpenMP reads its variables when it is loaded"
+        os.kill(int(server()), signal.SIGKILL)
+        wait_until(lambda: not alive(int(server())))
+        assert forked(launcher, "*:exit 5", servers=servers).code == 5
+    assert no_process_left(launcher)
 
 
 def test_what_a_rank_started_ends_with_it(launcher: Launcher) -> None:
@@ -243,9 +266,10 @@ def test_a_launcher_that_has_more_files_open_than_select_can_count_hears_its_ser
     ours, theirs = socket.socketpair()
     try:
         with ours, theirs, socket.socket(fileno=fcntl.fcntl(ours, fcntl.F_DUPFD_CLOEXEC, beyond)) as control:
-            server = start._Server(mock.Mock(), control, 1)
+            server = start._Server(mock.Mock(), control, {})
+            server.fork(Path("job.json"), 1)
             assert not server.hear(0.0)
-            theirs.sendall(b"started 0 77\n")
+            theirs.sendall(b"started 0 77 1.5\n")
             assert server.hear(10.0)
             assert server.ranks[0].pid == 77
     finally:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -11,9 +12,11 @@ from megatron_run.errors import ExitCode, InputError
 from megatron_run.files.latest_run import point_latest_at
 from megatron_run.planning import ResolvedRun, load_config, resolve
 from megatron_run.planning.run_text import hand_over, take_over
+from megatron_run_engine.checkpoint.memory_home import MemoryHome
 from megatron_run_engine.launch import LaunchOptions, RunResult, launch
 from megatron_run_engine.launch.api import _of_size
-from megatron_run_engine.launch.job import Job
+from megatron_run_engine.launch.failures import in_memory, what_is_saved
+from megatron_run_engine.launch.job import Job, Lost
 from megatron_run_engine.launch.restarts import Restarts, resumed
 from megatron_run_engine.runtime.world import World
 
@@ -108,6 +111,27 @@ def test_the_line_counts_the_starts_and_says_from_where(tmp_path: Path) -> None:
     assert restarts.next(result) == "ended with exit code 4; starting again, 2 of 2, from step 20"
 
 
+def test_the_line_says_how_long_it_took_to_see_and_that_memory_has_a_newer_step(tmp_path: Path) -> None:
+    lost = RunResult(ExitCode.RANK_LOST, tmp_path, "rank 1 died", steps=3, lost=Lost(10.0, 10.5, 12.0))
+    said = "rank 1 died; starting again, 1 of 1, from step 7 in memory (seen after 0.50 s, all ranks gone 1.50 s later)"
+    assert Restarts(1).next(lost, 7) == said
+
+
+def test_a_run_that_failed_says_what_memory_has_beyond_the_disk(tmp_path: Path) -> None:
+    (tmp_path / "run" / "checkpoints" / "step5").mkdir(parents=True)
+    (tmp_path / "run" / "run.json").write_text(json.dumps({"id": "f" * 32}))
+    sets = ("checkpoint.memory_interval=2", f"checkpoint.memory_folder={tmp_path}")
+    run, lost = resolve(Request(configs=("preset:tiny",), sets=sets)), RunResult(ExitCode.RANK_LOST, tmp_path / "run")
+    home = MemoryHome(tmp_path, "f" * 32, tmp_path / "run")
+    home.make()
+    assert what_is_saved(run, lost) == "step 5 is saved"
+    home.steps.folder(4).mkdir()
+    assert what_is_saved(run, lost) == "step 5 is saved", "the disk has a newer one"
+    home.steps.folder(8).mkdir()
+    assert what_is_saved(run, lost) == "step 8 is in memory, until this machine ends, and step 5 on disk"
+    assert in_memory(run, lost) == 8
+
+
 def test_what_goes_on_is_the_same_run_in_the_same_folder_from_its_newest_step(tmp_path: Path) -> None:
     run = resumed(resolve(Request(configs=("preset:tiny",), sets=("train.lr=0.5",), resume="10")), tmp_path)
     assert (run.config.run.folder, run.config.train.lr) == (tmp_path, 0.5)
@@ -133,7 +157,7 @@ def test_a_start_again_reads_the_run_that_was_the_latest_when_the_command_was_ty
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("megatron_run_engine.launch.api._checked", lambda run: run)  # nothing is saved there
+    monkeypatch.setattr("megatron_run_engine.launch.api.checked", lambda run: run)  # nothing is saved there
     (tmp_path / "runs").mkdir()
     point_latest_at(tmp_path / "runs" / A)
     read: list[Path | None] = []
@@ -143,7 +167,7 @@ def test_a_start_again_reads_the_run_that_was_the_latest_when_the_command_was_ty
         read.append(take_over(hand_over(run)).config.run.init_from)  # as its ranks do
         return RunResult(ExitCode.DONE if len(read) > 1 else ExitCode.RANK_LOST, tmp_path / "mine", "lost", steps=1)
 
-    monkeypatch.setattr("megatron_run_engine.launch.api._attempt", lost_once)
+    monkeypatch.setattr("megatron_run_engine.launch.attempts._attempt", lost_once)
     typed = Request(configs=("preset:tiny",), sets=("run.init_from=runs/latest",))
     assert launch(typed, LaunchOptions(max_restarts=1, tell=lambda _: None), "local").code is ExitCode.DONE
     assert read == [Path("runs", A)] * 2

@@ -12,11 +12,15 @@ from unittest import mock
 
 import pytest
 
-from megatron_run.errors import CheckpointError, ExitCode, GuardError
+from megatron_run.errors import CheckpointError, ExitCode, GuardError, InputError
+from megatron_run.planning import load_config
 from megatron_run_engine.checkpoint.files import MemoryFiles, NewFile
 from megatron_run_engine.checkpoint.memory_home import MemoryHome
 from megatron_run_engine.checkpoint.step_folder import Checkpoints
-from megatron_run_engine.training.state import checkpointing
+from megatron_run_engine.estimate.model_size import model_size
+from megatron_run_engine.estimate.room_for_copies import check_room
+from megatron_run_engine.launch import LaunchOptions, launch
+from megatron_run_engine.training.state import checkpointing, resuming
 from tests.support.resuming import SMALL, Attempt, attempt
 from tests.support.saved_steps import read_all, same_state
 from tests.support.training_bench import Bench
@@ -87,7 +91,7 @@ def test_a_run_that_died_goes_on_from_memory_bit_for_bit_and_leaves_nothing_at_i
 
 
 def test_a_step_on_disk_that_is_newer_is_taken_and_of_the_same_one_that_in_memory(tmp_path: Path) -> None:
-    resume, loaded = checkpointing.resume, list[Path]()
+    resume, loaded = resuming.resume, list[Path]()
 
     def watched(run: Any, assembly: Any, checkpoints: Checkpoints, *others: Any) -> Any:
         loaded.append(checkpoints.path)
@@ -110,6 +114,9 @@ def test_a_step_that_is_asked_for_is_that_on_disk_and_memory_forgets_what_comes_
     died(tmp_path / "run", 9, number=3)
     died(tmp_path / "run", 2, number=4, resume="never")
     assert in_memory(tmp_path / "run") == []
+    died(tmp_path / "run", 9, number=5)
+    died(tmp_path / "run", 6, {"checkpoint.memory_interval": 0}, number=6, resume="5")
+    assert in_memory(tmp_path / "run") == [], "nor does an attempt without memory leave them to the next"
 
 
 def test_a_run_that_is_stopped_has_its_step_on_disk_and_none_in_memory(tmp_path: Path) -> None:
@@ -174,13 +181,24 @@ def test_memory_that_is_full_is_said_once_and_training_goes_on(tmp_path: Path) -
     assert len(run.watch.steps) == 12
 
 
-def test_memory_without_room_for_two_steps_is_refused_at_the_start_with_what_to_type(tmp_path: Path) -> None:
-    small = SimpleNamespace(f_bavail=10, f_frsize=1024)
-    with mock.patch("os.statvfs", return_value=small), pytest.raises(CheckpointError) as refusal:
-        trained(tmp_path / "run")
+def test_memory_without_room_for_two_steps_is_refused_before_a_rank_starts_with_what_to_type(memory: Path) -> None:
+    sets = ("checkpoint.memory_interval=2", f"checkpoint.memory_folder={memory}", "parallel.pipeline=1")
+    run = load_config("preset:tiny", plugins=("schedule=gpipe",), sets=sets, nproc=2)
+    size, free = model_size(run), SimpleNamespace(f_bavail=1, f_frsize=0)
+    (stage,) = size.stages
+    free.f_frsize = saved = 2 * stage.memory["host_steps"]
+    assert stage.memory["staging"] == stage.memory["host_steps"] / 2
+    with mock.patch("os.statvfs", return_value=free):
+        check_room(run, size, range(2))
+        check_room(run, size, range(1))  # which keeps the copies of the other one's
+        free.f_frsize = saved - 1
+        for local in (range(2), range(1)):
+            with pytest.raises(InputError):
+                check_room(run, size, local)
+        with pytest.raises(InputError) as refusal:
+            launch(run.request, LaunchOptions(quiet=True), "local")
     said = str(refusal.value)
-    assert said.startswith("the memory of the host of rank 0 has no room for two steps: they take ")
-    assert f"and {tmp_path / 'memory'} has 10.2 kB" in said
+    assert said.startswith(f"{memory} has no room for two steps of the 2 ranks of this host: they take ")
     assert "--set checkpoint.memory_interval=0" in said
 
 

@@ -150,11 +150,13 @@ def _checked_size(run: ResolvedRun) -> ModelSize:
 
 def _machine_notices(run: ResolvedRun, size: ModelSize) -> list[str]:
     """Why this machine could not train the run, if it could not."""
-    from megatron_run_engine.estimate.machine_room import lacks_memory
+    from megatron_run_engine.estimate.machine_memory import lacks_memory
+    from megatron_run_engine.estimate.room_for_copies import check_room
     from megatron_run_engine.host.process import check_local_devices
 
     try:
         devices = check_local_devices(run)
+        check_room(run, size, range(run.sizes.world))
     except RunError as error:
         return [f"this machine cannot train it: {error}"]
     lacks = lacks_memory(run, size) if devices == ("cpu",) else ""

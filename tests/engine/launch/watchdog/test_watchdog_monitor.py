@@ -57,6 +57,7 @@ def test_a_silent_rank_is_named_within_the_limit_and_two_seconds(site: Site) -> 
     before = site.now
     assert (site.wait(LIMIT + 2) or "").startswith("rank 1 hangs")
     assert LIMIT - 0.1 <= site.now - before <= LIMIT + 1
+    assert site.watchdog.age == pytest.approx(site.now - before, abs=0.5), "how long it took to see, for the record"
 
 
 def test_a_rank_that_says_something_new_now_and_then_is_not_named(site: Site) -> None:

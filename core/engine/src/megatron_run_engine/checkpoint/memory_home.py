@@ -11,6 +11,7 @@ import os
 import re
 import secrets
 import stat
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -31,6 +32,8 @@ SHARED_MEMORY = Path("/dev/shm")
 _RECORD = "home.json"
 _TEMPORARY = ".tmp-"
 _RUN_ID = re.compile("[0-9a-f]{32}")
+#: Seconds after which a home that nobody has changed may be one of a run that is gone.
+_IDLE = 3600.0
 _OFF = "or without: --set checkpoint.memory_interval=0"
 
 
@@ -100,11 +103,6 @@ class MemoryHome:
 
     def _record(self) -> Mapping[str, Any]:
         return SafeFolder(self.path).read_json(_RECORD) or {}
-
-    def room(self) -> int:
-        """Bytes that steps may take: what is free, and what those that are there have taken."""
-        free = os.statvfs(self.path)
-        return free.f_bavail * free.f_frsize + sum(map(_size, self.path.glob("*/*")))
 
     def temporary(self, step: int) -> Path:
         """The folder of ``step`` until its commit."""
@@ -209,28 +207,28 @@ class MemoryHome:
     def sweep(self) -> list[str]:
         """Remove homes beside this one of runs that are finished, or whose folders are gone; the lines that say so.
 
-        A run folder that cannot be seen, as on a file system that is not mounted, is not gone.
+        A run folder that cannot be seen, as on a file system that is not mounted, is not gone; and only what nobody has
+        touched for an hour is taken for lost: a container may share the memory of a host and not its disks.
         """
         removed = []
         for path in sorted(self._user.iterdir()):
             record = SafeFolder(path).read_json(_RECORD) if _RUN_ID.fullmatch(path.name) and path != self.path else None
-            if record is not None and (why := _why_useless(path.name, Path(str(record.get("folder"))))):
+            if record is not None and (why := _why_useless(path, Path(str(record.get("folder"))))):
                 with suppress(OSError):
                     self._files.remove_tree(path)
                     removed.append(f"{path} is removed: {why}")
         return removed
 
 
-def _why_useless(run: str, home: Path) -> str:
-    """Why nobody will resume the ``run`` in the run folder ``home`` from memory; empty if somebody may."""
-    if not home.parent.is_dir():
+def _why_useless(path: Path, home: Path) -> str:
+    """Why nobody will resume the run in the run folder ``home`` from memory at ``path``; empty if somebody may."""
+    status = SafeFolder(home).read_json("status.json") or {}
+    run = (SafeFolder(home).read_json("run.json") or {}).get("id")
+    if run == path.name:
+        return f"the run in {home} is finished" if status.get("state") == "finished" else ""
+    if not home.parent.is_dir() or time.time() - path.stat().st_mtime < _IDLE:
         return ""
-    if not home.is_dir():
-        return f"its run folder {home} is gone"
-    if (SafeFolder(home).read_json("run.json") or {}).get("id") != run:
-        return f"{home} is the folder of another run"
-    finished = (SafeFolder(home).read_json("status.json") or {}).get("state") == "finished"
-    return f"the run in {home} is finished" if finished else ""
+    return f"{home} is the folder of another run" if home.is_dir() else f"its run folder {home} is gone"
 
 
 def _check_private(path: Path) -> None:
@@ -250,22 +248,21 @@ def _check_private(path: Path) -> None:
         raise InputError(f"{path} cannot hold steps in memory", why=why, fix=fix)
 
 
-def _size(path: Path) -> int:
-    try:
-        return path.lstat().st_size
-    except OSError:
-        return 0
+def forget_steps(section: CheckpointSection, run: str, after: int | None) -> None:
+    """Remove the steps of ``run`` after ``after`` (None: all) that an attempt with steps in memory has left here.
+
+    For one without: what it does again must not be found there by the next.
+    """
+    with suppress(InputError, OSError):
+        MemoryHome(memory_folder(section), run, Path()).forget(after)
 
 
-def newest_in_memory(section: CheckpointSection, run: str) -> tuple[int, Path] | None:
-    """The newest step of ``run`` that memory holds on this host, and its folder; None where there is none.
+def newest_in_memory(section: CheckpointSection, run: str) -> int | None:
+    """The newest step of ``run`` that memory holds on this host; None where there is none.
 
     For a line to the user: whether it is whole, the ranks find out.
     """
-    if not section.memory_interval.amount:
-        return None
-    with suppress(InputError, OSError):
-        steps = MemoryHome(memory_folder(section), run, Path()).steps
-        newest = max(steps.steps(), default=None)
-        return None if newest is None else (newest, steps.folder(newest))
+    if section.memory_interval.amount:
+        with suppress(InputError, OSError):
+            return max(MemoryHome(memory_folder(section), run, Path()).steps.steps(), default=None)
     return None

@@ -11,8 +11,7 @@ named, and its other copy taken, else an older step.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -158,9 +157,7 @@ class Survivors:
             if chosen is None:
                 return None
             manifest = self._manifest(chosen)
-            fetched = self._fetch(manifest, chosen, read_by)
-            bad = on_all_ranks(self._ranks, partial(self._verify, manifest, fetched))
-            if not self._refuse(manifest.about.step, bad):
+            if not self._refuse(manifest, self._fetch(manifest, chosen, read_by)):
                 return Found(self._home.steps, manifest.about.step, manifest)
 
     def _choose(self, at_least: int) -> Chosen | None:
@@ -181,7 +178,7 @@ class Survivors:
         return None if answer is None else Chosen(*answer)
 
     def _surveyed(self) -> tuple[list[Held], list[str]]:
-        """What this host holds, said by its leader."""
+        """The steps of this host, as its leader says them."""
         try:
             return self._home.survey() if self._hosts.leads(self._ranks.rank) else ([], [])
         except OSError as error:  # the other ranks wait for this one's word
@@ -191,6 +188,8 @@ class Survivors:
         """The manifest of the chosen step on every rank, whose host may have lost it."""
         rank, holder = self._ranks.rank, self._hosts.ranks[chosen.holder][0]
         path = self._home.steps.folder(chosen.step) / MANIFEST
+        if all(chosen.held):
+            return on_all_ranks(self._ranks, lambda: self._home.steps.manifest(chosen.step))
 
         def content() -> str:
             if not holder:
@@ -232,40 +231,46 @@ class Survivors:
         fetched = {each.file for each in transfers if self._hosts.host_of(each.target) == host}
         return [name for name in wanted[host] if name not in fetched], faults  # what has come is verified
 
-    def _verify(self, manifest: Manifest, fetched: tuple[list[str], list[Fault]]) -> list[Bad]:
-        """The copies that this rank has found wrong: of its share of the host's files, and of what has come."""
-        rank, (kept, faults) = self._ranks.rank, fetched
-        bad = []
+    def _refuse(self, manifest: Manifest, fetched: tuple[list[str], list[Fault]]) -> bool:
+        """Verify the files of ``manifest``. Remove copies that any rank finds wrong; whether there were any."""
+        step, failure, bad = manifest.about.step, None, list[Bad]()
+        try:
+            bad = [*self._verify(manifest, *fetched)]
+        except Exception as error:  # any error: the other ranks wait for this one's word
+            failure = error
+        notes = self._ranks.gather(json.dumps((as_note(failure) if failure else None, bad)))
+
+        def collect() -> str:
+            said = [json.loads(note) for note in notes]
+            raise_first([json.dumps(failed) for failed, _ in said])
+            found = {(each[0], each[1]): Bad(*each) for _, bad in said for each in bad}
+            for each in found.values():
+                self._log(f"in memory {each.why}; this copy is not used")
+            return json.dumps(list(found.values()))
+
+        found = [Bad(*each) for each in json.loads(on_rank0(self._ranks, collect, failure))]
+        if found:
+            host = self._hosts.host_of(self._ranks.rank)
+            for each in found if self._hosts.leads(self._ranks.rank) else ():
+                if each.host == host:
+                    self._home.refuse(step, each.file)
+            on_all_ranks(self._ranks, lambda: None)  # they are gone before anybody looks again
+        return bool(found)
+
+    def _verify(self, manifest: Manifest, kept: Iterable[str], faults: Iterable[Fault]) -> Iterator[Bad]:
+        """The copies that this rank finds wrong: of its share of the host's ``kept`` files, and of what has come."""
+        rank = self._ranks.rank
         for fault in faults:
             if not isinstance(fault.error, CheckpointError):
                 with saving(_NOT_TAKEN.format(manifest.about.step)):
                     raise fault.error
-            bad.append(Bad(self._hosts.host_of(fault.transfer.source), fault.transfer.file, str(fault.error)))
+            yield Bad(self._hosts.host_of(fault.transfer.source), fault.transfer.file, str(fault.error))
         folder = self._home.steps.folder(manifest.about.step)
         for name in self._hosts.share(rank, kept):
             try:
                 verify_files(folder, manifest, (name,), heartbeat=self._heartbeat, fast=True)
             except CheckpointError as error:
-                bad.append(Bad(self._hosts.host_of(rank), name, str(error)))
-        return bad
-
-    def _refuse(self, step: int, bad: Iterable[Bad]) -> bool:
-        """Remove the ``bad`` copies that any rank has found, each with a line; whether there were any. Collective."""
-        notes = self._ranks.gather(json.dumps(list(bad)))
-
-        def collect() -> str:
-            found = {(each[0], each[1]): Bad(*each) for note in notes for each in json.loads(note)}
-            for each in found.values():
-                self._log(f"in memory {each.why}; this copy is not used")
-            return json.dumps(list(found.values()))
-
-        found = [Bad(*each) for each in json.loads(on_rank0(self._ranks, collect))]
-        if self._hosts.leads(self._ranks.rank):
-            for each in found:
-                if each.host == self._hosts.host_of(self._ranks.rank):
-                    self._home.refuse(step, each.file)
-        on_all_ranks(self._ranks, lambda: None)  # they are gone before anybody looks again
-        return bool(found)
+                yield Bad(self._hosts.host_of(rank), name, str(error))
 
 
 class Bad(NamedTuple):

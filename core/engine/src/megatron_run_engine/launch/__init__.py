@@ -6,13 +6,14 @@ text, so that a rank imports and creates, and decides nothing anew::
     api.launch                          what the command and ``train`` call
       environments.find_world           the world of torchrun or Slurm; None: its ranks are started here
       resolver.resolve                  the only time: sources, plugins, options, plans (megatron_run.planning)
-      api._checked                      its layers are made on the meta device, its initial weights found
-      api._attempt                      each time that the ranks are started
+      attempts.checked                  its layers are made on the meta device, its initial weights found
+      attempts.start_local              each time that the ranks are started
         opening.open_run_folder         the lock, the records
         run_text.hand_over              the resolved run as text (megatron_run.planning)
         job.Job.write                   it and all else that a rank is told
         local.run_local
-          start.forked_ranks            ranks on CPUs: ``fork_server`` imports all, takes the run over, and forks them
+          start.forked_ranks            ranks on CPUs: ``fork_server`` imports all, takes the run over, and forks them;
+                                        it stays for the next attempt (``start.Servers``)
           start.spawned_ranks           or each has an interpreter of its own
           local._Ranks.wait             the watchdog (``watchdog``) looks for ranks that hang
           local._run_result             who failed first (``failures``)

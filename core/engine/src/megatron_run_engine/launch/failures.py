@@ -19,7 +19,7 @@
    watchdog's line. Under torchrun and Slurm each rank's sidecar makes its rank exit with code 4, in
    ``SidecarClient._end``, where one rank prints the line and rank 0 closes ``status.json``; it kills a rank that does
    not obey, and that of rank 0 then closes ``status.json`` itself (``Sidecar._write_status``).
-6. ``api.launch`` returns the ``RunResult``; that of local ranks after ``api._attempt`` has closed ``status.json``. The
+6. ``api.launch`` returns the ``RunResult``; that of local ranks after ``attempts`` has closed ``status.json``. The
    command (``commands/train.py`` of the command) prints its line with ``tell_error`` and exits with its code. In place
    of a result ``api.train`` and ``api.run_task`` raise ``FailedRunError``; a world of one that trains in the caller's
    process (``api._train_here``) closes ``status.json`` and raises the exception itself.
@@ -41,7 +41,7 @@ from megatron_run.errors import ExitCode, OutOfMemoryError, PluginError, RankLos
 from megatron_run.errors.machine_limits import system_limit
 from megatron_run.registry.hooks import in_one_line
 from megatron_run_engine.checkpoint.step_folder import CHECKPOINTS, Checkpoints
-from megatron_run_engine.launch.job import RankResult
+from megatron_run_engine.launch.job import RankResult, RunResult
 from megatron_run_engine.launch.rank_output import last_log_line
 
 if TYPE_CHECKING:
@@ -131,6 +131,26 @@ def last_saved(folder: Path | None) -> int | None:
     """The newest step that the run in ``folder`` has saved; None where there is none."""
     steps = Checkpoints(folder / CHECKPOINTS).steps() if folder is not None else []
     return steps[-1] if steps else None
+
+
+def in_memory(run: ResolvedRun, result: RunResult) -> int | None:
+    """The newest step of ``run`` that the memory of this host holds; None unless it is newer than those on disk."""
+    from megatron_run_engine.checkpoint.memory_home import newest_in_memory
+    from megatron_run_engine.run_folder.folder import RunFolder
+
+    if result.folder is None:
+        return None
+    found = newest_in_memory(run.config.checkpoint, RunFolder(result.folder, 1).run_id)
+    return found if found is not None and found > (last_saved(result.folder) or 0) else None
+
+
+def what_is_saved(run: ResolvedRun, result: RunResult) -> str:
+    """The newest step that a run which ended in ``result`` has saved, and where; empty without one."""
+    step, held = last_saved(result.folder), in_memory(run, result)
+    if held is None:
+        return "" if step is None else f"step {step} is saved"
+    on_disk = "none" if step is None else f"step {step}"
+    return f"step {held} is in memory, until this machine ends, and {on_disk} on disk"
 
 
 def how_to_resume(folder: Path, typed: ResolvedRun | None = None) -> str:

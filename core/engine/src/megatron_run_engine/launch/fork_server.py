@@ -1,7 +1,8 @@
 """Forks the ranks of one host from a process that has imported everything, so that they share one import.
 
-``python -m megatron_run_engine.launch.fork_server JOB SOCKET LAUNCHER`` gets the job's path, the descriptor of its end
-of a socket, and the number of its launcher, whose side is ``start.forked_ranks``.
+``python -m megatron_run_engine.launch.fork_server SOCKET LAUNCHER`` gets the descriptor of its end of a socket, and the
+number of its launcher, whose side is ``start.Servers``. The socket brings the path of a job, and once its ranks have
+ended that of the next attempt's, whose ranks find all imported.
 
 Imports are four seconds of processor time, most of a rank's start. The server is a fresh process, because OpenMP, glibc
 and torch read their variables when they are loaded. It imports torch and the chosen plugins, forks while it has one
@@ -20,6 +21,7 @@ import os
 import signal
 import socket
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -40,38 +42,50 @@ if TYPE_CHECKING:
 _DEATH_SIGNAL = 1
 
 
-def serve(path: Path, control: socket.socket, launcher: int) -> int:
-    """Import, start the ranks of the job at ``path``, and report their ends.
+def serve(control: socket.socket, launcher: int) -> int:
+    """Import, start the ranks of each job whose path comes over ``control``, and report their ends.
 
     That ends once the process ``launcher`` has closed its end of ``control``. Returns the exit status of this process,
     which is that of the ranks that it could not start.
     """
     try:
-        _serve(path, control, launcher)
+        _serve(control, launcher)
     except Exception as error:
         return failed_start(error)
     return 0
 
 
-def _serve(path: Path, control: socket.socket, launcher: int) -> None:
-    job = Job.read(path)
+def _serve(control: socket.socket, launcher: int) -> None:
     gc.disable()  # little of what imports make becomes garbage, and looking for it takes a while
     with _ending_with(launcher):
-        run = preload(job)
-    gc.freeze()  # the ranks do not write to the pages of what is here by looking for garbage in it
+        path = _next_job(control)
+        run = None if path is None else preload(Job.read(path))
     gc.enable()
     wakeup, bell = socket.socketpair()
     for each in (wakeup, bell):
         each.setblocking(False)
     signal.signal(signal.SIGCHLD, lambda *_: None)  # a handler, without which no byte is written to the bell
     signal.set_wakeup_fd(bell.fileno())
-    # A lock that another thread holds during a fork is never released.
-    begin = partial(_fork, run) if can_fork() else _spawn
-    processes = []
-    for rank in range(job.size):
-        processes.append(begin(path, job, rank, (control, wakeup, bell)))
-        _tell(control, "started", rank, processes[rank])
-    _report(control, wakeup, processes)
+    while path is not None:
+        job = Job.read(path)
+        gc.freeze()  # the ranks do not write to the pages of what is here by looking for garbage in it
+        # A lock that another thread holds during a fork is never released.
+        begin = partial(_fork, run) if can_fork() else _spawn
+        processes = []
+        for rank in range(job.size):
+            processes.append(begin(path, job, rank, (control, wakeup, bell)))
+            _tell(control, "started", rank, processes[rank])
+        path = _report(control, wakeup, processes)
+        run = None if path is None else preload(Job.read(path))
+
+
+def _next_job(control: socket.socket) -> Path | None:
+    """The path of the next job, None once the launcher is done or gone."""
+    said = b""
+    with suppress(ConnectionError):
+        while not said.endswith(b"\n") and (more := control.recv(1 << 12)):
+            said += more
+    return Path(said.decode().removesuffix("\n")) if said.endswith(b"\n") else None
 
 
 @contextmanager
@@ -107,10 +121,13 @@ def _spawn(path: Path, job: Job, rank: int, _private: Sequence[socket.socket]) -
     return spawn([*RANK_PROGRAM, str(path)], environment, job.log(rank), (job.lifeline,)).pid
 
 
-def _report(control: socket.socket, wakeup: socket.socket, processes: Sequence[int]) -> None:
-    """Report the end of each rank, and end what is left of them when the launcher is done or gone."""
+def _report(control: socket.socket, wakeup: socket.socket, processes: Sequence[int]) -> Path | None:
+    """Report the end of each rank. Return the path of the next job, None when the launcher is done or gone.
+
+    What is left of the ranks is ended first.
+    """
     running = dict(enumerate(processes))
-    while control not in wait([control, wakeup]):  # all that the launcher says is end-of-file
+    while control not in wait([control, wakeup]):
         with suppress(BlockingIOError):
             wakeup.recv(1 << 16)
         for rank, process in tuple(running.items()):
@@ -124,6 +141,7 @@ def _report(control: socket.socket, wakeup: socket.socket, processes: Sequence[i
             os.killpg(process, signal.SIGKILL)
     for process in processes:
         os.waitpid(process, 0)
+    return _next_job(control)
 
 
 def preload(job: Job) -> ResolvedRun | None:
@@ -192,10 +210,10 @@ def become_rank(path: Path, job: Job, rank: int, run: ResolvedRun | None = None)
 
 def _tell(control: socket.socket, event: str, rank: int, number: int) -> None:
     with suppress(ConnectionError):  # the launcher is gone, perhaps before it has read all: seen next
-        control.sendall(f"{event} {rank} {number}\n".encode())
+        control.sendall(f"{event} {rank} {number} {time.time():.4f}\n".encode())
 
 
 if __name__ == "__main__":
     heed_interrupts()
-    status = serve(Path(sys.argv[1]), socket.socket(fileno=int(sys.argv[2])), int(sys.argv[3]))
+    status = serve(socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2]))
     os._exit(status)  # nothing is left to do, and finalizers of what was imported take a while

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from importlib import import_module
 from math import inf
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megatron_run.errors import ExitCode
 from megatron_run.files.publishing import publishing
@@ -193,12 +193,23 @@ def _path(job: Path, rank: int) -> Path:
     return job.with_name(f"result-{rank}.json")
 
 
+class Lost(NamedTuple):
+    """When a rank ``died`` or did something last, its launcher ``detected`` it, and the last rank had ``ended``.
+
+    All in seconds since the epoch.
+    """
+
+    died: float
+    detected: float
+    ended: float = 0.0
+
+
 @dataclass(frozen=True)
 class RunResult:
     """How a run ended: exit code, its folder when there is one, and the line to show, which may be empty.
 
     ``steps`` is the last step that is done, as far as the run folder or the status pages of local ranks tell. ``rank``
-    is the local rank that failed first, None where nobody knows.
+    is the local rank that failed first, None where nobody knows, and ``lost`` says when.
     """
 
     code: ExitCode
@@ -206,6 +217,7 @@ class RunResult:
     message: str = ""
     steps: int = 0
     rank: int | None = None
+    lost: Lost | None = None
 
     @property
     def history(self) -> History:

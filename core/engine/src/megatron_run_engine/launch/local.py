@@ -19,12 +19,13 @@ from pathlib import Path
 from megatron_run.errors import ExitCode, RankLostError
 from megatron_run_engine.host.rank_environment import available_cores, rank_environment
 from megatron_run_engine.launch.failures import describe, first_cause
-from megatron_run_engine.launch.job import Job, RankResult, RunResult, has_reported, page_path
+from megatron_run_engine.launch.job import Job, Lost, RankResult, RunResult, has_reported, page_path
 from megatron_run_engine.launch.rank_output import Relay, count_warnings
 from megatron_run_engine.launch.signals import AFTER_THE_STEP, SAVING, STARTING, caught_signals
 from megatron_run_engine.launch.start import (
     RANK_PROGRAM,
     RankProcess,
+    Servers,
     forked_ranks,
     scratch_folder,
     spawned_ranks,
@@ -45,14 +46,16 @@ def run_local(
     tell: Callable[[str], None],
     show: Callable[[bytes], None] | None,
     *,
+    servers: Servers | None = None,
     program: Sequence[str] = RANK_PROGRAM,
     environment: Mapping[str, str] | None = None,
     grace: float = GRACE,
 ) -> RunResult:
     """Start the ranks, wait for them all, and return how the run ended. Signals are forwarded meanwhile.
 
-    ``tell`` gets the launcher's own lines, and ``show`` what rank 0 prints, None for silence. Ranks that are not forked
-    run ``program``. Their environment is made from ``environment``, by default this process's.
+    ``tell`` gets the launcher's own lines, and ``show`` what rank 0 prints, None for silence. ``servers`` of an attempt
+    before fork the ranks; ranks that are not forked run ``program``. Their environment is made from ``environment``, by
+    default this process's.
     """
     with ExitStack() as cleanup:
         signals = cleanup.enter_context(caught_signals(*AFTER_THE_STEP))  # until the scratch folder is gone
@@ -60,8 +63,10 @@ def run_local(
             scratch = cleanup.enter_context(scratch_folder())
             relay = Relay(job.log(0), show, tell, bars=job.task is None) if show is not None else None
             tell = tell if relay is None else relay.tell
-            ranks = _Ranks(job, scratch, tell, grace)
-            cleanup.enter_context(ranks.started(program, os.environ if environment is None else environment))
+            servers = cleanup.enter_context(Servers()) if servers is None else servers
+            ranks = _Ranks(replace(job, lifeline=servers.lifeline), scratch, tell, grace)
+            environment = os.environ if environment is None else environment
+            cleanup.enter_context(ranks.started(servers, program, environment))
             if relay is not None:
                 relay.start()  # after the last start of a rank: forked ones would miss this thread
                 cleanup.callback(relay.finish)
@@ -83,29 +88,26 @@ class _Ranks:
         self._killed: set[int] = set()
         self._deserted: set[int] = set()
         self.verdict: RankLostError | None = None
+        self.lost: Lost | None = None
 
     @contextmanager
-    def started(self, program: Sequence[str], environment: Mapping[str, str]) -> Iterator[None]:
+    def started(self, servers: Servers, program: Sequence[str], environment: Mapping[str, str]) -> Iterator[None]:
         """Start every rank, and leave none behind. Descriptors 1 and 2 of a rank are its log."""
-        # No process inherits the write end, so that the kernel closes it, and wakes the ranks, when this one dies.
-        lifeline, write_end = os.pipe()
-        try:
-            init_method = f"file://{self._path.with_name('rendezvous')}"
-            job = replace(self._job, init_method=init_method, lifeline=lifeline)
-            job.write(self._path)
-            common = rank_environment(environment, job.threads, job.size, available_cores())
-            for rank in range(job.size):  # the relay opens a log at once, and a rank that never came has an empty one
-                os.close(open_log(job.log(rank)))
-            with (
-                forked_ranks(self._path, job, common) if job.fork else spawned_ranks(program, self._path, job, common)
-            ) as self._processes:
-                try:
-                    yield
-                finally:
-                    self.kill()
-        finally:
-            os.close(write_end)
-            os.close(lifeline)
+        job = replace(self._job, init_method=f"file://{self._path.with_name('rendezvous')}")
+        job.write(self._path)
+        common = rank_environment(environment, job.threads, job.size, available_cores())
+        for rank in range(job.size):  # the relay opens a log at once, and a rank that never came has an empty one
+            os.close(open_log(job.log(rank)))
+        starting_ranks = (
+            forked_ranks(servers, self._path, job, common)
+            if job.fork
+            else spawned_ranks(program, self._path, job, common)
+        )
+        with starting_ranks as self._processes:
+            try:
+                yield
+            finally:
+                self.kill()
 
     def wait(self, signals: Sequence[int]) -> None:
         """Return once every rank has ended, by itself or killed.
@@ -125,17 +127,24 @@ class _Ranks:
                 else:
                     deadline = time.monotonic()
             # With a deadline the watchdog is not asked: ranks that wait for a failed one would look as if they hung.
-            elif deadline == inf and (
-                self._deserted or any(process.returncode not in (None, *IN_ORDER) for process in self._processes)
-            ):
+            elif deadline == inf and self._has_lost_one():
                 deadline = time.monotonic() + self._grace
-            elif deadline == inf:
-                self.verdict = self._watchdog.look(ended=self._order)
-                if self.verdict is not None:
-                    self.kill()
             if time.monotonic() >= deadline:
                 self.kill()
             time.sleep(_POLL)
+        if self.lost is not None:
+            self.lost = self.lost._replace(ended=time.time())
+
+    def _has_lost_one(self) -> bool:
+        """Whether a rank has failed; one that hangs is named by the watchdog, and all are killed."""
+        if self._deserted or any(process.returncode not in (None, *IN_ORDER) for process in self._processes):
+            self.lost = Lost(min(map(_end_of, self._processes)), time.time())
+            return True
+        self.verdict = self._watchdog.look(ended=self._order)
+        if self.verdict is not None:
+            self.lost = Lost(time.time() - self._watchdog.age, time.time())
+            self.kill()
+        return False
 
     def _poll(self) -> bool:
         """Note which ranks have ended, and kill what they left running; whether any rank still runs."""
@@ -187,6 +196,11 @@ class _Ranks:
         return [self._watchdog.page(rank) for rank in range(len(self._processes))]
 
 
+def _end_of(process: RankProcess) -> float:
+    """When ``process`` ended, in seconds since the epoch, as far as its parent has seen; now otherwise."""
+    return getattr(process, "ended", None) or time.time()
+
+
 def _run_result(job: Job, ranks: _Ranks, signals: Sequence[int], tell: Callable[[str], None]) -> RunResult:
     """How the run ended: by the watchdog's verdict, well, by a signal, or by the rank that failed first."""
     results = ranks.results()
@@ -196,7 +210,8 @@ def _run_result(job: Job, ranks: _Ranks, signals: Sequence[int], tell: Callable[
     failed = ranks.verdict if ranks.verdict is not None else cause
 
     def ended(code: ExitCode, message: str = "") -> RunResult:
-        return RunResult(code, job.folder, message, ranks.steps, None if failed is None else failed.rank)
+        rank = None if failed is None else failed.rank
+        return RunResult(code, job.folder, message, ranks.steps, rank, ranks.lost)
 
     if ranks.verdict is not None:
         log = job.log(ranks.verdict.rank or 0)

@@ -18,7 +18,7 @@ from megatron_run_engine.launch.failures import last_saved
 
 if TYPE_CHECKING:
     from megatron_run.planning import ResolvedRun
-    from megatron_run_engine.launch.job import RunResult
+    from megatron_run_engine.launch.job import Lost, RunResult
 
 #: Losses at one place before a step is done that make it gone: the first may have been chance.
 _CHANCES = 2
@@ -45,8 +45,10 @@ class Restarts:
         """The places that are not gone."""
         return tuple(place for place in range(self.full) if place not in self._gone)
 
-    def next(self, result: RunResult) -> str | None:
+    def next(self, result: RunResult, in_memory: int | None = None) -> str | None:
         """Count one more start after ``result``: the line to print, or None to stop here.
+
+        ``in_memory`` is the newest step there, if it is newer than those on disk.
 
         Only a lost rank is a reason to start again: a signal or a time limit asked for the end, and after every other
         code the next start would end alike. So it would when a rank is lost twice in a row before a step is done,
@@ -61,7 +63,8 @@ class Restarts:
         lost = result.message or f"ended with exit code {int(result.code)}"
         step = last_saved(result.folder)
         start = "from the first step" if step is None else f"from step {step}"
-        return f"{lost}; starting again, {self.used} of {self.most}, {start}{ranks}"
+        start = start if in_memory is None else f"from step {in_memory} in memory"
+        return f"{lost}; starting again, {self.used} of {self.most}, {start}{ranks}{_times(result.lost)}"
 
     def _count(self, result: RunResult) -> str | None:
         """Count the loss; what the line says of the ranks, or None where the same would happen again."""
@@ -79,6 +82,14 @@ class Restarts:
             return ""
         self._gone.add(place)
         return f", without local rank {place}, which was lost {_CHANCES} times before a step was done"
+
+
+def _times(lost: Lost | None) -> str:
+    """How long it took to see that a rank was ``lost``, and until all had ended."""
+    if lost is None:
+        return ""
+    seen, gone = lost.detected - lost.died, lost.ended - lost.detected
+    return f" (seen after {seen:.2f} s, all ranks gone {gone:.2f} s later)"
 
 
 def resumed(run: ResolvedRun, folder: Path) -> ResolvedRun:

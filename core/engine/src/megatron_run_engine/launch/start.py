@@ -162,31 +162,74 @@ def spawned_ranks(
                     process.wait()
 
 
-@contextmanager
-def forked_ranks(path: Path, job: Job, environment: Mapping[str, str]) -> Iterator[Sequence[RankProcess]]:
-    """One process for each rank of ``job``, which lies at ``path``, forked once a server has imported all.
+class Servers:
+    """The servers that fork the ranks of a run's attempts. Used as a context; none is left when it ends.
 
-    None is left when the block ends. What the server itself prints, as the warnings of an import, is in the first log.
+    One stays from attempt to attempt, so that what ranks import is imported once; a rank's environment is that of its
+    server. ``lifeline`` reads end-of-file once this process is gone, in every process that gets it.
     """
-    parent_end, child_end = socket.socketpair()
-    with parent_end:
-        with child_end:
-            words = [*SERVER_PROGRAM, str(path), str(child_end.fileno()), str(os.getpid())]
-            process = spawn(words, environment, job.log(0), (job.lifeline, child_end.fileno()))
-        server = _Server(process, parent_end, job.size)
+
+    def __init__(self) -> None:
+        # No process inherits the write end, so that the kernel closes it, and wakes the ranks, when this one dies.
+        self.lifeline, self._write_end = os.pipe()
+        self._server: _Server | None = None
+
+    def __enter__(self) -> Servers:
+        return self
+
+    def __exit__(self, *_: object) -> None:
         try:
-            yield server.ranks
+            self._end()
         finally:
+            os.close(self._write_end)
+            os.close(self.lifeline)
+
+    def of(self, environment: Mapping[str, str], log: Path) -> _Server:
+        """A server with this ``environment``. What a new one prints itself, as warnings of imports, is in ``log``."""
+        if self._server is None or not self._server.serves(environment):
+            self._end()
+            parent_end, child_end = socket.socketpair()
+            with child_end:
+                words = [*SERVER_PROGRAM, str(child_end.fileno()), str(os.getpid())]
+                process = spawn(words, environment, log, (self.lifeline, child_end.fileno()))
+            self._server = _Server(process, parent_end, environment)
+        return self._server
+
+    def _end(self) -> None:
+        server, self._server = self._server, None
+        if server is not None:
             server.end()
 
 
+@contextmanager
+def forked_ranks(
+    servers: Servers, path: Path, job: Job, environment: Mapping[str, str]
+) -> Iterator[Sequence[RankProcess]]:
+    """One process for each rank of ``job``, which lies at ``path``, forked once a server has imported all.
+
+    The server of the job before does, if there is one. None runs when the block ends.
+    """
+    ranks = servers.of(environment, job.log(0)).fork(path, job.size)
+    try:
+        yield ranks
+    finally:
+        for rank in ranks:
+            if rank.poll() is None:
+                rank.kill_group()
+                rank.wait()
+
+
 class ForkedRank:
-    """A rank whose parent is the server. Its process id is not used again before the server has ended."""
+    """A rank whose parent is the server. Its process id is not used again before the server forks for another job.
+
+    ``ended`` is when the server saw its end, in seconds since the epoch.
+    """
 
     def __init__(self, server: _Server) -> None:
         self._server = server
         self.pid: int | None = None
         self.returncode: int | None = None
+        self.ended: float | None = None
 
     def poll(self) -> int | None:
         """Look whether it has ended: ``returncode``."""
@@ -216,11 +259,23 @@ class ForkedRank:
 
 
 class _Server:
-    """The server's process, as the launcher sees it."""
+    """The server's process, as the launcher sees it, and the ranks of its last job."""
 
-    def __init__(self, process: SpawnedRank, control: socket.socket, size: int) -> None:
+    def __init__(self, process: SpawnedRank, control: socket.socket, environment: Mapping[str, str]) -> None:
         self.process, self._control, self._rest = process, control, b""
+        self._environment = dict(environment)
+        self.ranks: list[ForkedRank] = []
+
+    def serves(self, environment: Mapping[str, str]) -> bool:
+        """Whether it is there, and its ranks have this ``environment``."""
+        return self.process.poll() is None and self._environment == dict(environment)
+
+    def fork(self, path: Path, size: int) -> list[ForkedRank]:
+        """Have it fork ``size`` ranks of the job at ``path``. All of the job before have ended."""
         self.ranks = [ForkedRank(self) for _ in range(size)]
+        with suppress(ConnectionError):  # it has ended: heard next
+            self._control.sendall(f"{path}\n".encode())
+        return self.ranks
 
     def hear(self, patience: float) -> bool:
         """Take in what the server says within so many seconds; whether it said anything. Its end ends all its ranks."""
@@ -230,11 +285,11 @@ class _Server:
         with suppress(ConnectionResetError):  # it ended before it has read what it was told
             said = self._control.recv(1 << 16)
         *lines, self._rest = (self._rest + said).split(b"\n")
-        for event, rank, number in map(bytes.split, lines):
+        for event, rank, number, when in map(bytes.split, lines):
             if event == b"started":
                 self.ranks[int(rank)].pid = int(number)
             else:
-                self.ranks[int(rank)].returncode = int(number)
+                self.ranks[int(rank)].returncode, self.ranks[int(rank)].ended = int(number), float(when)
         if not said:
             status = self.process.wait()
             for each in self.ranks:

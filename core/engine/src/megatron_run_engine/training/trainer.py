@@ -8,6 +8,7 @@ backward.
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -18,6 +19,7 @@ from megatron_run.planning.batch_size import BatchSizes, run_length, total_sampl
 from megatron_run.planning.learning_rate import LearningRate, WeightDecay
 from megatron_run_engine.evaluation.evaluator import Evaluator, generate_text, why_no_text
 from megatron_run_engine.host.process import chosen_kernels
+from megatron_run_engine.run_folder.restart_times import RestartTimes
 from megatron_run_engine.runtime.execute import StepInputs
 from megatron_run_engine.runtime.losses import Losses
 from megatron_run_engine.training.build import Assembly, build
@@ -50,6 +52,7 @@ from megatron_run_engine.training.tracing import start_tracing
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from megatron_run.contracts import StepMetrics
     from megatron_run.contracts.activity import Activity
     from megatron_run.planning import ResolvedRun
     from megatron_run_engine.run_folder import RunFolder
@@ -65,10 +68,14 @@ def train_rank(
     Training starts at the first step or resumes from a checkpoint. ``activity`` records what the rank is doing.
     """
     with chosen_kernels(run.config.run.deterministic, world.device):
+        times = RestartTimes(folder)
+        times.mark("joined")
         assembly = build(run, world, activity)
-        trainer = Trainer(run, assembly, folder, stop)
+        trainer = Trainer(run, assembly, folder, stop, times)
+        times.mark("built")
         install_faults(run, assembly, folder.attempt)
         trainer.resume()
+        times.mark("loaded")
         observers = start_observers(run, assembly, folder, trainer.beginning)
         try:
             code = trainer.train(observers)
@@ -83,8 +90,15 @@ def train_rank(
 class Trainer:
     """Runs steps: executor, optimizer and scaler in this order, then observers, guards, evaluation and saving."""
 
-    def __init__(self, run: ResolvedRun, assembly: Assembly, folder: RunFolder, stop: StopRequest) -> None:
-        self._run, self._assembly, self._folder, self._stop = run, assembly, folder, stop
+    def __init__(
+        self,
+        run: ResolvedRun,
+        assembly: Assembly,
+        folder: RunFolder,
+        stop: StopRequest,
+        times: RestartTimes | None = None,
+    ) -> None:
+        self._run, self._assembly, self._folder, self._stop, self._times = run, assembly, folder, stop, times
         train, self._context, self._activity = run.config.train, assembly.context, assembly.context.groups.activity
         self._batches = BatchSizes(train, run.sizes.data)
         self._go_on(Resumed(Progress()))
@@ -158,6 +172,7 @@ class Trainer:
             graphs.prepare(self._progress, observers)
             clock = tracing.clock(self._progress.step + 1)
             metrics, times, stop, mismatch, unsaved = self._step(clock)
+            metrics = self._with_restart(metrics)
             graphs.note_mismatch(mismatch=mismatch)
             self._activity.enter("observe")
             self._folder.heartbeat(metrics.step)
@@ -181,6 +196,17 @@ class Trainer:
             self._context.log.warning("%s", why_no_text(*written))
         self._activity.enter("end")
         return ExitCode.DONE
+
+    def _with_restart(self, metrics: StepMetrics) -> StepMetrics:
+        """``metrics``, those of an attempt's first step with the phases of the restart, if it is one."""
+        times, self._times = self._times, None
+        if times is None:
+            return metrics
+        times.finish()
+        if not times.taken:
+            return metrics
+        self._context.log.warning("%s", times)
+        return replace(metrics, extra={**metrics.extra, **{f"restart/{name}": s for name, s in times.taken.items()}})
 
     def _check_evaluate_save(self, observers: Observers, *, stopping: bool) -> None:
         """Run the guards after a step that was kept, then evaluate and save if that is due.

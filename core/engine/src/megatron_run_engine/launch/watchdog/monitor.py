@@ -86,6 +86,11 @@ class Watchdog:
         states = self._unblocked.update(min(passed, LONGEST), states)
         return judge(states, self._timeout) if any(rank.age >= self._timeout for rank in self._ranks) else None
 
+    @property
+    def age(self) -> float:
+        """Seconds for which the page of the rank that is longest without a change has not changed."""
+        return max(rank.age for rank in self._ranks)
+
     def page(self, rank: int) -> Page | None:
         """The page of ``rank`` as it is now."""
         return self._ranks[rank].page()

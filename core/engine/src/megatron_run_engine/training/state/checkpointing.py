@@ -6,7 +6,6 @@ import hashlib
 import json
 import platform
 import time
-from contextlib import suppress
 from dataclasses import asdict
 from datetime import timedelta
 from typing import TYPE_CHECKING
@@ -15,12 +14,13 @@ import torch
 
 from megatron_run import __version__
 from megatron_run.contracts import CheckpointMetrics
-from megatron_run.errors import GuardError, RunError
+from megatron_run.errors import GuardError, RankLostError, RunError
 from megatron_run.planning.batch_size import run_length
 from megatron_run_engine.checkpoint.adapted import record_of
 from megatron_run_engine.checkpoint.async_saver import AsyncSaver, Staging
 from megatron_run_engine.checkpoint.collectives import WorldRanks
 from megatron_run_engine.checkpoint.manifest import About, AdaptersRecord, DataRecord
+from megatron_run_engine.checkpoint.memory_home import forget_steps
 from megatron_run_engine.checkpoint.saving import Retention, Saver
 from megatron_run_engine.checkpoint.step_folder import Checkpoints
 from megatron_run_engine.data.contents import contents_hash
@@ -38,7 +38,7 @@ from megatron_run_engine.training.state.programs import programs
 from megatron_run_engine.training.state.resuming import Resumed, choose_on_rank0, files_at_once, plugin_records, resume
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from megatron_run.contracts import Dataset
     from megatron_run.contracts.quantities import Span
@@ -149,6 +149,8 @@ class Checkpointing:
         self._saver.set_aside(own, self._folder.attempt)
         if self._memory is not None:
             self._memory.forget(own)
+        elif is_run_id(self._folder.run_id):
+            forget_steps(run.config.checkpoint, self._folder.run_id, own)
         return resumed
 
     def reload_newest(self) -> Progress | None:
@@ -227,18 +229,24 @@ class Checkpointing:
     def close(self, reason: BaseException | None = None) -> None:
         """Wait for saves in the background. Log failures instead of raising them: the run ends for another ``reason``.
 
-        What a guard has judged wrong is not what the next attempt should find in memory.
+        A guard has judged wrong what lies in memory; the next attempt must not find it there.
         """
-        log = self._assembly.context.log
-        if self._memory is not None:
-            with suppress(Exception):  # the failed collective of a lost rank: its reason is told elsewhere
-                self._memory.wait()
+        # After what only a lost rank explains no step in memory will be whole, and a wait would keep the next attempt.
+        known = isinstance(reason, RunError | KeyboardInterrupt) and not isinstance(reason, RankLostError)
+        alike = reason is None or known or self._ranks.size == 1
+        if self._memory is not None and alike:
+            self._finish(self._memory.wait)
             if isinstance(reason, GuardError):
                 self._memory.remove()
-        if self._async_saver is None or not self._async_saver.busy:
-            return
+        if self._async_saver is not None and self._async_saver.busy:
+            saver, log = self._async_saver, self._assembly.context.log
+            self._finish(lambda: log.info("step %d is saved", saver.wait().step))
+
+    def _finish(self, save: Callable[[], object]) -> None:
+        """Do what ends a ``save``; whatever it raises is logged."""
+        log = self._assembly.context.log
         try:
-            log.info("step %d is saved", self._async_saver.wait().step)
+            save()
         except RunError as error:
             log.warning("%s", error)
         except Exception as error:  # a bug, or the failed collective of a lost rank

@@ -3,27 +3,23 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
 from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 
-from megatron_run.contracts.topology import Topology
-from megatron_run.errors import CheckpointError, RunError
+from megatron_run.errors import CheckpointError
 from megatron_run_engine.checkpoint.async_saver import AsyncSaver, Staging
 from megatron_run_engine.checkpoint.collectives import WorldRanks, on_all_ranks, on_rank0
-from megatron_run_engine.checkpoint.files import size_text
 from megatron_run_engine.checkpoint.hosts import Hosts
 from megatron_run_engine.checkpoint.memory_home import MemoryHome, memory_folder
 from megatron_run_engine.checkpoint.memory_saver import Found, MemorySaver, Survivors
-from megatron_run_engine.estimate.model_size import IN_MEMORY, model_size
 from megatron_run_engine.runtime.comm import create_aside, patience
 from megatron_run_engine.training.state.resuming import files_at_once, files_read
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable
 
     from megatron_run.contracts.optimizer import StatePiece
     from megatron_run.planning import ResolvedRun
@@ -36,7 +32,7 @@ if TYPE_CHECKING:
 class MemoryTier:
     """The steps of ``run`` in memory, seen from one of its ranks. Every method is collective but :meth:`remove`.
 
-    Raises :class:`CheckpointError` where a host has no folder for them, or not the room.
+    Raises :class:`CheckpointError` where a host has no folder for them.
     """
 
     def __init__(self, run: ResolvedRun, assembly: Assembly, folder: RunFolder) -> None:
@@ -46,9 +42,8 @@ class MemoryTier:
         rank, size = context.topology.rank, context.topology.sizes.world
         self._ranks = WorldRanks(context.groups, rank, size, context.device)
         self._home = on_all_ranks(self._ranks, partial(self._make_home, folder))
-        self._hosts, rooms = self._meet()
+        self._hosts = self._meet()
         self._leads = self._hosts.leads(rank)
-        on_rank0(self._ranks, partial(self._check_room, rooms))
         background = self._activity.in_background()
         # A process group of its own, as for asynchronous saves to the disk, which may be under way at the same time.
         aside = create_aside(size, timedelta(seconds=patience(run.config.run.timeout)), background)
@@ -64,41 +59,10 @@ class MemoryTier:
         home.make()
         return home
 
-    def _meet(self) -> tuple[Hosts, Sequence[int]]:
-        """The hosts, and on rank 0 the bytes that steps may take, by rank."""
-        note = on_all_ranks(self._ranks, lambda: (self._home.token(), self._home.room()))
-        notes = self._ranks.gather(json.dumps(note))
-        found = json.loads(on_rank0(self._ranks, lambda: json.dumps([json.loads(each) for each in notes])))
-        tokens, rooms = zip(*found, strict=True)
-        return Hosts.seeing(tokens), rooms
-
-    def _check_room(self, rooms: Sequence[int]) -> str:
-        """Raise :class:`CheckpointError` for the first host whose memory holds no two steps of its ranks and copies."""
-        try:
-            stages = model_size(self._run).stages
-        except RunError:
-            raise
-        except Exception:  # a model that needs its device to be built: the first save will say what does not fit
-            self._log.debug("the steps in memory were not counted in advance", exc_info=True)
-            return ""
-        sizes = self._run.sizes
-        needs = Counter[int]()
-        for rank in range(sizes.world):
-            own = stages[Topology(sizes, rank).stage].memory.get(IN_MEMORY, 0)
-            for keeper in (rank, self._hosts.neighbour(rank)):
-                if keeper is not None:
-                    needs[self._hosts.host_of(keeper)] += own
-        for host, ranks in enumerate(self._hosts.ranks):
-            needed, room = needs[host], rooms[ranks[0]]
-            if needed > room:
-                raise CheckpointError(
-                    f"the memory of the host of rank {ranks[0]} has no room for two steps",
-                    why=f"they take {size_text(needed)}, and {self._home.path.parents[1]} has {size_text(room)}",
-                    origin="checkpoint.memory_interval",
-                    fix="enlarge it (mount -o remount,size=...), name a larger tmpfs with checkpoint.memory_folder, "
-                    "or do without: --set checkpoint.memory_interval=0",
-                )
-        return ""
+    def _meet(self) -> Hosts:
+        """The hosts, by the tokens that the ranks see."""
+        notes = self._ranks.gather(json.dumps(on_all_ranks(self._ranks, self._home.token)))
+        return Hosts.seeing(json.loads(on_rank0(self._ranks, lambda: json.dumps([json.loads(each) for each in notes]))))
 
     def find(self, on_disk: int | None) -> Found | None:
         """The step to resume from, if memory has one that is as new as the newest ``on_disk``."""

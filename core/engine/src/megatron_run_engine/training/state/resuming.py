@@ -104,7 +104,7 @@ def resume(
 
 
 def _state_reader(run: ResolvedRun, reader: Reader, upgrade: Upgrade | None) -> StateReader:
-    """What reads state from ``reader`` for the optimizer of ``run``."""
+    """A reader of state for the optimizer of ``run``."""
     return StateReader(
         UpgradingReader(reader, upgrade) if upgrade else reader,
         str(run.one("optimizer")),

@@ -1,0 +1,80 @@
+"""The phases of a restart, from the kill of a rank to the first new step."""
+
+from __future__ import annotations
+
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from benchmarks.restart.victims import EVERY, RANKS, WAYS, Run, running
+from benchmarks.support.report import table
+from megatron_run_engine.run_folder.restart_times import PHASES
+
+#: Runs of each way, in turns, so that what else the machine does falls on all; and the kills in each.
+ROUNDS, KILLS = 4, 2
+DETECTION, FIRST_STEP = 1.0, 5.0
+
+
+class Restarted(NamedTuple):
+    """A restart: the seconds of each phase, from the kill to the first new step, and the steps that were done anew."""
+
+    seconds: dict[str, float]
+    lost: int
+    step: float
+
+
+def restarts(run: Run, kills: int, draw: random.Random) -> Iterator[Restarted]:
+    """Kill a rank so many times, each after some steps of the attempt, at a random moment of a step."""
+    for attempt in range(2, kills + 2):
+        begun = len(run.rows())
+        run.wait_for(lambda begun=begun: len(run.rows()) >= begun + EVERY + 2)
+        step = statistics.median(row["step_time_s"] for row in run.rows()[begun + 1 :])
+        time.sleep(draw.random() * step)
+        done, killed = run.kill_one(draw)
+        run.wait_for(lambda attempt=attempt: run.rows()[-1]["attempt"] == attempt)
+        record, rows = run.restart(attempt), run.rows()
+        seconds = {**record["seconds"], "detection": record["marks"]["detected"] - killed}
+        new = next(row["step"] for row in rows if row["attempt"] == attempt)
+        yield Restarted(seconds, rows[done - 1]["step"] + 1 - new, step)
+
+
+def phases(*, quick: bool) -> Iterator[str]:
+    """The median of each phase, for each way to save."""
+    rounds, found = 1 if quick else ROUNDS, {way: list[Restarted]() for way in WAYS}
+    for number in range(rounds):
+        for way in WAYS:
+            with tempfile.TemporaryDirectory() as folder, running(Path(folder) / "run", way) as run:
+                found[way] += restarts(run, KILLS, random.Random(number))
+    yield f"\n{RANKS} ranks, 50 M parameters, saved every {EVERY} steps; {rounds * KILLS} kills each way, in turns.\n"
+    rows = [
+        (phase.replace("_", " "), *(_median([each.seconds[phase] for each in found[way]]) for way in WAYS))
+        for phase in PHASES.values()
+    ]
+    whole = {way: [sum(each.seconds.values()) for each in found[way]] for way in WAYS}
+    rows.append(("kill to first new step", *(_median(whole[way]) for way in WAYS)))
+    rows.append(("... the slowest", *(f"{max(whole[way]):.2f}" for way in WAYS)))
+    rows.append(("steps done anew, most", *(str(max(each.lost for each in found[way])) for way in WAYS)))
+    rows.append(("a step", *(_median([each.step for each in found[way]]) for way in WAYS)))
+    yield from table(("seconds, median", *WAYS), rows)
+    memory = found["memory"]
+    goals = (
+        ("detection", f"below {DETECTION:g} s", max(each.seconds["detection"] for each in memory), DETECTION),
+        (
+            "detection to first new step",
+            f"within {FIRST_STEP:g} s",
+            statistics.median(sum(each.seconds.values()) - each.seconds["detection"] for each in memory),
+            FIRST_STEP,
+        ),
+        ("steps done anew", f"at most {EVERY}", max(each.lost for each in memory), EVERY),
+    )
+    yield ""
+    met = ((what, goal, f"{value:.2f}", "yes" if value <= limit else "no") for what, goal, value, limit in goals)
+    yield from table(("out of memory", "goal", "measured", "met"), met)
+
+
+def _median(values: list[float]) -> str:
+    return f"{statistics.median(values):.2f}"
