@@ -155,23 +155,43 @@ def test_a_step_that_cannot_end_in_time_is_left_and_the_last_commit_stays(tmp_pa
     assert log.rstrip().endswith("; step 2 is saved")
 
 
+class Asked(StopRequest):
+    """A stop that is asked for as the third step begins; both its ends keep what was saved before."""
+
+    def __init__(self, save_seconds: float) -> None:
+        super().__init__(within=100.0)
+        self._took = save_seconds
+
+    def begin_step(self, step: int) -> None:
+        super().begin_step(step)
+        if step == 3:
+            self.save_seconds = self._took
+            self.stop(ExitCode.SIGTERM)
+
+
 @pytest.mark.parametrize("fits", [True, False])
 def test_a_save_that_cannot_end_in_time_is_not_begun(fits: bool, tmp_path: Path) -> None:
-    """The stop is asked for as the third step begins; both its ends keep what was saved before."""
-
-    class Asked(StopRequest):
-        def begin_step(self, step: int) -> None:
-            super().begin_step(step)
-            if step == 3:
-                self.save_seconds = 0.0 if fits else 1000.0
-                self.stop(ExitCode.SIGTERM)
-
     values = {"checkpoint.interval": 2, "eval.interval": 3, "train.steps": 9, "run.stop_within": "100 s"}
     run = resolve(tiny(tmp_path, values))
-    code = train_rank(run, World(), RunFolder(tmp_path, 1), Asked(within=100.0))
+    code = train_rank(run, World(), RunFolder(tmp_path, 1), Asked(0.0 if fits else 1000.0))
     assert code is ExitCode.SIGTERM
     assert Checkpoints(tmp_path / "checkpoints").steps() == ([2, 3] if fits else [2])
     assert max(learned(tmp_path)) == 3
+
+
+def test_what_the_disk_is_too_slow_for_is_kept_in_memory(tmp_path: Path) -> None:
+    folder, memory = tmp_path / "run", tmp_path / "memory"
+    memory.mkdir()
+    kept = {"checkpoint.interval": 2, "checkpoint.memory_interval": 100, "checkpoint.memory_folder": str(memory)}
+    run = resolve(tiny(folder, {**kept, "train.steps": 5, "run.stop_within": "100 s"}))
+    for number, stop in enumerate((Asked(1000.0), StopRequest()), 1):
+        folder.mkdir(exist_ok=True)
+        (folder / "run.json").write_text(json.dumps({"id": "0123456789abcdef" * 2}))
+        code = train_rank(run, World(), RunFolder(folder, number), stop)
+        assert code is (ExitCode.SIGTERM, ExitCode.DONE)[number - 1]
+        assert Checkpoints(folder / "checkpoints").newest() == (2, 5)[number - 1]
+        assert [path.name for path in memory.glob("*/*/step*")] == (["step3"], [])[number - 1]
+    assert learned(folder).keys() == {1, 2, 3, 4, 5}
 
 
 def test_a_file_stops_a_run_as_a_signal_does(tmp_path: Path) -> None:

@@ -236,11 +236,12 @@ class Trainer:
             observers.on_checkpoint(saved)
 
     def _leave_unsaved(self) -> None:
-        """End after a step for whose save no time is left: the place of a tier that takes less than the disk."""
+        """End after a step for whose save on disk no time is left. In memory, where it is kept, it takes less."""
         self._assembly.optimizer.finish_param_sync()
         step, took, left = self._progress.step, self._stop.save_seconds, self._stop.left
-        text = "step %d is done and not saved: the last save took %.1f s, and %.1f s of run.stop_within are left"
-        self._context.log.warning(text, step, took, max(0.0, left))
+        where = "in memory alone" if self._checkpoints.keep_in_memory(self._progress) else "not saved"
+        text = "step %d is done and %s: the last save took %.1f s, and %.1f s of run.stop_within were left"
+        self._context.log.warning(text, step, where, took, max(0.0, left))
 
     def _step(self, clock: Callable[[], float] | None) -> StepDone:
         """Run one step. ``clock``, if given, times its actions."""

@@ -203,12 +203,22 @@ class Checkpointing:
         if final:
             self._memory.wait()
         elif self._in_memory(progress.step, last):
-            self._activity.enter("save", f"step{progress.step} in memory")
-            self._memory.save(self._about(progress), self._assembly.optimizer.iter_state(), self._shapes())
+            self._begin_in_memory(self._memory, progress)
         saved = self._after_step(progress, due=due, final=final)
         if final:  # every rank has come to the commit on disk, and saves no more in memory
             self._memory.remove()
         return saved
+
+    def keep_in_memory(self, progress: Progress) -> bool:
+        """Save a step in memory for which the disk takes too long; whether it is there. Collective."""
+        if self._memory is None:
+            return False
+        self._begin_in_memory(self._memory, progress)
+        return self._memory.wait()
+
+    def _begin_in_memory(self, memory: MemoryTier, progress: Progress) -> None:
+        self._activity.enter("save", f"step{progress.step} in memory")
+        memory.save(self._about(progress), self._assembly.optimizer.iter_state(), self._shapes())
 
     def _after_step(self, progress: Progress, *, due: bool, final: bool) -> list[CheckpointMetrics]:
         """:meth:`after_step` on disk."""

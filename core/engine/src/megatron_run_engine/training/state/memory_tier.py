@@ -77,10 +77,10 @@ class MemoryTier:
         self.wait()
         self._saver.start(about, pieces, shapes)
 
-    def wait(self) -> None:
-        """Wait for the step that is being saved."""
+    def wait(self) -> bool:
+        """Wait for the step that is being saved; whether the last one was."""
         if not self._saver.busy:
-            return
+            return not self._failing
         try:
             self._saver.wait()
         except CheckpointError as error:
@@ -91,6 +91,7 @@ class MemoryTier:
             if self._failing:
                 self._failing = False
                 self._log.warning("steps are saved in memory again")
+        return not self._failing
 
     def forget(self, after: int | None) -> None:
         """Remove the steps after ``after`` (None: all): the run goes on from there, and does them again."""
