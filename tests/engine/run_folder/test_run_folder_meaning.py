@@ -119,7 +119,7 @@ def test_the_marks_of_what_is_built_in() -> None:
         *(f"model.{name}" for name in ("loss_chunks", "experts.dispatcher", "experts.pad_to_capacity")),
     }
     assert marked(run, OF_TRAINING) == {
-        *(f"model.{name}" for name in ("dropout", "init_std", "label_smoothing")),
+        *(f"model.{name}" for name in ("dropout", "init_std", "label_smoothing", "attention.qk_clip")),
         *(f"model.experts.{name}" for name in ("aux_loss_coeff", "z_loss_coeff")),
     }
     assert marked(run, FIXED) == {"train.sequence_length", "optimizer.rule"}

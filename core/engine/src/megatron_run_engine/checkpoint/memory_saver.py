@@ -35,10 +35,6 @@ if TYPE_CHECKING:
     from megatron_run_engine.checkpoint.manifest import About
 
 
-#: Of a step that a disk full of other things keeps a host from having.
-_NOT_TAKEN = "step {} could not be taken from another host's memory"
-
-
 class MemorySaver:
     """Saves steps in the ``home`` of each host. Its methods are collective, and raise on all ranks if one fails."""
 
@@ -81,16 +77,16 @@ class MemorySaver:
 
     def _write(self, step: int, pieces: Iterable[StatePiece], shapes: Shapes) -> tuple[Note, Exception | None]:
         """Write this rank's shards. Return the report for rank 0, and the error if it failed."""
-        rank, what = self._ranks.rank, f"step {step} could not be saved in memory"
+        rank = self._ranks.rank
         try:
             groups = split_into_files(list(pieces), self._files_of_rank)
             parts = {file_name(rank, part): group for part, group in enumerate(groups)}
-            with saving(what):
+            with saving(f"step {step} could not be saved in memory"):
                 self._activity.enter("save-memory", f"step{step}/{file_name(rank)}")
                 folder, beat = self._home.temporary(step), self._activity.heartbeat
                 files = {name: write_shard(folder / name, each, self._files, beat) for name, each in parts.items()}
         except Exception as error:  # any error: rank 0 waits for this rank's report
-            return {"failure": as_note(error, what)}, error
+            return {"failure": as_note(error, f"step {step} could not be saved in memory")}, error
         rows = [row for name, group in parts.items() for row in described(name, group)]
         written = {name: file._asdict() for name, file in files.items()}
         return {"failure": None, "files": written, "shapes": dict(shapes), "pieces": rows}, None
@@ -221,7 +217,7 @@ class Survivors:
 
         def take_in() -> None:
             if self._hosts.leads(rank):
-                with saving(_NOT_TAKEN.format(step)):
+                with saving(f"step {step} could not be taken from another host's memory"):
                     self._home.take_in(manifest, anew=not chosen.held[host])
 
         on_all_ranks(self._ranks, take_in)
@@ -262,7 +258,7 @@ class Survivors:
         rank = self._ranks.rank
         for fault in faults:
             if not isinstance(fault.error, CheckpointError):
-                with saving(_NOT_TAKEN.format(manifest.about.step)):
+                with saving(f"step {manifest.about.step} could not be taken from another host's memory"):
                     raise fault.error
             yield Bad(self._hosts.host_of(fault.transfer.source), fault.transfer.file, str(fault.error))
         folder = self._home.steps.folder(manifest.about.step)

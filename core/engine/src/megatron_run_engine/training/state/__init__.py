@@ -28,13 +28,22 @@ there is no checkpoint                     ``checkpoint.step_folder.Checkpoints.
 cannot be read                             ``checkpoint.files.reading``
 is not the file itself                     ``checkpoint.files.reading``
 is too large                               ``checkpoint.files.read_whole``
-is damaged: it is not a whole manifest     ``checkpoint.manifest.read_manifest``
-is damaged: its SHA-256 is not the one     ``checkpoint.manifest.read_manifest``
-is of a newer format                       ``checkpoint.manifest.read_manifest``
-cannot be used                             ``checkpoint.manifest.read_manifest``
+is damaged: it is not a whole manifest     ``checkpoint.manifest.decode_manifest``
+is damaged: its SHA-256 is not the one     ``checkpoint.manifest.decode_manifest``
+is of a newer format                       ``checkpoint.manifest.decode_manifest``
+cannot be used                             ``checkpoint.manifest.decode_manifest``
 is not what its name says                  ``checkpoint.step_folder.Checkpoints.manifest``
 is damaged: it has                         ``checkpoint.step_folder.check_length``
 is damaged: is not that of the manifest    ``checkpoint.step_folder._verify_file``
+*its copies in memory*: a folder of each host
+names no folder of this host               ``checkpoint.memory_home.memory_folder``
+there is no folder                         ``checkpoint.memory_home.memory_folder``
+cannot hold steps in memory: it is         ``checkpoint.memory_home._check_private``
+cannot hold steps in memory: it was        ``checkpoint.memory_home.MemoryHome.token``
+is of another run                          ``checkpoint.memory_home.MemoryHome._own_manifest``
+is damaged: its XXH3                       ``checkpoint.exchange._receive``
+could not be taken from another host       ``checkpoint.memory_saver.Survivors``
+could not be saved in memory               ``checkpoint.memory_saver.MemorySaver``
 *its model and tokenizer* (``run.init_from``)
 the data has another tokenizer             ``training.state.same_model.check_tokenizer``
 are of another model                       ``training.state.same_model.refuse_other_model``
