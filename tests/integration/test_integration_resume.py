@@ -27,7 +27,7 @@ each_case = pytest.mark.parametrize(
         pytest.param("adamw", SPLIT_SHAPES, id="adamw, split samples", marks=pytest.mark.nightly),
         pytest.param("zero1", SPLIT_SHAPES, id="zero1, split samples", marks=pytest.mark.nightly),
         pytest.param("zero3,whole_below=0", SHAPES, id="zero3", marks=pytest.mark.nightly),
-        pytest.param("zero1", FEW, id="zero1, few"),
+        pytest.param("zero1", FEW, id="zero1, few", marks=pytest.mark.nightly),
         pytest.param("zero1", FEW_SPLIT, id="zero1, few split samples"),
         pytest.param("zero3,whole_below=0", FEW, id="zero3, few"),
     ],

@@ -224,11 +224,12 @@ def test_what_is_written_and_typed_lends(schedules: Schedules, tmp_path: Any, pl
     assert (again.lends, again.lending) == (True, task.split.lending)
 
 
+@pytest.mark.nightly
 def test_a_schedule_that_is_found_fits_with_what_is_lent_and_what_the_head_keeps(schedules: Schedules) -> None:
     """Of each microbatch the last stage keeps logits; a hundredth is for what split backwards leave to their halves."""
     task = read_task(Request((sized(1.3e9),), ("parallel.pipeline=4",), ("optimizer=zero3",)), 8)
     device = read_device("a100-40")
-    found = find_for_task(task, device, schedules, effort=300).candidate
+    found = find_for_task(task, device, schedules, effort=2000).candidate
     assert found.split.lends
     assert found.needed <= 1.01 * device.memory
 

@@ -141,6 +141,7 @@ RARE = (
     "two stages, all recomputed",
     "a ring of two",
     "a ring of three",
+    "a ring of four",
     "gathered keys of two",
     "gathered keys of eight",
     "exchanged heads of llama",

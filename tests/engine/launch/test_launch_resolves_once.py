@@ -60,7 +60,7 @@ def processes(notes: list[list[str]], event: str) -> list[str]:
 
 
 @pytest.mark.multiproc
-@pytest.mark.parametrize(("method", "nproc"), [("auto", 2), ("spawn", 1)])  # each that is spawned imports torch anew
+@pytest.mark.parametrize(("method", "nproc"), [("auto", 2), pytest.param("spawn", 1, marks=pytest.mark.nightly)])
 def test_local_ranks_take_over_what_their_launcher_has_resolved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str, nproc: int
 ) -> None:

@@ -141,7 +141,7 @@ def adapted(context: BuildContext) -> LoraLayers:
         pytest.param(Sequential(), {"model": LLAMA, "dtype": torch.bfloat16}, id="llama in bf16", marks=night),
         # the scope of a GPU has experts, and a split backward two stages
         pytest.param(OneForwardOneBackward(), {"stages": 2, "model": EXPERTS}, id="experts under 1f1b", marks=night),
-        pytest.param(Sequential(), {"layers": adapted}, id="adapters"),
+        pytest.param(Sequential(), {"layers": adapted}, id="adapters", marks=pytest.mark.nightly),
     ],
 )  # fmt: skip
 def test_steps_leave_the_bits_of_eager_ones(schedule: Schedule, settings: dict[str, Any]) -> None:
