@@ -11,11 +11,13 @@ from unittest import mock
 
 import pytest
 
+from megatron_run.contracts.quantities import Span
+from megatron_run.contracts.schema import CheckpointSection
 from megatron_run.errors import CheckpointError, InputError
 from megatron_run_engine.checkpoint.files import MemoryFiles, NewFile
 from megatron_run_engine.checkpoint.hosts import Hosts, Transfer
 from megatron_run_engine.checkpoint.manifest import MANIFEST
-from megatron_run_engine.checkpoint.memory_home import Held, MemoryHome
+from megatron_run_engine.checkpoint.memory_home import Held, MemoryHome, forget_steps, newest_in_memory
 from megatron_run_engine.checkpoint.memory_saver import choose
 from tests.support.memory_hosts import RUN, Cluster
 from tests.support.saved_steps import random_state, same_state
@@ -266,6 +268,28 @@ def test_a_folder_that_others_could_change_is_refused(tmp_path: Path) -> None:
         MemoryHome(tmp_path, RUN, tmp_path / "run").make()
 
 
+def test_a_folder_of_somebody_elses_is_neither_emptied_nor_believed(tmp_path: Path) -> None:
+    """An attempt without steps in memory removes what others have left: never what a link leads to."""
+    saved = tmp_path / "checkpoints"
+    (saved / "step5").mkdir(parents=True)
+    user, section = tmp_path / f"megatron-run-{os.geteuid()}", CheckpointSection(memory_folder=tmp_path)
+    section = section.model_copy(update={"memory_interval": Span.parse(1)})
+    user.mkdir(mode=0o700)
+    (user / RUN).symlink_to(saved)
+    forget_steps(section, RUN, None)
+    assert newest_in_memory(section, RUN) is None
+    (user / RUN).unlink()
+    saved.rename(user / RUN)
+    (user / RUN).chmod(0o700)
+    user.chmod(0o755)
+    forget_steps(section, RUN, None)
+    assert newest_in_memory(section, RUN) is None
+    user.chmod(0o700)
+    assert newest_in_memory(section, RUN) == 5
+    forget_steps(section, RUN, 4)
+    assert newest_in_memory(section, RUN) is None
+
+
 def test_homes_of_runs_that_are_finished_or_gone_are_swept_and_no_others(tmp_path: Path) -> None:
     memory, kept = tmp_path / "memory", tmp_path / "runs"
     memory.mkdir()
@@ -278,6 +302,7 @@ def test_homes_of_runs_that_are_finished_or_gone_are_swept_and_no_others(tmp_pat
             (run / "run.json").write_text(f'{{"id": "{letter * 32}"}}')
             (run / "status.json").write_text(f'{{"state": "{state}"}}')
     MemoryHome(memory, "e" * 32, tmp_path / "not mounted" / "run").make()
+    MemoryHome(memory, "f" * 32, kept / ("x" * 300) / "run").make()  # which no file system lets anybody look for
     home = MemoryHome(memory, RUN, kept / "mine")
     home.make()
     assert [line.rpartition("/")[2] for line in home.sweep()] == ["a is finished"], "c may be of another container"
@@ -287,7 +312,7 @@ def test_homes_of_runs_that_are_finished_or_gone_are_swept_and_no_others(tmp_pat
     lines = home.sweep()
     assert [line.rpartition("/")[2] for line in lines] == ["a is finished", "c is gone"]
     left = {path.name[0] for path in home.path.parent.iterdir()}
-    assert left == {"b", "d", "e", RUN[0]}
+    assert left == {"b", "d", "e", "f", RUN[0]}
 
 
 def test_a_copy_goes_to_the_next_host_whose_ranks_share_the_work() -> None:

@@ -94,6 +94,11 @@ class MemoryHome:
             record = {"v": 1, "run": self._run, "folder": str(self.steps.home), "token": secrets.token_hex(16)}
             SafeFolder(self.path).write_json(_RECORD, record)
 
+    def check(self) -> None:
+        """Raise :class:`InputError` unless nobody else may have made or changed the folder, OSError without one."""
+        for path in (self._user, self.path):
+            _check_private(path)
+
     def token(self) -> str:
         """The token. Raises :class:`CheckpointError` where the folder has lost it."""
         token = self._record().get("token")
@@ -213,8 +218,8 @@ class MemoryHome:
         removed = []
         for path in sorted(self._user.iterdir()):
             record = SafeFolder(path).read_json(_RECORD) if _RUN_ID.fullmatch(path.name) and path != self.path else None
-            if record is not None and (why := _why_useless(path, Path(str(record.get("folder"))))):
-                with suppress(OSError):
+            with suppress(OSError):  # another run removes it, or may not see its run folder: that is not this one's end
+                if record is not None and (why := _why_useless(path, Path(str(record.get("folder"))))):
                     self._files.remove_tree(path)
                     removed.append(f"{path} is removed: {why}")
         return removed
@@ -254,7 +259,9 @@ def forget_steps(section: CheckpointSection, run: str, after: int | None) -> Non
     For one without: what it does again must not be found there by the next.
     """
     with suppress(InputError, OSError):
-        MemoryHome(memory_folder(section), run, Path()).forget(after)
+        home = MemoryHome(memory_folder(section), run, Path())
+        home.check()  # a link of somebody else's may lead to steps of another run, on disk
+        home.forget(after)
 
 
 def newest_in_memory(section: CheckpointSection, run: str) -> int | None:
@@ -264,5 +271,7 @@ def newest_in_memory(section: CheckpointSection, run: str) -> int | None:
     """
     if section.memory_interval.amount:
         with suppress(InputError, OSError):
-            return max(MemoryHome(memory_folder(section), run, Path()).steps.steps(), default=None)
+            home = MemoryHome(memory_folder(section), run, Path())
+            home.check()
+            return max(home.steps.steps(), default=None)
     return None
