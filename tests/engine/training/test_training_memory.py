@@ -134,6 +134,26 @@ def test_a_lying_step_is_named_and_the_one_before_it_taken(tmp_path: Path) -> No
     assert trained(tmp_path / "run", number=2).first == 7
 
 
+def test_a_run_does_not_begin_with_the_zeros_by_which_it_has_asked_what_it_reads(tmp_path: Path) -> None:
+    """A host lacked files, and what came was damaged: no step is left, nor the initial values."""
+    sets = {"checkpoint.interval": 0}
+    whole = trained(tmp_path / "whole", {**sets, "checkpoint.memory_interval": 0})
+    died(tmp_path / "run", 9, sets)
+
+    def find(survivors: Any, _: int, read_by: Callable[[Any], Any]) -> None:
+        home = survivors._home
+        assert read_by(home.steps.manifest(8))
+        home.forget(None)
+
+    with (
+        mock.patch("megatron_run_engine.training.state.memory_tier.Survivors.find", find),
+        pytest.raises(CheckpointError, match="step 8 in memory is not what it was, and no other step is saved"),
+    ):
+        trained(tmp_path / "run", sets, number=2)
+    again = trained(tmp_path / "run", sets, number=3)
+    assert (again.first, again.numbers) == (1, whole.numbers)
+
+
 def bench(folder: Path, *sets: str) -> Bench:
     named(folder)
     given = (f"{key}={value}" for key, value in SMALL.items())

@@ -19,11 +19,11 @@ from megatron_run_engine.runtime.comm import create_aside, patience
 from megatron_run_engine.training.state.resuming import files_at_once, files_read
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Collection, Iterable
 
     from megatron_run.contracts.optimizer import StatePiece
     from megatron_run.planning import ResolvedRun
-    from megatron_run_engine.checkpoint.manifest import About
+    from megatron_run_engine.checkpoint.manifest import About, Manifest
     from megatron_run_engine.checkpoint.saving import Shapes
     from megatron_run_engine.run_folder import RunFolder
     from megatron_run_engine.training.build import Assembly
@@ -65,12 +65,26 @@ class MemoryTier:
         return Hosts.seeing(json.loads(on_rank0(self._ranks, lambda: json.dumps([json.loads(each) for each in notes]))))
 
     def find(self, on_disk: int | None) -> Found | None:
-        """The step to resume from, if memory has one that is as new as the newest ``on_disk``."""
+        """The step to resume from, if memory has one that is as new as the newest ``on_disk``.
+
+        Raises :class:`CheckpointError` where asking which files are read has left no initial values to begin with.
+        """
         if self._leads:
             for line in self._home.sweep():
                 self._log.info("%s", line)
-        run, assembly, ranks = self._run, self._assembly, self._ranks
-        return self._survivors.find(on_disk or 1, lambda manifest: files_read(run, assembly, manifest, ranks))
+        asked = list[int]()
+
+        def read_by(manifest: Manifest) -> Collection[str]:
+            asked.append(manifest.about.step)
+            return files_read(self._run, self._assembly, manifest, self._ranks)
+
+        found = self._survivors.find(on_disk or 1, read_by)
+        if asked and found is None and on_disk is None:
+            raise CheckpointError(
+                f"step {asked[0]} in memory is not what it was, and no other step is saved",
+                fix="what is damaged is removed: the same command begins with the first step",
+            )
+        return found
 
     def save(self, about: About, pieces: Iterable[StatePiece], shapes: Shapes) -> None:
         """Begin to save a step, once the one before is saved. A step that does not fit is left out, with a warning."""
