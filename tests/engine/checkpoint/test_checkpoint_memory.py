@@ -7,10 +7,12 @@ import shutil
 from collections.abc import Callable, Mapping
 from itertools import product
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
 
+from megatron_run.contracts.activity import Activity
 from megatron_run.contracts.quantities import Span
 from megatron_run.contracts.schema import CheckpointSection
 from megatron_run.errors import CheckpointError, InputError
@@ -18,9 +20,9 @@ from megatron_run_engine.checkpoint.files import MemoryFiles, NewFile
 from megatron_run_engine.checkpoint.hosts import Hosts, Transfer
 from megatron_run_engine.checkpoint.manifest import MANIFEST
 from megatron_run_engine.checkpoint.memory_home import Held, MemoryHome, forget_steps, newest_in_memory
-from megatron_run_engine.checkpoint.memory_saver import choose
+from megatron_run_engine.checkpoint.memory_saver import MemorySaver, choose
 from tests.support.memory_hosts import RUN, Cluster
-from tests.support.saved_steps import random_state, same_state
+from tests.support.saved_steps import about, dealt, random_state, same_state, shapes_of
 
 
 @pytest.fixture
@@ -233,6 +235,24 @@ def test_memory_that_is_full_leaves_the_steps_before_and_goes_on_when_there_is_r
     cluster.files = {1: full}
     assert all(isinstance(each, int) for each in cluster.save(40, random_state(40)))
     assert cluster.found()[0] == 40
+
+
+def test_a_rank_that_fails_before_it_sends_leaves_no_neighbour_waiting(cluster: Cluster) -> None:
+    state = random_state(30)
+    hands = dealt(30, state, 4)
+
+    def fail(_: int, phase: str, __: object) -> None:
+        if phase == "save-neighbour":
+            raise MemoryError
+
+    def save(ranks: Any, home: MemoryHome, hosts: Hosts, postman: Any) -> int:
+        activity = Activity()
+        activity.listeners += [fail] * (ranks.rank == 1)
+        saver = MemorySaver(home, hosts, ranks, postman, activity)
+        return saver.save(about(30, run=RUN), hands[ranks.rank], shapes_of(state))
+
+    assert [type(each) for each in cluster.on_ranks(save)] == [CheckpointError] * 4
+    assert cluster.found()[0] == 20
 
 
 def test_a_host_that_commits_alone_has_saved_the_step_for_all(cluster: Cluster) -> None:

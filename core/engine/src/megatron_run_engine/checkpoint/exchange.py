@@ -37,11 +37,10 @@ class Transport(Protocol):
 
 
 class Fault(NamedTuple):
-    """A transfer that failed, and why: ``damaged`` where what came is not what the manifest says."""
+    """A transfer that failed, and why: a :class:`CheckpointError` where what came is not what the manifest says."""
 
     transfer: Transfer
     error: Exception
-    damaged: bool = False
 
 
 def exchange(
@@ -115,9 +114,7 @@ def _receive(
         if total.hexdigest() != manifest.files[transfer.file].xxh3:
             files.unlink(path)
             why = "its XXH3 is not that of the manifest"
-            return Fault(
-                transfer, CheckpointError(f"{transfer.file} of rank {transfer.source} is damaged", why=why), True
-            )
+            return Fault(transfer, CheckpointError(f"{transfer.file} of rank {transfer.source} is damaged", why=why))
         files.replace(path, folder / transfer.file)
     except OSError as error:
         for length in _blocks(left):

@@ -95,13 +95,17 @@ class MemorySaver:
         step, rank = manifest.about.step, self._ranks.rank
         sizes = {name: file.bytes for name, file in manifest.files.items()}
         transfers = [each for each in self._hosts.copies(sizes, owners) if rank in (each.source, each.target)]
-        self._activity.enter("save-neighbour", f"step{step}")
-        folder = self._home.temporary(step)
-        beat = self._activity.heartbeat
+        folder, beat = self._home.temporary(step), self._activity.heartbeat
+        failure: Exception | None = None
+        try:
+            self._activity.enter("save-neighbour", f"step{step}")
+        except Exception as error:  # any error: the neighbours wait for this rank's files
+            failure = error
         faults = exchange(transfers, rank, self._transport, folder, manifest, self._files, beat)
         with saving(f"step {step} could not be saved in memory"):
-            for fault in faults:
-                raise fault.error
+            for each in (failure, *(fault.error for fault in faults)):
+                if each is not None:
+                    raise each
 
     def _commit(self, manifest: Manifest) -> None:
         if self._leads:
