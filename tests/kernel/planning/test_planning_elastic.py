@@ -74,6 +74,13 @@ def test_what_is_wanted_in_full_strength_is_no_contradiction() -> None:
     assert on(None, nproc=2, parallel__data=6).sizes.data == 2
 
 
+def test_copies_that_are_wanted_and_do_not_divide_the_batch_are_not_left_in_silence() -> None:
+    line = "run.elastic=data: 4 of 5 ranks train as data 4, 3 microbatches a step; 1 is spare, as the global batch"
+    (notice,) = [notice for notice in on(None, parallel__data=5).notices if "run.elastic" in notice]
+    assert notice.startswith(line)
+    assert not [notice for notice in on(None, parallel__data=4).notices if "run.elastic" in notice]
+
+
 def test_all_sizes_but_data_stay() -> None:
     run = on(7, plugins=("schedule=1f1b",), parallel__pipeline=2)
     assert (run.sizes.pipeline, run.sizes.data, run.spares) == (2, 3, 1)

@@ -57,9 +57,14 @@ def strengths(
     return tuple(parallel.model_copy(update={"data": data}) for data in sizes)
 
 
-def choice_notice(run: ResolvedRun) -> str:
-    """The line about the layout that ``run.elastic`` chose for ``run``; empty in full strength without spares."""
+def choice_notice(run: ResolvedRun, wanted: int = 0) -> str:
+    """The line about the layout that ``run.elastic`` chose for ``run``; empty in full strength without spares.
+
+    ``wanted`` are the ranks by ``parallel.data``, which decide where nothing else does.
+    """
     policy, sizes, spares = run.config.run.elastic, run.sizes, run.spares
+    if run.request.there is None and run.request.nproc is None:
+        spares = max(0, wanted - sizes.world)
     if policy == "off" or (run.request.there is None and not spares):
         return ""
     names = ("tensor", "context", "pipeline", "data", "expert")

@@ -169,7 +169,7 @@ class _Resolver:
             notices=tuple(dict.fromkeys(self._notices)),
             request=replace(self._request, latest=self._latest),
         )
-        chosen = choice_notice(resolved)
+        chosen = choice_notice(resolved, self._wanted)
         return replace(resolved, notices=(*resolved.notices, chosen)) if chosen else resolved
 
     def _choose(self, catalog: Catalog) -> tuple[ConfigSource, dict[str, tuple[Plugin, ...]]]:
