@@ -131,6 +131,17 @@ def test_a_file_that_appears_asks_for_the_end_and_one_that_was_there_does_not(tm
         wait_until(lambda: new.requested is ExitCode.SIGTERM)
 
 
+def test_a_signal_that_follows_the_file_is_the_first_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who takes a machine says so, and then sends SIGTERM: the step is still finished and saved."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    stop = StopRequest()
+    with preempted(stop, Path("~/notice"), tmp_path, lambda *_: None, lambda _: None):
+        (tmp_path / "notice").touch()
+        wait_until(lambda: stop.requested is ExitCode.SIGTERM)
+    assert stop.stop(ExitCode.SIGTERM)
+    assert not stop.stop(ExitCode.SIGTERM), "a second one ends the process"
+
+
 def test_no_thread_looks_where_nothing_is_asked(tmp_path: Path) -> None:
     before = threading.active_count()
     with preempted(StopRequest(), None, tmp_path, lambda *_: None, lambda _: None):

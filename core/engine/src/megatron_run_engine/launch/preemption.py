@@ -36,7 +36,7 @@ def preempted(
         yield
         return
     over = threading.Event()
-    watch = _Watch(stop, notice, folder, leave, tell)
+    watch = _Watch(stop, notice and notice.expanduser(), folder, leave, tell)
     thread = threading.Thread(target=watch.run, args=(over,), name="preemption", daemon=True)
     thread.start()
     try:
@@ -77,7 +77,7 @@ class _Watch:
         self._looked = monotonic()
         if self._written() not in (None, self._before):
             self._tell(f"{self._notice} is there: the run stops as after SIGTERM")
-            self._stop.stop(ExitCode.SIGTERM)
+            self._stop.stop(ExitCode.SIGTERM, signal=False)
 
     def _written(self) -> int | None:
         """When the notice was written, in nanoseconds; None where there is none."""

@@ -68,20 +68,23 @@ class StopRequest:
         self.begun = False
         self.step, self.save_seconds = 0, 0.0
         self._step_seconds, self._since = 0.0, inf
-        self._read = self._late = False
+        self._read = self._late = self._signalled = False
 
     @property
     def requested(self) -> ExitCode | None:
         """The exit code with which to end after this step, or None to continue."""
         return self._code or (ExitCode.TIME_LIMIT if monotonic() >= self._deadline else None)
 
-    def stop(self, code: ExitCode) -> bool:
-        """Request the end with ``code``; the first request decides. Returns whether this was the first."""
-        first = self._code is None
-        if first:
+    def stop(self, code: ExitCode, *, signal: bool = True) -> bool:
+        """Request the end with ``code``; the first request decides. Returns whether this was the first ``signal``.
+
+        Who sends a notice that is none, as a file, sends a signal soon after: that asks for nothing more.
+        """
+        if self._code is None:
             self._ends = monotonic() + self.within
             self._late = self._read and self._since != inf
         self._code = self._code or code
+        first, self._signalled = not self._signalled, self._signalled or signal
         return first
 
     @property
