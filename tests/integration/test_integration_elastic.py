@@ -5,19 +5,23 @@ from __future__ import annotations
 import json
 import os
 import signal
+import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
 from megatron_run.config.request import Request
 from megatron_run.errors import ExitCode
 from megatron_run.planning import resolve
+from megatron_run_engine.checkpoint.saving import Saver
 from megatron_run_engine.checkpoint.step_folder import Checkpoints
 from megatron_run_engine.run_folder import RunFolder
 from megatron_run_engine.runtime.world import StopRequest, World
+from megatron_run_engine.training.health.guards import Guards
 from megatron_run_engine.training.trainer import train_rank
 from tests.support.commands import free_port
 from tests.support.forked import FORKING_AGENT, ForkedCommand, ForkedRun, Ran, forked_command, learned, run_forked, tiny
@@ -179,16 +183,34 @@ def test_a_save_that_cannot_end_in_time_is_not_begun(fits: bool, tmp_path: Path)
     assert max(learned(tmp_path)) == 3
 
 
+def test_a_save_that_has_begun_in_the_background_has_the_time_that_is_left(tmp_path: Path) -> None:
+    values = {"checkpoint.interval": 2, "checkpoint.async_save": True, "train.steps": 9, "run.stop_within": "100 s"}
+    save = Saver.save
+
+    def slow(saver: Saver, *what: Any) -> int:
+        time.sleep(0.5)
+        return save(saver, *what)
+
+    with mock.patch.object(Saver, "save", slow):
+        code = train_rank(resolve(tiny(tmp_path, values)), World(), RunFolder(tmp_path, 1), Asked(1000.0))
+    assert code is ExitCode.SIGTERM
+    assert Checkpoints(tmp_path / "checkpoints").steps() == [2]
+    assert max(learned(tmp_path)) == 3
+
+
 def test_what_the_disk_is_too_slow_for_is_kept_in_memory(tmp_path: Path) -> None:
     folder, memory = tmp_path / "run", tmp_path / "memory"
     memory.mkdir()
     kept = {"checkpoint.interval": 2, "checkpoint.memory_interval": 100, "checkpoint.memory_folder": str(memory)}
     run = resolve(tiny(folder, {**kept, "train.steps": 5, "run.stop_within": "100 s"}))
+    checked: list[tuple[int, bool]] = []
     for number, stop in enumerate((Asked(1000.0), StopRequest()), 1):
         folder.mkdir(exist_ok=True)
         (folder / "run.json").write_text(json.dumps({"id": "0123456789abcdef" * 2}))
-        code = train_rank(run, World(), RunFolder(folder, number), stop)
+        with mock.patch.object(Guards, "check", lambda _, progress, saving: checked.append((progress.step, saving))):
+            code = train_rank(run, World(), RunFolder(folder, number), stop)
         assert code is (ExitCode.SIGTERM, ExitCode.DONE)[number - 1]
+        assert checked[-1] == ((3, 5)[number - 1], True), "nothing is kept on which the replicas do not agree"
         assert Checkpoints(folder / "checkpoints").newest() == (2, 5)[number - 1]
         assert [path.name for path in memory.glob("*/*/step*")] == (["step3"], [])[number - 1]
     assert learned(folder).keys() == {1, 2, 3, 4, 5}

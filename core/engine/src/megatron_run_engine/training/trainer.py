@@ -236,12 +236,17 @@ class Trainer:
             observers.on_checkpoint(saved)
 
     def _leave_unsaved(self) -> None:
-        """End after a step for whose save on disk no time is left. In memory, where it is kept, it takes less."""
+        """End after a step for whose save on disk no time is left. In memory, where it is kept, it takes less.
+
+        A save in the background goes on as long as there is time.
+        """
+        self._guards.check(self._progress, saving=self._checkpoints.keeps_in_memory)
         self._assembly.optimizer.finish_param_sync()
         step, took, left = self._progress.step, self._stop.save_seconds, self._stop.left
         where = "in memory alone" if self._checkpoints.keep_in_memory(self._progress) else "not saved"
         text = "step %d is done and %s: the last save took %.1f s, and %.1f s of run.stop_within were left"
         self._context.log.warning(text, step, where, took, max(0.0, left))
+        self.close()
 
     def _step(self, clock: Callable[[], float] | None) -> StepDone:
         """Run one step. ``clock``, if given, times its actions."""

@@ -209,6 +209,11 @@ class Checkpointing:
             self._memory.remove()
         return saved
 
+    @property
+    def keeps_in_memory(self) -> bool:
+        """Whether steps are saved in memory too."""
+        return self._memory is not None
+
     def keep_in_memory(self, progress: Progress) -> bool:
         """Save a step in memory for which the disk takes too long; whether it is there. Collective."""
         if self._memory is None:
