@@ -119,6 +119,19 @@ def test_a_step_that_is_asked_for_is_that_on_disk_and_memory_forgets_what_comes_
     assert in_memory(tmp_path / "run") == [], "nor does an attempt without memory leave them to the next"
 
 
+@pytest.mark.parametrize(("step", "first"), [(8, 9), (6, 7), (5, 6)])
+def test_steps_that_other_hosts_have_gone_back_behind_are_not_taken_for_the_newest(
+    tmp_path: Path, step: int, first: int
+) -> None:
+    """A host that was away while the run went on from ``step`` still holds what was undone."""
+    died(tmp_path / "run", 9)
+    assert in_memory(tmp_path / "run") == [6, 8]
+    begun = [{"attempt": 1, "step": 0}, {"attempt": 2, "step": step}, {"attempt": 3}]
+    (tmp_path / "run" / "run.json").write_text(json.dumps({"id": RUN, "attempts": begun}))
+    again = attempt(tmp_path / "run", {**SETS, "checkpoint.memory_folder": "$HOST_MEMORY"}, number=4)
+    assert again.first == first
+
+
 def test_a_run_that_is_stopped_has_its_step_on_disk_and_none_in_memory(tmp_path: Path) -> None:
     stopped = trained(tmp_path / "run", stop_after=4)
     assert (stopped.code, stopped.saved) == (ExitCode.SIGTERM, [4])

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 #: The memory file system of Linux.
 SHARED_MEMORY = Path("/dev/shm")
-#: Says whose home it is, and holds the token by which ranks see that they share it.
+#: Says whose home it is, and which attempt was the last here; has the token by which ranks see that they share it.
 _RECORD = "home.json"
 _TEMPORARY = ".tmp-"
 _RUN_ID = re.compile("[0-9a-f]{32}")
@@ -157,6 +157,26 @@ class MemoryHome:
             if after is None or step > after:
                 with suppress(OSError):
                     self._remove(step)
+
+    def begun(self, attempt: int, step: int | None) -> None:
+        """Note that ``attempt`` goes on from ``step``, None for the beginning, and remove the steps after it."""
+        self.forget(step)
+        with suppress(OSError):
+            SafeFolder(self.path).write_json(_RECORD, {**self._record(), "attempt": attempt})
+
+    def forget_undone(self, begun: Mapping[int, int]) -> str:
+        """Remove the steps that attempts without this host have gone back behind; the line that says so, or empty.
+
+        ``begun`` is from which step each attempt of the run went on.
+        """
+        last = self._record().get("attempt")
+        since = {step: attempt for attempt, step in begun.items() if isinstance(last, int) and attempt > last}
+        undone = [step for step in self.steps.steps() if since and step > min(since)]
+        if not undone:
+            return ""
+        self.forget(min(since))
+        steps = ", ".join(map(str, undone))
+        return f"step {steps} in {self.path} is not used: attempt {since[min(since)]} went on from step {min(since)}"
 
     def refuse(self, step: int, file: str) -> None:
         """Remove a ``file`` of ``step`` that is not what it should be, so that no one takes it for a copy."""

@@ -133,6 +133,12 @@ class RunFolder:
         attempts = (self.files.read_json("run.json") or {}).get("attempts", [])
         return frozenset(key for attempt in attempts for key in attempt.get("changes", {}))
 
+    @property
+    def attempts_begun(self) -> Mapping[int, int]:
+        """From which step each attempt went on, of those that nothing refused."""
+        attempts = (self.files.read_json("run.json") or {}).get("attempts", [])
+        return {each["attempt"]: each["step"] for each in attempts if {"attempt", "step"} <= each.keys()}
+
     @contextmanager
     def in_use(self) -> Iterator[None]:
         """Within: what is refused in this folder, whoever reads or writes there, raises what :func:`unusable` says."""

@@ -148,7 +148,7 @@ class Checkpointing:
         keep_listed(self.data, self._folder)
         self._saver.set_aside(own, self._folder.attempt)
         if self._memory is not None:
-            self._memory.forget(own)
+            self._memory.begin(own)
         elif is_run_id(self._folder.run_id):
             forget_steps(run.config.checkpoint, self._folder.run_id, own)
         return resumed

@@ -36,7 +36,7 @@ class MemoryTier:
     """
 
     def __init__(self, run: ResolvedRun, assembly: Assembly, folder: RunFolder) -> None:
-        self._run, self._assembly = run, assembly
+        self._run, self._assembly, self._folder = run, assembly, folder
         context = assembly.context
         self._log, self._activity = context.log, context.groups.activity
         rank, size = context.topology.rank, context.topology.sizes.world
@@ -72,6 +72,8 @@ class MemoryTier:
         if self._leads:
             for line in self._home.sweep():
                 self._log.info("%s", line)
+            if line := self._home.forget_undone(self._folder.attempts_begun):
+                self._log.warning("%s", line)
         asked = list[int]()
 
         def read_by(manifest: Manifest) -> Collection[str]:
@@ -107,8 +109,13 @@ class MemoryTier:
                 self._log.warning("steps are saved in memory again")
         return not self._failing
 
-    def forget(self, after: int | None) -> None:
-        """Remove the steps after ``after`` (None: all): the run goes on from there, and does them again."""
+    def begin(self, step: int | None) -> None:
+        """The run goes on from ``step``, None for the beginning: what comes after it is removed."""
+        if self._leads:
+            self._home.begun(self._folder.attempt, step)
+
+    def forget(self, after: int) -> None:
+        """Remove the steps after ``after``: the run goes back there, and does them again."""
         self.wait()
         if self._leads:
             self._home.forget(after)
