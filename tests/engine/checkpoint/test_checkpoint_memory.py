@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from collections.abc import Callable, Mapping
@@ -296,18 +297,42 @@ def test_a_folder_of_somebody_elses_is_neither_emptied_nor_believed(tmp_path: Pa
     section = section.model_copy(update={"memory_interval": Span.parse(1)})
     user.mkdir(mode=0o700)
     (user / RUN).symlink_to(saved)
-    forget_steps(section, RUN, None)
-    assert newest_in_memory(section, RUN) is None
+    forget_steps(section, RUN, tmp_path, None)
+    assert newest_in_memory(section, RUN, tmp_path) is None
     (user / RUN).unlink()
     saved.rename(user / RUN)
     (user / RUN).chmod(0o700)
     user.chmod(0o755)
-    forget_steps(section, RUN, None)
-    assert newest_in_memory(section, RUN) is None
+    forget_steps(section, RUN, tmp_path, None)
+    assert newest_in_memory(section, RUN, tmp_path) is None
     user.chmod(0o700)
-    assert newest_in_memory(section, RUN) == 5
-    forget_steps(section, RUN, 4)
-    assert newest_in_memory(section, RUN) is None
+    assert newest_in_memory(section, RUN, tmp_path) == 5
+    forget_steps(section, RUN, tmp_path, 4)
+    assert newest_in_memory(section, RUN, tmp_path) is None
+
+
+def test_a_copy_of_a_run_folder_does_not_get_the_steps_of_the_run_that_was_copied(tmp_path: Path) -> None:
+    run, section = tmp_path / "run", CheckpointSection(memory_folder=tmp_path, memory_interval=Span.parse(1))
+    run.mkdir()
+    (run / "run.json").write_text(json.dumps({"id": RUN}))
+    home = MemoryHome(tmp_path, RUN, run)
+    home.make()
+    (home.path / "step5").mkdir()
+    (tmp_path / "link").symlink_to(run)
+    token = home.token()
+    for name in ("link", "run"):
+        MemoryHome(tmp_path, RUN, tmp_path / name).make()
+        assert home.token() == token, "another way to the same folder"
+    copy = Path(shutil.copytree(run, tmp_path / "copy"))
+    with pytest.raises(InputError, match=f"is for the steps of the run in {run}: {copy} is a copy of it"):
+        MemoryHome(tmp_path, RUN, copy).make()
+    forget_steps(section, RUN, copy, None)
+    assert newest_in_memory(section, RUN, copy) is None
+    assert newest_in_memory(section, RUN, run) == 5
+    moved = run.rename(tmp_path / "moved")
+    MemoryHome(tmp_path, RUN, moved).make()
+    assert newest_in_memory(section, RUN, moved) == 5
+    assert json.loads((home.path / "home.json").read_text())["folder"] == str(moved)
 
 
 def test_homes_of_runs_that_are_finished_or_gone_are_swept_and_no_others(tmp_path: Path) -> None:

@@ -90,14 +90,24 @@ class MemoryHome:
             with suppress(FileExistsError):
                 self._files.make_folder(path)
             _check_private(path)
-        if self._record().get("run") != self._run:
-            record = {"v": 1, "run": self._run, "folder": str(self.steps.home), "token": secrets.token_hex(16)}
-            SafeFolder(self.path).write_json(_RECORD, record)
+        self.check()
+        record, described = self._record(), {"run": self._run, "folder": str(self.steps.home)}
+        if record.get("run") != self._run:
+            record = {"v": 1, "token": secrets.token_hex(16)}
+        if not described.items() <= record.items():  # it is new, or the run folder was moved
+            SafeFolder(self.path).write_json(_RECORD, {**record, **described})
 
     def check(self) -> None:
-        """Raise :class:`InputError` unless nobody else may have made or changed the folder, OSError without one."""
+        """Raise :class:`InputError` unless the folder is this run's, and nobody else's; OSError where there is none."""
         for path in (self._user, self.path):
             _check_private(path)
+        other = Path(str(self._record().get("folder", self.steps.home)))
+        if other != self.steps.home and _run_in(other) == self._run and not _is_same(other, self.steps.home):
+            raise InputError(
+                f"{self.path} is for the steps of the run in {other}",
+                why=f"{self.steps.home} is a copy of it",
+                fix=f"set checkpoint.memory_folder to another folder of a tmpfs, {_OFF}",
+            )
 
     def token(self) -> str:
         """The token. Raises :class:`CheckpointError` where the folder has lost it."""
@@ -248,12 +258,22 @@ class MemoryHome:
 def _why_useless(path: Path, home: Path) -> str:
     """Why nobody will resume the run in the run folder ``home`` from memory at ``path``; empty if somebody may."""
     status = SafeFolder(home).read_json("status.json") or {}
-    run = (SafeFolder(home).read_json("run.json") or {}).get("id")
-    if run == path.name:
+    if _run_in(home) == path.name:
         return f"the run in {home} is finished" if status.get("state") == "finished" else ""
     if not home.parent.is_dir() or time.time() - path.stat().st_mtime < _IDLE:
         return ""
     return f"{home} is the folder of another run" if home.is_dir() else f"its run folder {home} is gone"
+
+
+def _run_in(home: Path) -> object:
+    """The identifier of the run in the run folder ``home``; None where there is none."""
+    return (SafeFolder(home).read_json("run.json") or {}).get("id")
+
+
+def _is_same(one: Path, other: Path) -> bool:
+    with suppress(OSError):
+        return one.samefile(other)
+    return False
 
 
 def _check_private(path: Path) -> None:
@@ -273,25 +293,25 @@ def _check_private(path: Path) -> None:
         raise InputError(f"{path} cannot hold steps in memory", why=why, fix=fix)
 
 
-def forget_steps(section: CheckpointSection, run: str, after: int | None) -> None:
-    """Remove the steps of ``run`` after ``after`` (None: all) that an attempt with steps in memory has left here.
+def forget_steps(section: CheckpointSection, run: str, folder: Path, after: int | None) -> None:
+    """Remove the steps of ``run`` in ``folder`` after ``after`` (None: all) that an attempt before has left here.
 
-    For one without: what it does again must not be found there by the next.
+    For one without steps in memory: what it does again must not be found there by the next.
     """
     with suppress(InputError, OSError):
-        home = MemoryHome(memory_folder(section), run, Path())
+        home = MemoryHome(memory_folder(section), run, folder)
         home.check()  # a link of somebody else's may lead to steps of another run, on disk
         home.forget(after)
 
 
-def newest_in_memory(section: CheckpointSection, run: str) -> int | None:
-    """The newest step of ``run`` that memory holds on this host; None where there is none.
+def newest_in_memory(section: CheckpointSection, run: str, folder: Path) -> int | None:
+    """The newest step of ``run`` in the run ``folder`` that memory holds on this host; None where there is none.
 
     For a line to the user: whether it is whole, the ranks find out.
     """
     if section.memory_interval.amount:
         with suppress(InputError, OSError):
-            home = MemoryHome(memory_folder(section), run, Path())
+            home = MemoryHome(memory_folder(section), run, folder)
             home.check()
             return max(home.steps.steps(), default=None)
     return None

@@ -140,7 +140,7 @@ def in_memory(run: ResolvedRun, result: RunResult) -> int | None:
 
     if result.folder is None:
         return None
-    found = newest_in_memory(run.config.checkpoint, RunFolder(result.folder, 1).run_id)
+    found = newest_in_memory(run.config.checkpoint, RunFolder(result.folder, 1).run_id, result.folder)
     return found if found is not None and found > (last_saved(result.folder) or 0) else None
 
 

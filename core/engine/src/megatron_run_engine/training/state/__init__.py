@@ -39,6 +39,7 @@ is damaged: is not that of the manifest    ``checkpoint.step_folder._verify_file
 names no folder of this host               ``checkpoint.memory_home.memory_folder``
 there is no folder                         ``checkpoint.memory_home.memory_folder``
 cannot hold steps in memory: it is         ``checkpoint.memory_home._check_private``
+is for the steps of the run in             ``checkpoint.memory_home.MemoryHome.check``
 cannot hold steps in memory: it was        ``checkpoint.memory_home.MemoryHome.token``
 is of another run                          ``checkpoint.memory_home.MemoryHome._own_manifest``
 is damaged: its XXH3                       ``checkpoint.exchange._receive``

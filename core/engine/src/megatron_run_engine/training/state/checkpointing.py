@@ -150,7 +150,7 @@ class Checkpointing:
         if self._memory is not None:
             self._memory.begin(own)
         elif is_run_id(self._folder.run_id):
-            forget_steps(run.config.checkpoint, self._folder.run_id, own)
+            forget_steps(run.config.checkpoint, self._folder.run_id, self._folder.path, own)
         return resumed
 
     def reload_newest(self) -> Progress | None:
