@@ -135,7 +135,11 @@ def test_a_signal_that_follows_the_file_is_the_first_one(tmp_path: Path, monkeyp
     """Who takes a machine says so, and then sends SIGTERM: the step is still finished and saved."""
     monkeypatch.setenv("HOME", str(tmp_path))
     stop = StopRequest()
-    with preempted(stop, Path("~/notice"), tmp_path, lambda *_: None, lambda _: None):
+
+    def tell(line: str) -> None:
+        raise BrokenPipeError(line)
+
+    with preempted(stop, Path("~/notice"), tmp_path, lambda *_: None, tell):
         (tmp_path / "notice").touch()
         wait_until(lambda: stop.requested is ExitCode.SIGTERM)
     assert stop.stop(ExitCode.SIGTERM)

@@ -76,8 +76,9 @@ class _Watch:
             return
         self._looked = monotonic()
         if self._written() not in (None, self._before):
-            self._tell(f"{self._notice} is there: the run stops as after SIGTERM")
             self._stop.stop(ExitCode.SIGTERM, signal=False)
+            with suppress(OSError):  # whoever read the output may be gone first
+                self._tell(f"{self._notice} is there: the run stops as after SIGTERM")
 
     def _written(self) -> int | None:
         """When the notice was written, in nanoseconds; None where there is none."""

@@ -163,7 +163,8 @@ class RankWorker:
 
     def _leave(self, code: ExitCode, line: str) -> None:
         """End this process now, as its time is over: what it was doing is left undone. Called by another thread."""
-        print(f"megatron-run: {line}", flush=True)  # noqa: T201  # of rank 0 it is shown
+        with suppress(OSError, ValueError):  # whoever read the output may be gone first
+            print(f"megatron-run: {line}", flush=True)  # noqa: T201  # of rank 0 it is shown
         if self._sidecar is not None:
             self._sidecar.close(code)
         if self._rendezvous is not None and self._spares:
