@@ -22,8 +22,8 @@ def test_the_share_is_that_of_failures_that_come_at_random(down: float) -> None:
 
 
 def test_what_ranks_read_of_a_step_grows_with_them() -> None:
-    few, many = (simulation.manifest_of(ranks) for ranks in (4, 64))
-    assert (len(few.files), len(many.files)) == (4, 64)
-    assert decode_manifest(many.encode(), "manifest") == many
+    small, large = (simulation.manifest_of(ranks) for ranks in (4, 64))
+    assert (len(small.files), len(large.files)) == (4, 64)
+    assert decode_manifest(large.encode(), "manifest") == large
     costs = [simulation.communicators_on(ranks) for ranks in (1024, 2048, 10_000, 16_384)]
     assert [round(each, 1) for each in costs] == [2.5, 5.0, 30.0, 50.1]

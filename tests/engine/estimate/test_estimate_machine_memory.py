@@ -52,10 +52,10 @@ def test_a_small_model_is_not_built_to_be_counted() -> None:
 
 
 def test_a_start_says_so_in_a_line_and_goes_on() -> None:
-    told: list[str] = []
-    options = LaunchOptions(tell=told.append)
+    lines: list[str] = []
+    options = LaunchOptions(tell=lines.append)
     ended = mock.Mock(code=ExitCode.DONE, folder=None)
     with memory(2), mock.patch.object(attempts, "_attempt", return_value=ended) as started:
         attempts.start_local(run(*LARGE), options)
-    assert told == ["memory will not suffice: a rank needs 3.0 GiB, and this machine has 2.0 GiB"]
+    assert lines == ["memory will not suffice: a rank needs 3.0 GiB, and this machine has 2.0 GiB"]
     started.assert_called_once()

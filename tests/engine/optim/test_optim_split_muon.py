@@ -89,7 +89,7 @@ ALIKE = {**{f"expert {n}": (12, 20) if n % 3 else (20, 12) for n in range(7)}, "
 @pytest.mark.parametrize("together", [2**24, 500])
 def test_matrices_of_one_shape_move_together_as_each_alone(monkeypatch: pytest.MonkeyPatch, together: int) -> None:
     monkeypatch.setattr(newton_schulz, "MOST_ON_CPU", together)
-    ours, theirs = (
+    batched, single = (
         {name: Parameter(torch.randn(shape, generator=torch.Generator().manual_seed(n))) for n, (name, shape) in each}
         for each in (enumerate(ALIKE.items()), enumerate(ALIKE.items()))
     )
@@ -101,17 +101,17 @@ def test_matrices_of_one_shape_move_together_as_each_alone(monkeypatch: pytest.M
         return iterated(x, *how)
 
     monkeypatch.setattr(newton_schulz, "_iterated", watched)
-    found = [kind([*each.values()], lr=0.1) for kind, each in ((SplitMuon, ours), (torch.optim.Muon, theirs))]
+    found = [kind([*each.values()], lr=0.1) for kind, each in ((SplitMuon, batched), (torch.optim.Muon, single))]
     for step in range(2):
-        for name, shape in ALIKE.items():
-            gradient = torch.randn(shape, generator=torch.Generator().manual_seed(100 * step))
-            ours[name].grad, theirs[name].grad = gradient.clone(), gradient.clone()
+        for n, (name, shape) in enumerate(ALIKE.items()):
+            gradient = torch.randn(shape, generator=torch.Generator().manual_seed(100 * step + n))
+            batched[name].grad, single[name].grad = gradient.clone(), gradient.clone()
         for muon in found:
             muon.step()
     assert products == ([3, 4, 1] if together > 500 else [2, 1, 2, 2, 1]) * 2
     for name in ALIKE:
-        np.testing.assert_allclose(ours[name].detach(), theirs[name].detach(), rtol=0, atol=1e-6)
-        assert ours[name].grad is not None
+        np.testing.assert_allclose(batched[name].detach(), single[name].detach(), rtol=0, atol=1e-6)
+        assert batched[name].grad is not None
 
 
 def test_unequal_parts_are_refused_by_name() -> None:
