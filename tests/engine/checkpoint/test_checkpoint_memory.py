@@ -21,7 +21,7 @@ from megatron_run_engine.checkpoint.files import MemoryFiles, NewFile
 from megatron_run_engine.checkpoint.hosts import Hosts, Transfer
 from megatron_run_engine.checkpoint.manifest import MANIFEST
 from megatron_run_engine.checkpoint.memory_home import Held, MemoryHome, forget_steps, newest_in_memory
-from megatron_run_engine.checkpoint.memory_saver import MemorySaver, choose
+from megatron_run_engine.checkpoint.memory_saver import MemorySaver, Survivors, choose
 from tests.support.memory_hosts import RUN, Cluster
 from tests.support.saved_steps import about, dealt, random_state, same_state, shapes_of
 
@@ -133,6 +133,18 @@ def test_a_copy_that_lies_is_named_and_the_other_one_taken(
     (line,) = cluster.said
     assert str(cluster.path(host, 20, 2)) in line
     assert LIES[lie] in line
+
+
+def test_a_copy_that_lies_and_cannot_be_removed_is_not_tried_for_ever(cluster: Cluster) -> None:
+    flip(cluster.path(1, 20, 2))
+
+    def find(ranks: Any, home: MemoryHome, hosts: Hosts, postman: Any) -> object:
+        survivors = Survivors(home, hosts, ranks, postman, cluster.said.append)
+        return survivors.find(1, lambda manifest: manifest.files)
+
+    with mock.patch.object(MemoryFiles, "unlink", side_effect=OSError(1, "Operation not permitted")):
+        found = cluster.on_ranks(find)
+    assert all("rank-00002.safetensors is not what it was, and cannot be removed" in str(each) for each in found)
 
 
 @pytest.mark.parametrize("lie", [*LIES])

@@ -11,6 +11,7 @@ named, and its other copy taken, else an older step.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -250,12 +251,16 @@ class Survivors:
 
         found = [Bad(*each) for each in json.loads(on_rank0(self._ranks, collect, failure))]
         if found:
-            host = self._hosts.host_of(self._ranks.rank)
-            for each in found if self._hosts.leads(self._ranks.rank) else ():
-                if each.host == host:
-                    self._home.refuse(step, each.file)
-            on_all_ranks(self._ranks, lambda: None)  # they are gone before anybody looks again
+            on_all_ranks(self._ranks, lambda: self._remove(step, found))  # they are gone before anybody looks again
         return bool(found)
+
+    def _remove(self, step: int, found: Iterable[Bad]) -> None:
+        """Remove those of ``found`` on this host. Raises :class:`CheckpointError` for one that stays."""
+        host, leads = self._hosts.host_of(self._ranks.rank), self._hosts.leads(self._ranks.rank)
+        for each in (each for each in found if leads and each.host == host):
+            self._home.refuse(step, each.file)
+            if os.path.lexists(path := self._home.steps.folder(step) / each.file):
+                raise CheckpointError(f"{path} is not what it was, and cannot be removed", fix="remove it")
 
     def _verify(self, manifest: Manifest, kept: Iterable[str], faults: Iterable[Fault]) -> Iterator[Bad]:
         """The copies that this rank finds wrong: of its share of the host's ``kept`` files, and of what has come."""
