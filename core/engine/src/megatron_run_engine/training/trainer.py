@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 from functools import partial
+from math import inf
 from typing import TYPE_CHECKING
 
 import torch
@@ -244,8 +245,9 @@ class Trainer:
         self._assembly.optimizer.finish_param_sync()
         step, took, left = self._progress.step, self._stop.save_seconds, self._stop.left
         where = "in memory alone" if self._checkpoints.keep_in_memory(self._progress) else "not saved"
-        text = "step %d is done and %s: the last save took %.1f s, and %.1f s of run.stop_within were left"
-        self._context.log.warning(text, step, where, took, max(0.0, left))
+        rest = "too little on another rank" if left == inf else f"{max(0.0, left):.1f} s"
+        text = "step %d is done and %s: the last save took %.1f s, and of run.stop_within there was left %s"
+        self._context.log.warning(text, step, where, took, rest)
         self.close()
 
     def _step(self, clock: Callable[[], float] | None) -> StepDone:
