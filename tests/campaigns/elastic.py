@@ -79,16 +79,18 @@ class Shape:
 def local_faults(draw: random.Random, ranks: int) -> str:
     """Deaths, hangs and absences of one rank or another, attempt by attempt."""
     faults: list[str] = []
-    attempt, step = 1, 0
+    attempt, step, left = 1, 0, ranks
     for _ in range(draw.randint(1, 3)):
         rank, step = draw.randrange(min(2, ranks)), step + draw.randint(1, 2)
         what = draw.choice(("kill", "kill", "hang", "gone", "gone"))
-        if what == "gone":  # twice before a step: the others go on without it
+        if what == "gone" and left > 1:  # twice before a step: the others go on without it
+            left -= 1
             faults += [f"rank={rank},attempt={each},at=load,kind=kill" for each in (attempt, attempt + 1)]
             attempt += 2
         else:
-            at = draw.choice(ANYWHERE if what == "kill" else ALONE)
-            faults.append(f"rank={rank},step={step},attempt={attempt},at={at},kind={what}")
+            left, kind = ranks, "kill" if what == "gone" else what
+            at = draw.choice(ANYWHERE if kind == "kill" else ALONE)
+            faults.append(f"rank={rank},step={step},attempt={attempt},at={at},kind={kind}")
             attempt += 1
     return ";".join(faults)
 
