@@ -309,6 +309,17 @@ def test_a_run_is_taken_as_its_last_attempt_left_it(tmp_path: Path) -> None:
     assert '"lambada"' in (tmp_path / "run" / "eval.jsonl").read_text()
 
 
+def test_a_run_on_split_samples_is_loaded_without_a_split(tmp_path: Path) -> None:
+    plugins = ["parallel-layer=dense+context"]  # which suggests two ranks
+    sets = {"run.folder": tmp_path / "run", "run.threads": 1, "train.steps": 1, "parallel.context": 1}
+    train(load_config("preset:tiny", sets=sets, plugins=plugins))
+    model = load(tmp_path / "run")
+    assert [each.name for each in model.run.plugins["parallel-layer"]] == ["dense", "context"]
+    assert model([[1, 2, 3]]).isfinite().all()
+    with pytest.raises(RunError, match=r"parallel.context=2 splits nothing here"):
+        load(tmp_path / "run", sets={"parallel.context": 2})
+
+
 def test_folders_without_a_model_or_with_another_one_are_refused(bytes_model: LoadedModel, tmp_path: Path) -> None:
     (tmp_path / "started").mkdir()
     (tmp_path / "started" / "run.json").write_text("{}")

@@ -99,13 +99,13 @@ def plan(source: Source, request: Request) -> ResolvedRun:
 
     Weights are used in fp32, as they are saved, unless train.precision is set; nothing else of how the model was
     trained is taken over. A tokenizer may be given with the plugin of kind data. No file that ``source`` names as a
-    plugin is run, unless ``request`` names it too. Raises :class:`InputError` for ``parallel.sequence`` and
-    ``parallel.chunks``, which only training has, and :class:`DataError` for a tokenizer that is lost.
+    plugin is run, unless ``request`` names it too. Raises :class:`InputError` for ``parallel.sequence``,
+    ``context`` and ``chunks``, which only training has, and :class:`DataError` for a tokenizer that is lost.
     """
     found = Found(source.config, f"what is saved in {source.path}")
     base = {
         "train": {"steps": 1, "global_batch_size": _global_batch(request)},
-        "parallel": {"tensor": 1, "pipeline": 1},
+        "parallel": {"tensor": 1, "context": 1, "pipeline": 1},
         "observer": {"use": []},
     }
     settings = (*request.plugins, *request.sets, *request.values)
