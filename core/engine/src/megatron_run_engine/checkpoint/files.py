@@ -263,7 +263,7 @@ def hash_of(file: BufferedReader, total: Hash, heartbeat: Callable[[], None] = n
 
 
 @contextmanager
-def saving(what: str) -> Iterator[None]:
+def saving(what: str, fix: str = "make room or write access there, and run the same command again") -> Iterator[None]:
     """Turn an OSError within the block into a :class:`CheckpointError`: ``what`` failed, on which path, and why."""
     try:
         yield
@@ -272,7 +272,7 @@ def saving(what: str) -> Iterator[None]:
         raise CheckpointError(
             what,
             why=f"{error.strerror or error}{place}",
-            fix="make room or write access there, and run the same command again",
+            fix=fix,
         ) from error
 
 

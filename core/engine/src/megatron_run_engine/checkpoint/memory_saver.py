@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from megatron_run_engine.checkpoint.hosts import Hosts
     from megatron_run_engine.checkpoint.manifest import About
 
+_ROOM = "make room or write access there"
+
 
 class MemorySaver:
     """Saves steps in the ``home`` of each host. Its methods are collective, and raise on all ranks if one fails."""
@@ -73,7 +75,7 @@ class MemorySaver:
 
     def _begin(self, step: int) -> None:
         if self._leads:
-            with saving(f"step {step} could not be saved in memory"):
+            with saving(f"step {step} could not be saved in memory", _ROOM):
                 self._home.begin(step)
 
     def _write(self, step: int, pieces: Iterable[StatePiece], shapes: Shapes) -> tuple[Note, Exception | None]:
@@ -82,7 +84,7 @@ class MemorySaver:
         try:
             groups = split_into_files(list(pieces), self._files_of_rank)
             parts = {file_name(rank, part): group for part, group in enumerate(groups)}
-            with saving(f"step {step} could not be saved in memory"):
+            with saving(f"step {step} could not be saved in memory", _ROOM):
                 self._activity.enter("save-memory", f"step{step}/{file_name(rank)}")
                 folder, beat = self._home.temporary(step), self._activity.heartbeat
                 files = {name: write_shard(folder / name, each, self._files, beat) for name, each in parts.items()}
@@ -103,7 +105,7 @@ class MemorySaver:
         except Exception as error:  # any error: the neighbours wait for this rank's files
             failure = error
         faults = exchange(transfers, rank, self._transport, folder, manifest, self._files, beat)
-        with saving(f"step {step} could not be saved in memory"):
+        with saving(f"step {step} could not be saved in memory", _ROOM):
             for each in (failure, *(fault.error for fault in faults)):
                 if each is not None:
                     raise each
@@ -111,7 +113,7 @@ class MemorySaver:
     def _commit(self, manifest: Manifest) -> None:
         if self._leads:
             self._activity.enter("save-memory-commit", f"step{manifest.about.step}")
-            with saving(f"step {manifest.about.step} could not be saved in memory"):
+            with saving(f"step {manifest.about.step} could not be saved in memory", _ROOM):
                 self._home.commit(manifest)
 
 
