@@ -64,7 +64,7 @@ class RunSection(Section):
         None, description="from a signal to the end; finishing the step or saving it is left undone where it cannot fit"
     )
     stop_file: Path | None = Field(
-        None, description="once there is such a file, stop as after SIGTERM; looked for on each host, once a second"
+        None, description="once such a file is written, stop as after SIGTERM; looked for on each host, once a second"
     )
     elastic: Literal["off", "data", "plan"] = Field(
         "off",
