@@ -120,6 +120,8 @@ def test_a_process_leaves_at_once_when_its_step_cannot_end_in_time(
 def test_a_file_that_appears_asks_for_the_end_and_one_that_was_there_does_not(tmp_path: Path) -> None:
     notice, stop = tmp_path / "notice", StopRequest()
     notice.write_text("of an earlier machine")
+    hour_ago = time.time_ns() - 3600 * 10**9
+    os.utime(notice, ns=(hour_ago, hour_ago))
     with preempted(stop, notice, tmp_path, lambda *_: None, lambda _: None):
         time.sleep(1.3)
         assert stop.requested is None
@@ -129,6 +131,9 @@ def test_a_file_that_appears_asks_for_the_end_and_one_that_was_there_does_not(tm
     with preempted(new, tmp_path / "other", tmp_path, lambda *_: None, lambda _: None):
         (tmp_path / "other").touch()
         wait_until(lambda: new.requested is ExitCode.SIGTERM)
+    early = StopRequest()  # it came while the run started
+    with preempted(early, tmp_path / "other", tmp_path, lambda *_: None, lambda _: None):
+        wait_until(lambda: early.requested is ExitCode.SIGTERM)
 
 
 def test_a_signal_that_follows_the_file_is_the_first_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

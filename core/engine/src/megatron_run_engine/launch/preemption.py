@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from math import inf
 from pathlib import Path
-from time import monotonic
+from time import monotonic, time_ns
 
 from megatron_run.errors import ExitCode
 from megatron_run_engine.launch.failures import last_saved
@@ -18,6 +18,8 @@ from megatron_run_engine.runtime.world import StopRequest
 
 #: Seconds between two looks at the time that is left, and at the file.
 _LOOK, _LOOK_FOR_FILE = 0.1, 1.0
+#: Seconds that a start may have taken until somebody looks: a younger file is for this run.
+_STARTING = 120.0
 
 #: Ends this process at once with a code and a line.
 Leave = Callable[[ExitCode, str], object]
@@ -53,7 +55,8 @@ class _Watch:
         self, stop: StopRequest, notice: Path | None, folder: Path, leave: Leave, tell: Callable[[str], object]
     ) -> None:
         self._stop, self._notice, self._folder, self._leave, self._tell = stop, notice, folder, leave, tell
-        self._before = self._written()  # one that is there already is of an earlier notice
+        there = self._written()  # one that has been there since before the start is of an earlier notice
+        self._before = there if there is not None and there < time_ns() - _STARTING * 1e9 else None
         self._looked = monotonic()
 
     def run(self, over: threading.Event) -> None:
