@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import queue
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,7 +26,7 @@ RUN = "0123456789abcdef" * 2
 class Post:
     """Bytes between ranks that are threads, each pair's in their order. Nobody waits longer than ten seconds."""
 
-    boxes: dict[tuple[int, int], queue.Queue[bytes]] = field(default_factory=lambda: defaultdict(queue.Queue))
+    boxes: dict[tuple[int, int], queue.Queue[bytes]] = field(default_factory=dict)
 
     def of(self, rank: int) -> Postman:
         return Postman(rank, self.boxes)
@@ -39,12 +38,16 @@ class Postman:
     boxes: dict[tuple[int, int], queue.Queue[bytes]]
 
     def send(self, data: Tensor, target: int) -> None:
-        self.boxes[self.rank, target].put(data.numpy().tobytes())
+        self._box(self.rank, target).put(data.numpy().tobytes())
 
     def receive(self, data: Tensor, source: int) -> None:
-        content = self.boxes[source, self.rank].get(timeout=10)
+        content = self._box(source, self.rank).get(timeout=10)
         assert len(content) == len(data), "the two ends agree on each block"
         data.copy_(frombuffer(bytearray(content), dtype=uint8))
+
+    def _box(self, source: int, target: int) -> queue.Queue[bytes]:
+        """The same for both ends, whoever comes first: a dictionary sets a default at once."""
+        return self.boxes.setdefault((source, target), queue.Queue())
 
 
 @dataclass

@@ -31,7 +31,8 @@ def cluster(tmp_path: Path) -> Cluster:
     """Two hosts of two ranks, whose memory holds steps 10 and 20."""
     cluster = Cluster(tmp_path)
     for step in (10, 20):
-        assert all(isinstance(size, int) for size in cluster.save(step, random_state(step)))
+        sizes = cluster.save(step, random_state(step))
+        assert all(isinstance(size, int) for size in sizes), sizes
     return cluster
 
 
