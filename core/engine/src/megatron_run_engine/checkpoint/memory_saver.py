@@ -25,8 +25,8 @@ from megatron_run_engine.checkpoint.files import FileSystem, MemoryFiles, no_hea
 from megatron_run_engine.checkpoint.hosts import Transfer
 from megatron_run_engine.checkpoint.manifest import LARGEST, MANIFEST, Manifest, decode_manifest, make_manifest
 from megatron_run_engine.checkpoint.memory_home import Held, MemoryHome
-from megatron_run_engine.checkpoint.saving import Note, Shapes, described, joined
-from megatron_run_engine.checkpoint.shard_file import file_name, split_into_files, write_shard
+from megatron_run_engine.checkpoint.saving import Note, Shapes, ShardWriter, joined
+from megatron_run_engine.checkpoint.shard_file import file_name
 from megatron_run_engine.checkpoint.step_folder import Checkpoints, verify_files
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ class MemorySaver:
     ) -> None:
         self._home, self._hosts, self._ranks, self._transport = home, hosts, ranks, transport
         self._activity, self._files = activity or Activity(), files or MemoryFiles()
-        self._files_of_rank = files_of_rank
+        self._shards = ShardWriter(ranks.rank, self._files, self._activity, files_of_rank)
         self._leads = hosts.leads(ranks.rank)
 
     def save(self, about: About, pieces: Iterable[StatePiece], shapes: Shapes) -> int:
@@ -80,19 +80,13 @@ class MemorySaver:
 
     def _write(self, step: int, pieces: Iterable[StatePiece], shapes: Shapes) -> tuple[Note, Exception | None]:
         """Write this rank's shards. Return the report for rank 0, and the error if it failed."""
-        rank = self._ranks.rank
+        folder = self._home.temporary(step)
         try:
-            groups = split_into_files(list(pieces), self._files_of_rank)
-            parts = {file_name(rank, part): group for part, group in enumerate(groups)}
             with saving(f"step {step} could not be saved in memory", _ROOM):
-                self._activity.enter("save-memory", f"step{step}/{file_name(rank)}")
-                folder, beat = self._home.temporary(step), self._activity.heartbeat
-                files = {name: write_shard(folder / name, each, self._files, beat) for name, each in parts.items()}
+                self._activity.enter("save-memory", f"step{step}/{file_name(self._ranks.rank)}")
+                return self._shards.write(folder, pieces, shapes), None
         except Exception as error:  # any error: rank 0 waits for this rank's report
             return {"failure": as_note(error, f"step {step} could not be saved in memory")}, error
-        rows = [row for name, group in parts.items() for row in described(name, group)]
-        written = {name: file._asdict() for name, file in files.items()}
-        return {"failure": None, "files": written, "shapes": dict(shapes), "pieces": rows}, None
 
     def _send_copies(self, manifest: Manifest, owners: Mapping[str, int]) -> None:
         step, rank = manifest.about.step, self._ranks.rank

@@ -182,6 +182,30 @@ Shapes = Mapping[str, tuple[int, ...]]
 Note = Mapping[str, Any]
 
 
+@dataclass(frozen=True)
+class ShardWriter:
+    """Writes the shards of rank ``rank``: up to ``files_of_rank`` files, ``at_once`` at a time."""
+
+    rank: int
+    files: FileSystem
+    activity: Activity
+    files_of_rank: int = 1
+    at_once: int = 1
+
+    def write(self, folder: Path, pieces: Iterable[StatePiece], shapes: Shapes) -> Note:
+        """Write ``pieces`` of logical tensors with these global ``shapes`` to ``folder``. Return the rank's report."""
+        groups = split_into_files(list(pieces), self.files_of_rank)
+        parts = {file_name(self.rank, part): group for part, group in enumerate(groups)}
+        rows = [row for name, group in parts.items() for row in described(name, group)]
+        with ThreadPoolExecutor(self.at_once) as pool:
+            written = pool.map(lambda name: self._write_file(folder / name, parts[name]), parts)
+            files = dict(zip(parts, written, strict=True))
+        return {"failure": None, "files": files, "shapes": dict(shapes), "pieces": rows}
+
+    def _write_file(self, path: Path, pieces: Iterable[StatePiece]) -> dict[str, Any]:
+        return write_shard(path, pieces, self.files, self.activity.heartbeat)._asdict()
+
+
 class Saver:
     """Saves steps of the run ``run`` and removes old ones by ``retention``. ``activity`` records the progress.
 
@@ -204,7 +228,7 @@ class Saver:
         self._files = files or FileSystem()
         self._activity = activity or Activity()
         self._commit = Commit(checkpoints, run, self._files, self._activity)
-        self._files_of_rank, self._at_once = files_of_rank, at_once
+        self._shards = ShardWriter(ranks.rank, self._files, self._activity, files_of_rank, at_once)
 
     def save(self, about: About, pieces: Iterable[StatePiece], shapes: Shapes) -> int:
         """Save the step of ``about``: this rank's ``pieces`` of logical tensors with these global ``shapes``.
@@ -236,22 +260,15 @@ class Saver:
 
     def _write(self, step: int, pieces: Iterable[StatePiece], shapes: Shapes) -> tuple[Note, Exception | None]:
         """Write this rank's shards. Return the report for rank 0, and the error if it failed."""
-        rank = self._ranks.rank
+        folder = self._commit.temporary(step)
         try:
-            groups = split_into_files(list(pieces), self._files_of_rank)
-            parts = {file_name(rank, part): group for part, group in enumerate(groups)}
-            rows = [row for name, group in parts.items() for row in described(name, group)]
-            folder, name = self._commit.temporary(step), self._checkpoints.folder(step).name
-            with saving(f"step {step} could not be saved"), ThreadPoolExecutor(self._at_once) as pool:
-                self._activity.enter("save-shard", f"{name}/{file_name(rank)}")
-                written = pool.map(lambda part: self._write_file(folder / part, parts[part]), parts)
-                files = dict(zip(parts, written, strict=True))
+            with saving(f"step {step} could not be saved"):
+                self._activity.enter(
+                    "save-shard", f"{self._checkpoints.folder(step).name}/{file_name(self._ranks.rank)}"
+                )
+                return self._shards.write(folder, pieces, shapes), None
         except Exception as error:  # any error: rank 0 waits for this rank's report
             return {"failure": as_note(error, f"step {step} could not be saved")}, error
-        return {"failure": None, "files": files, "shapes": dict(shapes), "pieces": rows}, None
-
-    def _write_file(self, path: Path, pieces: Iterable[StatePiece]) -> dict[str, Any]:
-        return write_shard(path, pieces, self._files, self._activity.heartbeat)._asdict()
 
     def _finish(self, about: About, texts: Sequence[str]) -> str:
         """Commit the shards that the ranks report, then remove old steps. Return the step's size."""

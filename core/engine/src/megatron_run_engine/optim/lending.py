@@ -16,7 +16,6 @@ from megatron_run_engine.optim.units import (
     units_of,
 )
 from megatron_run_engine.runtime.parameter_init import frozen, give_memory, initialise, trained, without_memory
-from megatron_run_engine.runtime.returned_memory import returned_when_freed
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -73,8 +72,7 @@ class LendingOptimizer(FlatOptimizer, Lender):
             fresh = without_memory(described)
             give_memory(fresh)
             initialise(fresh, self._seed)
-        with returned_when_freed(self._device):
-            self._units = list(self._lay_out_units(found))
+        self._units = list(self._lay_out_units(found))
         for unit in self._units:
             unit.initialise(self._seed)
         if not self._units and self._peers["replicas"].size > 1:

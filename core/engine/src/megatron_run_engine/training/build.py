@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from types import MappingProxyType
@@ -28,6 +29,7 @@ from megatron_run_engine.runtime.messages import Messenger
 from megatron_run_engine.runtime.metrics import Metrics
 from megatron_run_engine.runtime.offload import make_offload
 from megatron_run_engine.runtime.parameter_init import describe_parameters, frozen, initialise, trained
+from megatron_run_engine.runtime.returned_memory import returned_when_freed
 from megatron_run_engine.runtime.rng import RandomStreams
 from megatron_run_engine.runtime.sample_cut import SampleCut
 from megatron_run_engine.runtime.segments import SegmentRunner
@@ -150,18 +152,20 @@ def build(run: ResolvedRun, world: World, activity: Activity | None = None) -> A
     context = make_context(run, topology, groups, torch.device(world.device), with_vocabulary(run, data), data.fields)
     optimizer = run.make_optimizer(context)
     context = replace(context, lends=isinstance(optimizer, Lender))
-    layers = make_layers(run, context)
-    model, positions, chunks = build_chunks(run, context, layers)
-    layers.check_names([module_of(chunk) for chunk in chunks])
-    check_fields(run, model, data)
-    modules = (module for chunk in chunks for _, module in chunk.named_modules())
-    context.segments.keep_on_device(buffer for module in modules for buffer in module.buffers(recurse=False))
-    infos = [describe_parameters(chunk, topology.tensor_rank) for chunk in chunks]
-    for described in infos:
-        initialise(described, run.config.train.seed)
-        for parameter, info in (trained(described) if layers.adapters() else described).items():
-            context.gradients.adopt(parameter, info.name)
-    attach(run, optimizer, chunks, infos)
+    # To be lent a parameter is built whole, and taken away at once: its memory must not leave a gap in the heap.
+    with returned_when_freed(context.device) if context.lends else nullcontext():
+        layers = make_layers(run, context)
+        model, positions, chunks = build_chunks(run, context, layers)
+        layers.check_names([module_of(chunk) for chunk in chunks])
+        check_fields(run, model, data)
+        modules = (module for chunk in chunks for _, module in chunk.named_modules())
+        context.segments.keep_on_device(buffer for module in modules for buffer in module.buffers(recurse=False))
+        infos = [describe_parameters(chunk, topology.tensor_rank) for chunk in chunks]
+        for described in infos:
+            initialise(described, run.config.train.seed)
+            for parameter, info in (trained(described) if layers.adapters() else described).items():
+                context.gradients.adopt(parameter, info.name)
+        attach(run, optimizer, chunks, infos)
     lender = optimizer if isinstance(optimizer, Lender) else None
     if lender is not None:
         context.gradients.borrow_from(lender)
