@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from datetime import timedelta
 from itertools import count
 from typing import TYPE_CHECKING, Any
@@ -13,7 +13,7 @@ from megatron_run.config.request import Found, Request
 from megatron_run.contracts import DataSource, PluginInfo, Schedule
 from megatron_run.contracts.activity import Activity
 from megatron_run.contracts.schedule import Action, ScheduleSpec
-from megatron_run.contracts.topology import Topology
+from megatron_run.contracts.topology import Sizes, Topology
 from megatron_run.errors import CheckpointError, DataError, InputError
 from megatron_run.planning import resolve
 from megatron_run_engine.host.process import rounded_products
@@ -48,6 +48,10 @@ if TYPE_CHECKING:
 
 #: Keys by which a request names a tokenizer.
 _TOKENIZERS = frozenset({"data", "data.use", "data.tokenizer"})
+
+
+#: Axes of ranks that are split no further than a request asks: layers and schedules would suggest two ranks of some.
+_NOT_COPIES = tuple(axis.name for axis in fields(Sizes) if axis.name != "data")
 
 
 class _ForwardOnly(Schedule):
@@ -105,7 +109,7 @@ def plan(source: Source, request: Request) -> ResolvedRun:
     found = Found(source.config, f"what is saved in {source.path}")
     base = {
         "train": {"steps": 1, "global_batch_size": _global_batch(request)},
-        "parallel": {"tensor": 1, "context": 1, "pipeline": 1},
+        "parallel": dict.fromkeys(_NOT_COPIES, 1),
         "observer": {"use": []},
     }
     settings = (*request.plugins, *request.sets, *request.values)
