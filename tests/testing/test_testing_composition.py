@@ -14,10 +14,18 @@ from megatron_run.errors import ExitCode, InputError
 from megatron_run.registry.discover import Entry, scan
 from megatron_run.registry.load import load
 from megatron_run_testing.conformance.composition import campaign, check_composition
+from megatron_run_testing.conformance.composition import compare as compare_module
 from megatron_run_testing.conformance.composition import space as space_module
 from megatron_run_testing.conformance.composition.attempts import WORLD, Job, in_rounds
 from megatron_run_testing.conformance.composition.axes import LEARNED, Sizes
-from megatron_run_testing.conformance.composition.compare import Compared, compare, refusal
+from megatron_run_testing.conformance.composition.compare import (
+    TOLERANCES,
+    Compared,
+    Tolerances,
+    compare,
+    measured,
+    refusal,
+)
 from megatron_run_testing.conformance.composition.space import Composition, Space
 from tests.support.commands import COMMAND, run_command
 
@@ -239,3 +247,34 @@ def test_what_is_equal_is_equal_and_what_differs_by_little_is_seen(everything: S
     ):
         (found,) = compare([two], [slight])
         assert found.faults, f"{slight} is not seen: {found.largest}"
+
+
+@pytest.mark.parametrize(
+    ("rounded", "norms", "weights"),
+    [([], 5e-6, 1e-6), ([(0, 1e-6, 0, 0)], 5e-6, 1e-6), ([(0, 0, 0, 2e-6), (0, 4e-6, 0, 0)], 1.2e-5, 6e-6)],
+)
+def test_more_is_allowed_where_roundings_of_one_process_differ_by_more(
+    rounded: list[Tolerances], norms: float, weights: float
+) -> None:
+    diverged = Compared((float("inf"), 1.0, 0.0, 0.0))
+    allowed = measured(TOLERANCES, [diverged, *map(Compared, rounded)])
+    assert allowed == pytest.approx((2e-6, norms, 2e-6, weights))
+
+
+@pytest.mark.multiproc
+@pytest.mark.nightly
+@pytest.mark.timeout(600)
+def test_what_is_beyond_the_tolerances_is_compared_with_roundings_of_one_process(
+    everything: Space, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tensor = Composition((("ranks", everything.splits.index(Sizes(tensor=2))),), everything)
+    (equal,) = compare([tensor])
+    assert not equal.faults
+    assert not equal.beyond
+    losses, _, evaluations, weights = TOLERANCES
+    monkeypatch.setattr(compare_module, "TOLERANCES", (losses, 0.0, evaluations, weights))
+    (found,) = compare([tensor])
+    assert found.beyond
+    assert 0.0 < found.tolerances[1] < 5e-6  # no more than roundings of this small network
+    (wrong,) = compare([tensor], ["train.clip_norm=0.299"])
+    assert wrong.faults

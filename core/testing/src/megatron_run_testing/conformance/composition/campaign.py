@@ -41,10 +41,14 @@ class Difference:
 
 @dataclass
 class Findings:
-    """Findings of a campaign. ``largest`` are the greatest differences taken for rounding in fp32, by name."""
+    """Findings of a campaign. ``largest`` are the greatest differences taken for rounding in fp32, by name.
+
+    ``measured`` counts those that are equal because single processes that round otherwise differ as much.
+    """
 
     plugin: str = ""
     equal: int = 0
+    measured: int = 0
     different: int = 0
     refused: int = 0
     differences: list[Difference] = field(default_factory=list)
@@ -60,8 +64,10 @@ class Findings:
         named = f"{self.plugin}: " if self.plugin else ""
         largest = ", ".join(f"{name} {value:.1e}" for name, value in self.largest.items())
         compared = self.equal + self.different
+        measured = f" ({self.measured} as far apart as roundings of one process)" if self.measured else ""
         return (
-            f"{named}{self.equal} of {compared} compositions equal, {self.refused} refused, in {self.seconds:.0f} s; "
+            f"{named}{self.equal} of {compared} compositions equal{measured}, {self.refused} refused, in "
+            f"{self.seconds:.0f} s; "
             f"largest differences in fp32: {largest}"
         )
 
@@ -124,6 +130,9 @@ def search(
             else:
                 found.equal += 1
                 _note(found, composition, compared)
+                if compared.beyond and not composition.rounded:
+                    found.measured += 1
+                    progress(f"rounding alone differs as much: {composition}: {compared.largest}")
         found.refused = reasons.total()
         counts = f"{found.equal} equal, {len(wrong)} different, {found.refused} refused"
         progress(f"{counts}, {time.monotonic() - start:.0f} s")
@@ -180,7 +189,7 @@ def _kept() -> Path:
 
 
 def _note(found: Findings, composition: Composition, compared: Compared) -> None:
-    if not composition.rounded:
+    if not composition.rounded and not compared.beyond:
         for name, value in zip(NAMES, compared.largest, strict=True):
             found.largest[name] = max(found.largest[name], value)
 
