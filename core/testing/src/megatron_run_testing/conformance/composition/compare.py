@@ -86,7 +86,7 @@ def compare(compositions: Sequence[Composition], extra: Sequence[str] = ()) -> l
 
 
 class _Outcomes(NamedTuple):
-    """What runs showed, each by its attempts as text; the first ``failure`` of a rank that died, or empty."""
+    """Outcomes of runs, each by its attempts as text; the first ``failure`` of a rank that died, or empty."""
 
     seen: Mapping[str, Outcome | str]
     failure: str = ""
