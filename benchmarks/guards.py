@@ -19,7 +19,8 @@ from benchmarks.support.report import table
 from megatron_run.contracts.activity import Activity
 from megatron_run.contracts.topology import Sizes, Topology
 from megatron_run_engine.runtime.comm import Groups
-from megatron_run_engine.training.health.guards import content_hash, spike_limit
+from megatron_run_engine.training.health.guards import spike_limit
+from megatron_run_engine.training.health.replicas import content_hash
 from megatron_run_engine.training.health.stragglers import Stragglers
 from megatron_run_testing.build_contexts import context_at
 

@@ -22,6 +22,7 @@ from megatron_run_engine.checkpoint.step_folder import Checkpoints
 from megatron_run_engine.run_folder import RunFolder
 from megatron_run_engine.runtime.world import StopRequest, World
 from megatron_run_engine.training.health.guards import Guards
+from megatron_run_engine.training.numbers import Progress
 from megatron_run_engine.training.trainer import train_rank
 from tests.support.commands import free_port
 from tests.support.forked import FORKING_AGENT, ForkedCommand, ForkedRun, Ran, forked_command, learned, run_forked, tiny
@@ -204,10 +205,14 @@ def test_what_the_disk_is_too_slow_for_is_kept_in_memory(tmp_path: Path) -> None
     kept = {"checkpoint.interval": 2, "checkpoint.memory_interval": 100, "checkpoint.memory_folder": str(memory)}
     run = resolve(tiny(folder, {**kept, "train.steps": 5, "run.stop_within": "100 s"}))
     checked: list[tuple[int, bool]] = []
+
+    def check(_: Guards, progress: Progress, *, saving: bool, **__: object) -> None:
+        checked.append((progress.step, saving))
+
     for number, stop in enumerate((Asked(1000.0), StopRequest()), 1):
         folder.mkdir(exist_ok=True)
         (folder / "run.json").write_text(json.dumps({"id": "0123456789abcdef" * 2}))
-        with mock.patch.object(Guards, "check", lambda _, progress, saving: checked.append((progress.step, saving))):
+        with mock.patch.object(Guards, "check", check):
             code = train_rank(run, World(), RunFolder(folder, number), stop)
         assert code is (ExitCode.SIGTERM, ExitCode.DONE)[number - 1]
         assert checked[-1] == ((3, 5)[number - 1], True), "nothing is kept on which the replicas do not agree"

@@ -52,7 +52,7 @@ def _is_whole(parameter: Any, info: Any) -> bool:
 
 
 def _compare(bench: Any) -> Any:
-    from megatron_run_engine.training.health.guards import compare_replicas
+    from megatron_run_engine.training.health.replicas import compare_replicas
 
     bench.assembly.optimizer.finish_param_sync()
     return compare_replicas(bench.assembly, bench.trainer._guards._ranks, deterministic=True)

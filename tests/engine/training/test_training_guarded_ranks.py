@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron_run.contracts import Init, ParamInfo, Part
-from megatron_run_engine.training.health.guards import Difference, _label, content_hash, find_difference
+from megatron_run_engine.training.health.replicas import Difference, _label, content_hash, find_difference
 from tests.support.ranks import run_ranks
 
 from .guarded_ranks import FLIPS, all_of_it

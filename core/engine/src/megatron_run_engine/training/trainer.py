@@ -23,6 +23,7 @@ from megatron_run_engine.host.process import chosen_kernels
 from megatron_run_engine.run_folder.restart_times import RestartTimes
 from megatron_run_engine.runtime.execute import StepInputs
 from megatron_run_engine.runtime.losses import Losses
+from megatron_run_engine.runtime.world import World
 from megatron_run_engine.training.build import Assembly, build
 from megatron_run_engine.training.checked_plugins import open_split
 from megatron_run_engine.training.health.faulting import install_faults
@@ -58,7 +59,7 @@ if TYPE_CHECKING:
     from megatron_run.planning import ResolvedRun
     from megatron_run_engine.run_folder import RunFolder
     from megatron_run_engine.runtime.execute import StepRecord
-    from megatron_run_engine.runtime.world import StopRequest, World
+    from megatron_run_engine.runtime.world import StopRequest
 
 
 def train_rank(
@@ -72,7 +73,7 @@ def train_rank(
         times = RestartTimes(folder)
         times.mark("joined")
         assembly = build(run, world, activity)
-        trainer = Trainer(run, assembly, folder, stop, times)
+        trainer = Trainer(run, assembly, folder, stop, times, world)
         times.mark("built")
         install_faults(run, assembly, folder.attempt)
         trainer.resume()
@@ -98,6 +99,7 @@ class Trainer:
         folder: RunFolder,
         stop: StopRequest,
         times: RestartTimes | None = None,
+        world: World | None = None,
     ) -> None:
         self._run, self._assembly, self._folder, self._stop, self._times = run, assembly, folder, stop, times
         train, self._context, self._activity = run.config.train, assembly.context, assembly.context.groups.activity
@@ -130,7 +132,7 @@ class Trainer:
         if run.sizes.world > 1:
             records = {"train": self._checkpoints.data, "validation": fingerprint(validation)}
             check_same_data(run.one("data"), records, self._context)
-        self._guards = Guards(run, assembly, self._losses, self._last)
+        self._guards = Guards(run, assembly, self._losses, self._last, folder, world or World())
         watched = self._context.topology.rank == 0  # the only rank with observers
         self.peak = device_peak(run.config.run, train.precision, self._context.device) if watched else None
 
@@ -186,7 +188,9 @@ class Trainer:
             if stop is not None and unsaved:
                 self._leave_unsaved()
                 return stop
-            self._check_evaluate_save(observers, stopping=stop is not None)
+            if (back := self._check_evaluate_save(observers, stopping=stop is not None)) is not None:
+                self._progress = back  # the steps since then are done again
+                continue
             if stop is not None and metrics.step < self._last:
                 return stop
         written = self._run, self._assembly.network, self._assembly.data
@@ -209,14 +213,16 @@ class Trainer:
         self._context.log.warning("%s", times)
         return replace(metrics, extra={**metrics.extra, **{f"restart/{name}": s for name, s in times.taken.items()}})
 
-    def _check_evaluate_save(self, observers: Observers, *, stopping: bool) -> None:
+    def _check_evaluate_save(self, observers: Observers, *, stopping: bool) -> Progress | None:
         """Run the guards after a step that was kept, then evaluate and save if that is due.
 
-        Where the process must have ended soon, the save comes first.
+        Where the process must have ended soon, the save comes first. Returns where the guards have gone back to, if so.
         """
         step, last = self._progress.step, self._last
         saving = stopping or self._checkpoints.is_due(step, last)
-        self._guards.check(self._progress, saving=saving)
+        back = self._guards.check(self._progress, saving=saving, checkpoints=None if stopping else self._checkpoints)
+        if back is not None:
+            return back
         hurried = stopping and self._run.config.run.stop_within is not None
         if hurried:
             self._save(observers, saving=True, stopping=True)
@@ -226,6 +232,7 @@ class Trainer:
                 observers.on_eval_end(metrics)
         if not hurried:
             self._save(observers, saving=saving, stopping=stopping)
+        return None
 
     def _save(self, observers: Observers, *, saving: bool, stopping: bool) -> None:
         """Save the step if that is due, and note how long it takes."""

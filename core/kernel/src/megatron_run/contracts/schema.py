@@ -297,6 +297,9 @@ class GuardSection(Section):
     )
     straggler_interval: Span = Field(Span.parse(100), description="between comparisons of rank speeds; 0: never")
     straggler_factor: float = Field(2.0, gt=1, description="multiple of its peers' median time that makes a straggler")
+    exclude: tuple[Literal["differing", "slow"], ...] = Field(
+        (), description="ranks that the next start leaves out once they are named; needs run.elastic"
+    )
 
 
 def _frozen(options: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -14,7 +14,7 @@ from megatron_run.errors import InputError
 from megatron_run.planning.rank_grid import MAX_RANKS, copy_ranks, shown_axes
 
 if TYPE_CHECKING:
-    from megatron_run.contracts.schema import ParallelSection, RunSection, TrainSection
+    from megatron_run.contracts.schema import GuardSection, ParallelSection, RunSection, TrainSection
     from megatron_run.planning.run import ResolvedRun
 
 
@@ -55,6 +55,20 @@ def strengths(
     if not sizes:
         raise _nothing_fits(run, parallel, train, most)
     return tuple(parallel.model_copy(update={"data": data}) for data in sizes)
+
+
+def check_excluding(run: RunSection, guard: GuardSection) -> None:
+    """Raise :class:`InputError` where ``guard.exclude`` needs what the run does not do."""
+    asked, fix = f"guard.exclude={','.join(guard.exclude)}", "or leave guard.exclude out"
+    if guard.exclude and run.elastic == "off":
+        why = "run.elastic=off needs all of them"
+        raise InputError(f"{asked} leaves out ranks", why=why, fix=f"set run.elastic=data, {fix}")
+    if "differing" in guard.exclude and not guard.replica_interval.amount:
+        why = "guard.replica_interval=0 compares none"
+        raise InputError(f"{asked} leaves out ranks that differ", why=why, fix=f"set it to a number of steps, {fix}")
+    if "slow" in guard.exclude and not guard.straggler_interval.amount:
+        why = "guard.straggler_interval=0 compares none"
+        raise InputError(f"{asked} leaves out ranks that are slow", why=why, fix=f"set it to a number of steps, {fix}")
 
 
 def choice_notice(run: ResolvedRun, wanted: int = 0) -> str:

@@ -46,7 +46,7 @@ from megatron_run.planning.choosing import (
     rule_notices,
     with_options,
 )
-from megatron_run.planning.elastic import choice_notice, most_ranks, strengths
+from megatron_run.planning.elastic import check_excluding, choice_notice, most_ranks, strengths
 from megatron_run.planning.plans import check_rates, layers_of, microbatch_counts, plan_run
 from megatron_run.planning.rank_grid import (
     ExpertSplit,
@@ -145,6 +145,9 @@ class _Resolver:
         evaluation = self._section(EvalSection, "eval", merged)
         checkpoint = self._section(CheckpointSection, "checkpoint", merged)
         guard = self._section(GuardSection, "guard", merged)
+        if run is not None and guard is not None:
+            with self._findings.collect():
+                check_excluding(run, guard)
         sizes, layout, plans = self._split(self._strengths(run, parallel, train), train, plugins, catalog)
         origins = _origins(merged)
         self._settle(origins)  # here, since a plugin is only asked about a configuration without known faults

@@ -2,41 +2,41 @@
 
 Every decision is made from numbers that are equal on all ranks, so that all of them skip, rewind and stop together. A
 rank that decided alone would leave the others waiting in a collective.
-
-Replicas are compared by a hash of each parameter. Three kinds of copies are updated by the same numbers and therefore
-equal bit for bit: data-parallel replicas, parameters replicated over tensor-parallel ranks, and the copies of a tied
-parameter. If they differ, a memory, a link or a kernel has failed, or a plugin forgets to sum over ranks.
 """
 
 from __future__ import annotations
 
 import json
-from collections import Counter
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import isfinite
 from statistics import median
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
 
 from megatron_run.contracts import scale_text
-from megatron_run.errors import GuardError
+from megatron_run.errors import GuardError, RankLostError, RunError
 from megatron_run_engine.checkpoint.collectives import WorldRanks
 from megatron_run_engine.runtime.losses import LANGUAGE_MODEL
+from megatron_run_engine.training.health.exclusion import LEFT_OUT, Exclusion
+from megatron_run_engine.training.health.replay import Replay
+from megatron_run_engine.training.health.replicas import Difference, compare_replicas, content_hash, ranks_text
 from megatron_run_engine.training.health.stragglers import Stragglers
-from megatron_run_engine.training.health.suspects import likely_cause
+from megatron_run_engine.training.health.suspects import HARDWARE, likely_cause
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     from torch import Tensor
 
-    from megatron_run.contracts import Microbatch, ParamInfo
+    from megatron_run.contracts import Microbatch
     from megatron_run.planning import ResolvedRun
     from megatron_run_engine.checkpoint.collectives import Ranks
+    from megatron_run_engine.run_folder import RunFolder
     from megatron_run_engine.runtime.losses import Losses, Reported
+    from megatron_run_engine.runtime.world import World
     from megatron_run_engine.training.build import Assembly
+    from megatron_run_engine.training.health.replay import Verdict
     from megatron_run_engine.training.numbers import HostNumbers, Progress
     from megatron_run_engine.training.state.checkpointing import Checkpointing
 
@@ -107,12 +107,22 @@ def _merged(notes: Sequence[dict[str, Any]]) -> NotFinite:
 
 _GRADIENT = "a gradient was not finite"
 _CALMER = "lower train.lr, lengthen train.lr_warmup, check the data"
+#: What is said to differ where tensor-parallel ranks were fed different samples.
+_SAMPLES = "batch of samples"
+#: Reports in a row that name a rank before it is left out: one may be chance, as a page cache that is cold, and by the
+#: third, at least two intervals later, whatever else the machine did has mostly ended.
+_SLOW_REPORTS = 3
 
 
 class Guards:
-    """The guards of a run of ``last`` steps, on one of its ranks. ``losses`` collects this rank's losses."""
+    """The guards of a run of ``last`` steps, on one of its ranks. ``losses`` collects this rank's losses.
 
-    def __init__(self, run: ResolvedRun, assembly: Assembly, losses: Losses, last: int) -> None:
+    ``folder`` gets the ranks that are to be left out, and ``world`` says where this one is.
+    """
+
+    def __init__(
+        self, run: ResolvedRun, assembly: Assembly, losses: Losses, last: int, folder: RunFolder, world: World
+    ) -> None:
         self._config, self._max_skips = run.config.guard, run.config.train.max_skips
         self._assembly, self._losses, self._plugins = assembly, losses, run.plugins
         context, batch = assembly.context, run.config.train.global_batch_size
@@ -120,6 +130,9 @@ class Guards:
         self._ranks = WorldRanks(context.groups, topology.rank, topology.sizes.world, context.device)
         self._replica_interval = self._config.replica_interval.steps(last, batch) if topology.sizes.world > 1 else 0
         self._deterministic = torch.are_deterministic_algorithms_enabled()
+        self._exclusion = Exclusion(self._config.exclude, folder, world, self._ranks)
+        again = self._replica_interval and self._deterministic and run.config.checkpoint.memory_interval.amount
+        self._replay = Replay(assembly, self._ranks) if again else None
         self._were_equal = False  # whether a comparison has found all replicas equal
         self._data: list[Tensor] = []  # hashes of what this rank was fed in the step
         interval = self._config.straggler_interval.steps(last, batch)
@@ -151,6 +164,8 @@ class Guards:
 
         If not, its loss joins the window.
         """
+        if self._replay is not None:
+            self._replay.note(progress.step + 1)
         self._reason = self._reason_to_skip(progress, numbers.means, overflow=numbers.overflow)
         return bool(self._reason)
 
@@ -174,16 +189,23 @@ class Guards:
         self._warn(f"back to step {back.step}, past the samples {back.position} to {progress.position - 1}")
         return replace(back, dropped=dropped, rewinds=progress.rewinds + 1)
 
-    def check(self, progress: Progress, *, saving: bool) -> None:
+    def check(self, progress: Progress, *, saving: bool, checkpoints: Checkpointing | None = None) -> Progress | None:
         """Check skips, replicas and stragglers after a step. ``saving``: also compare replicas now. Collective.
 
-        Raises :class:`GuardError` on every rank.
+        Returns the progress at the last of the ``checkpoints`` where the steps since then are to be done again, else
+        None. Raises :class:`GuardError` on every rank, or :class:`RankLostError` for one that the next start leaves
+        out.
         """
         if progress.skipped_in_a_row >= self._max_skips:
             self._stop_skipping(progress)
         if self._replica_interval and (saving or progress.step % self._replica_interval == 0):
-            self._compare_replicas(progress.step)
+            back = self._compare_replicas(progress, checkpoints)
+            if back is not None:
+                return back
+            if saving and self._replay is not None:
+                self._replay.saving()
         self._warn_of_straggler(progress.step)
+        return None
 
     def _reason_to_skip(self, progress: Progress, means: Mapping[str, float], *, overflow: bool) -> str:
         if not all(isfinite(means.get(name, 0.0)) for name in self._losses.names):
@@ -228,8 +250,8 @@ class Guards:
         fix = _fix(weights, f"{_CALMER}, or raise train.max_skips")
         self._stop(GuardError(f"{progress.skipped_in_a_row} steps in a row were skipped", why=why, fix=fix))
 
-    def _compare_replicas(self, step: int) -> None:
-        fed = {}
+    def _compare_replicas(self, progress: Progress, checkpoints: Checkpointing | None) -> Progress | None:
+        step, fed = progress.step, {}
         if self._data:
             at = self._assembly.context.topology
             fed[f"{_SAMPLES}#{at.data_rank}.{at.context_rank}#{at.stage}"] = torch.stack(self._data).sum()
@@ -238,18 +260,47 @@ class Guards:
             why = "tensor-parallel ranks share their samples: the data, or what reads them, differ between these ranks"
             fix = "give all hosts the same data, from a plugin that depends on nothing but its arguments"
             self._stop(GuardError(f"at step {step} {found}", why=why, fix=fix))
+        if self._replay is not None:
+            self._replay.note(step, made=True)
+            if (verdict := self._replay.verdict(progress, found)) is not None:
+                self._stop_differing(verdict.step, verdict.found, verdict)
+            back = self._replay.begin(progress, found, checkpoints) if found and checkpoints else None
+            if back is not None:
+                self._warn(
+                    f"after step {step} {found}; the steps since {back.step} are done again, to see by whose fault"
+                )
+                return back
         if found is not None:
-            cause = likely_cause(self._plugins, found.more + 1, first=not self._were_equal)
-            self._stop(GuardError(f"after step {step} {found}", why=cause.why, fix=cause.fix))
+            self._stop_differing(step, found)
         self._were_equal = True
+        return None
+
+    def _stop_differing(self, step: int, found: Difference, verdict: Verdict | None = None) -> NoReturn:
+        """Stop because of what was ``found`` after ``step``, and of the ``verdict`` on that, if there is one."""
+        what, repeats = f"after step {step} {found}", verdict is not None and verdict.repeats
+        cause = likely_cause(self._plugins, found.more + 1, first=not self._were_equal, repeats=repeats)
+        faulty = verdict.faulty if verdict is not None else () if cause.accuses else found.minority
+        why, fix = (cause.why if verdict is None else f"{verdict}: {cause.why}"), cause.fix
+        if verdict is not None and faulty:
+            why = f"{verdict}: {HARDWARE}"
+            fix = f"leave {self._exclusion.named(faulty)} out, or set guard.exclude=differing"
+        if not (faulty and self._exclusion.asked("differing")):
+            self._stop(GuardError(what, why=why, fix=fix))
+        self._exclusion.exclude(faulty, step, f"differing: {what}: {why}")
+        self._stop(RankLostError(what, why=why, fix=f"{LEFT_OUT} {ranks_text(faulty)}", rank=faulty[0]))
 
     def _warn_of_straggler(self, step: int) -> None:
         found = self._stragglers.report(step)
-        if found is not None:
-            times = f"{found.seconds * 1e3:.3g} ms a step, the others that do the same {found.typical * 1e3:.3g} ms"
-            self._warn(f"rank {found.rank} holds the others up in {found.section}: it takes {times}")
+        if found is None:
+            return
+        times = f"{found.seconds * 1e3:.3g} ms a step, the others that do the same {found.typical * 1e3:.3g} ms"
+        line = f"rank {found.rank} holds the others up in {found.section}: it takes {times}"
+        if self._exclusion.asked("slow") and self._stragglers.in_a_row == _SLOW_REPORTS:
+            self._exclusion.exclude((found.rank,), step, f"slow: {line}")
+            line += f"; {LEFT_OUT} rank {found.rank}"
+        self._warn(line)
 
-    def _stop(self, error: GuardError) -> NoReturn:
+    def _stop(self, error: RunError) -> NoReturn:
         # No collective may be in flight when the process groups are destroyed.
         self._assembly.optimizer.finish_param_sync()
         raise error
@@ -262,108 +313,3 @@ class Guards:
 def _fix(weights: str, otherwise: str) -> str:
     """Advise an earlier checkpoint if the weights are not finite: no later step recovers from that."""
     return "resume from an earlier saved step: --resume STEP" if weights else otherwise
-
-
-#: What is said to differ where tensor-parallel ranks were fed different samples.
-_SAMPLES = "batch of samples"
-#: Values hashed per block, 8 bytes each: as many as a CPU cache holds, and as many as keep a GPU busy.
-_IN_CACHE, _AT_ONCE = 2**18, 2**24
-#: The integer type of a value's bits, by its size in bytes.
-_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-@dataclass(frozen=True)
-class Difference:
-    """The first tensor whose copies are not all equal, and how many more such tensors there are.
-
-    ``ranks`` differ from the majority, ``agree`` is the majority. Without a majority the wrong copy is unknown:
-    ``agree`` is then empty and ``ranks`` holds all ranks.
-    """
-
-    tensor: str
-    ranks: tuple[int, ...]
-    agree: tuple[int, ...]
-    more: int
-
-    def __str__(self) -> str:
-        rest = f", and so do {self.more} more tensors" if self.more > 1 else ", and so does 1 more" if self.more else ""
-        if not self.agree:
-            return f"the copies of {self.tensor} on {_ranks(self.ranks)} differ{rest}: no copy has a majority"
-        verb = "holds" if len(self.ranks) == 1 else "hold"
-        return f"{_ranks(self.ranks)} {verb} another {self.tensor} than {_ranks(self.agree)}{rest}"
-
-
-def compare_replicas(
-    assembly: Assembly, ranks: Ranks, *, deterministic: bool, more: Mapping[str, Tensor] = MappingProxyType({})
-) -> Difference | None:
-    """Compare all copies of all parameters. Collective over the world; every rank gets the same answer.
-
-    With ``deterministic`` kernels, tensor-parallel ranks compute equal gradients for replicated parameters. Without
-    them these copies may drift apart by rounding, so only those are compared whose gradients are summed over the ranks.
-    ``more`` hashes are compared before those of parameters, by their labels.
-    """
-    hashes: dict[str, Tensor] = {**more}
-    tensor_rank = assembly.context.topology.tensor_rank
-    for parameter, info in assembly.values():
-        own = 0 if deterministic or info.partial_over == "tensor" else tensor_rank
-        hashes[_label(info, own)] = content_hash(parameter)
-    numbers = torch.stack(list(hashes.values())).tolist() if hashes else []  # one copy to the host for all
-    notes = ranks.gather(json.dumps(dict(zip(hashes, numbers, strict=True))))
-    found = find_difference([json.loads(note) for note in notes]) if ranks.rank == 0 else None
-    answer = json.loads(ranks.broadcast(json.dumps(found and vars(found))))
-    return answer and Difference(answer["tensor"], tuple(answer["ranks"]), tuple(answer["agree"]), answer["more"])
-
-
-def find_difference(notes: Sequence[Mapping[str, int]]) -> Difference | None:
-    """Return the first difference among the hashes of all ranks, in the tensor order of the lowest rank."""
-    held: dict[str, dict[int, int]] = {}
-    for rank, note in enumerate(notes):
-        for key, number in note.items():
-            held.setdefault(key, {})[rank] = number
-    differing = [(key, copies) for key, copies in held.items() if len(set(copies.values())) > 1]
-    if not differing:
-        return None
-    key, copies = differing[0]
-    (most, votes), *others = Counter(copies.values()).most_common()
-    majority = votes > others[0][1]
-    agree = tuple(rank for rank, number in copies.items() if majority and number == most)
-    odd = tuple(rank for rank in copies if rank not in agree)
-    return Difference(key.partition("#")[0], odd, agree, len(differing) - 1)
-
-
-@torch.no_grad()
-def content_hash(tensor: Tensor, block: int | None = None) -> Tensor:
-    """Return a hash of the bits of ``tensor``, int64 [] on its device.
-
-    The hash is the sum over i of (value i as an integer) * (2 i + 1), modulo 2^64. A single flipped bit always changes
-    it: an odd number times a power of two below 2^64 is not 0 modulo 2^64. ``block`` values are hashed at once.
-    """
-    block = block or (_IN_CACHE if tensor.device.type == "cpu" else _AT_ONCE)
-    flat = tensor.detach().contiguous().view(-1)
-    bits = flat.view(_BITS[flat.element_size()])
-    odd = torch.arange(1, 2 * min(block, len(bits)) + 1, 2, device=bits.device)
-    total = torch.zeros((), dtype=torch.int64, device=bits.device)
-    for start in range(0, len(bits), block):
-        some = bits[start : start + block].to(torch.int64, copy=True)
-        # value i of the block has weight 2 (start + i) + 1 = 2 start + odd[i]
-        total += some.sum() * (2 * start)
-        total += some.mul_(odd[: len(some)]).sum()
-    return total
-
-
-def _label(info: ParamInfo, own: int) -> str:
-    """Return a key that is equal on all ranks whose copies are to be compared.
-
-    The text before ``#`` is for people: the parameter, and where this rank's part of it starts. Then follow the first
-    logical tensor, since ranks hold different experts under one name, and ``own``, which tells apart copies that are
-    not compared.
-    """
-    first = info.parts[0]
-    whole = not first.start and not first.column
-    return f"{info.name}{'' if whole else f'[{first.start}:, {first.column}:]'}#{first.name}#{own}"
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    """``rank 3``, ``ranks 0 and 2``, ``ranks 0, 1 and 2``."""
-    *most, last = map(str, ranks)
-    return f"ranks {', '.join(most)} and {last}" if most else f"rank {last}"

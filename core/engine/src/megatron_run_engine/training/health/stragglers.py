@@ -45,6 +45,9 @@ class Stragglers:
         self._now, self._seconds = _clock(context.device)
         self._marks: list[tuple[str, Any]] = []
         self._step = self._over = 0
+        #: How many of the last reports, one after the other, have named the rank of the last one.
+        self.in_a_row = 0
+        self._last: int | None = None
 
     def enter(self, step: int, name: str, detail: object) -> None:
         """Record that activity ``name`` begins in ``step``."""
@@ -70,7 +73,11 @@ class Stragglers:
         table[topology.rank] = torch.tensor(own, dtype=torch.float64)
         rows = self._context.groups.sum_(table, "world").tolist()
         per_stage = topology.sizes.world // topology.sizes.pipeline
-        return find_straggler(rows, [rank // per_stage for rank in range(len(rows))], self._factor)
+        found = find_straggler(rows, [rank // per_stage for rank in range(len(rows))], self._factor)
+        named = None if found is None else found.rank
+        self.in_a_row = 0 if named is None else self.in_a_row + 1 if named == self._last else 1
+        self._last = named
+        return found
 
 
 def section_seconds(marks: Sequence[tuple[str, Any]], seconds: Callable[[Any, Any], float]) -> list[float]:

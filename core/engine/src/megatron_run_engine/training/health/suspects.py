@@ -18,11 +18,16 @@ _KINDS = ("optimizer", "parallel-layer", "model")
 MANY = 4
 
 
+#: What fails of a machine where copies differ.
+HARDWARE = "a memory, a link or a kernel failed"
+
+
 class Cause(NamedTuple):
-    """Why copies may differ, and what to type."""
+    """Why copies may differ, and what to type; ``accuses``: plugins, rather than a machine."""
 
     why: str
     fix: str
+    accuses: bool = False
 
 
 class _Suspect(NamedTuple):
@@ -31,23 +36,29 @@ class _Suspect(NamedTuple):
     foreign: bool  # not of this project
 
 
-def likely_cause(plugins: Mapping[str, tuple[Plugin, ...]], differing: int, *, first: bool) -> Cause:
+def likely_cause(
+    plugins: Mapping[str, tuple[Plugin, ...]], differing: int, *, first: bool, repeats: bool = False
+) -> Cause:
     """The cause of ``differing`` tensors in a run of ``plugins``; ``first``: no comparison before found them equal.
+
+    ``repeats``: every rank came to the same weights again, as it does by its program.
 
     Plugins of this project are tested on ranks, so they are suspected only where too many tensors differ for a single
     hardware fault. Any other plugin is likelier to be wrong than a machine is to fail.
     """
     suspects = list(_suspects(plugins))
     accused = [suspect for suspect in suspects if suspect.foreign]
-    if not accused and first and differing >= MANY:
+    if not accused and (repeats or (first and differing >= MANY)):
         accused = suspects
     if not accused:
         fix = "run again to resume from the last saved step; leave that machine out if it happens there again"
-        return Cause("a memory, a link or a kernel failed", fix)
+        return Cause(HARDWARE, fix)
     names = " or ".join(suspect.name for suspect in accused)
     checks = " and ".join(f"megatron-run plugins check {quote(suspect.checked)}" for suspect in accused)
-    why = f"{names} may leave out a sum over ranks; else a memory, a link or a kernel failed"
-    return Cause(why, f"type {checks}; if all is well there, run again to resume from the last saved step")
+    why = f"{names} may leave out a sum over ranks; else {HARDWARE}{', and fails alike each time' * repeats}"
+    return Cause(
+        why, f"type {checks}; if all is well there, run again to resume from the last saved step", accuses=True
+    )
 
 
 def _suspects(plugins: Mapping[str, tuple[Plugin, ...]]) -> Iterator[_Suspect]:

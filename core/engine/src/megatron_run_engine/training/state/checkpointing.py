@@ -153,14 +153,20 @@ class Checkpointing:
             forget_steps(run.config.checkpoint, self._folder.run_id, self._folder.path, own)
         return resumed
 
-    def reload_newest(self) -> Progress | None:
+    def reload_newest(self, *, from_memory: bool = False) -> Progress | None:
         """Load the newest checkpoint of this run and return its progress; None if there is none. Collective.
+
+        That is one on disk, or ``from_memory`` one that is as new there; None too for a run without steps in memory.
 
         Raises :class:`megatron_run.errors.CheckpointError` as :meth:`after_step` does.
         """
         if self._async_saver is not None:  # the save in progress will be the newest
             self._unreported += self._collect(self._async_saver, wait=True)
-        progress = self._load("auto").progress
+        if from_memory:
+            if self._memory is None:
+                return None
+            self._memory.wait()
+        progress = self._load("auto", self._memory if from_memory else None).progress
         if progress.step and self._memory is not None:
             self._memory.forget(progress.step)
         return progress if progress.step else None

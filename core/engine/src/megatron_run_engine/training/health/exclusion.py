@@ -1,0 +1,53 @@
+"""Ranks that a guard has named are written into the run folder, for the next start to leave out: ``guard.exclude``."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from megatron_run_engine.checkpoint.collectives import on_rank0
+from megatron_run_engine.run_folder.excluded import NAME, Excluded, exclude, now
+
+if TYPE_CHECKING:
+    from megatron_run_engine.checkpoint.collectives import Ranks
+    from megatron_run_engine.run_folder import RunFolder
+    from megatron_run_engine.runtime.world import World
+
+#: What becomes of ranks that are recorded.
+LEFT_OUT = f"{NAME} in the run folder lets the next start leave out"
+
+
+class Exclusion:
+    """The record of ``folder``, as the ``ranks`` of a run keep it; this one runs as ``world`` says. Collective."""
+
+    def __init__(self, asked: Collection[str], folder: RunFolder, world: World, ranks: Ranks) -> None:
+        self._asked, self._folder, self._ranks = asked, folder, ranks
+        notes = ranks.gather(json.dumps([world.host, world.local_rank]))
+        self._places = [Excluded(*json.loads(note)) for note in notes]  # on rank 0
+
+    def named(self, ranks: Collection[int]) -> str:
+        """Where ``ranks`` are, for people. Collective."""
+        return on_rank0(self._ranks, lambda: " and ".join(self._places[rank].named for rank in ranks))
+
+    def asked(self, reason: str) -> bool:
+        """Whether ranks are left out for that ``reason``."""
+        return reason in self._asked
+
+    def exclude(self, ranks: Collection[int], step: int, reason: str) -> None:
+        """Record ``ranks``, found after ``step``. Collective.
+
+        Raises :class:`megatron_run.errors.CheckpointError` on all ranks where that cannot be written.
+        """
+
+        def write() -> str:
+            attempt = self._folder.attempt
+            found = (
+                replace(self._places[rank], rank=rank, step=step, attempt=attempt, reason=reason, time=now())
+                for rank in ranks
+            )
+            exclude(self._folder, found)
+            return ""
+
+        on_rank0(self._ranks, write)

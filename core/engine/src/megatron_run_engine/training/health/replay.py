@@ -1,0 +1,138 @@
+"""Tells a faulty rank from a faulty program where copies differ: the steps since the last saved one are done again.
+
+The run goes back to a step whose copies were equal, and does the same steps with the same samples. A sound rank then
+has the same bits again, but for what others have sent it: one wrong weight reaches every rank with the next gradients,
+so that in the end all may differ from what they were. So each rank notes the bits of its weights in each step, as the
+step has used them, before they are updated. The rank whose notes differ first is at fault: nobody has heard of its
+weights yet. If no rank's notes differ, the program makes the copies differ, or a fault that repeats to the bit.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+
+from megatron_run_engine.checkpoint.collectives import on_rank0
+from megatron_run_engine.training.health.replicas import ranks_text, weight_bits
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from megatron_run_engine.checkpoint.collectives import Ranks
+    from megatron_run_engine.training.build import Assembly
+    from megatron_run_engine.training.health.replicas import Difference
+    from megatron_run_engine.training.numbers import Progress
+    from megatron_run_engine.training.state.checkpointing import Checkpointing
+
+#: A step, and whether the weights are those that it has made, rather than those that it has used.
+Moment = tuple[int, bool]
+
+
+class Finding(NamedTuple):
+    """The ranks that are ``faulty``, none where that cannot be told, and the step ``since`` which they differ.
+
+    ``repeats``: every rank came to the same weights again.
+    """
+
+    faulty: tuple[int, ...] = ()
+    since: int = 0
+    repeats: bool = False
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What has become of the copies ``found`` to differ after ``step``, once all since ``back`` was done again."""
+
+    step: int
+    found: Difference
+    back: int
+    faulty: tuple[int, ...]
+    since: int
+    repeats: bool
+
+    def __str__(self) -> str:
+        if self.faulty:
+            verb = "has" if len(self.faulty) == 1 else "have"
+            what = f"{ranks_text(self.faulty)} alone {verb} other weights than before, since step {self.since}"
+        else:
+            what = "every rank has the same weights again" if self.repeats else "no rank alone has others than before"
+        return f"done again from step {self.back}, {what}"
+
+
+class _Doubt(NamedTuple):
+    """What was ``found`` after ``step`` at first, with the notes until then; the run went ``back`` to that step."""
+
+    step: int
+    found: Difference
+    back: int
+    notes: Mapping[Moment, int]
+
+
+class Replay:
+    """The notes of this rank since the last saved step, and what is being done again."""
+
+    def __init__(self, assembly: Assembly, ranks: Ranks) -> None:
+        self._assembly, self._ranks = assembly, ranks
+        self._notes: dict[Moment, Tensor] = {}
+        self._doubt: _Doubt | None = None
+
+    def note(self, step: int, *, made: bool = False) -> None:
+        """Note the weights that ``step`` uses, or has ``made``. The host does not wait for the device."""
+        self._notes[step, made] = weight_bits(self._assembly)
+
+    def saving(self) -> None:
+        """The step that was compared is about to be saved: what was before is of no use any more."""
+        self._notes.clear()
+
+    def begin(self, progress: Progress, found: Difference, checkpoints: Checkpointing) -> Progress | None:
+        """Go back to the last saved step, because of what was ``found``: the progress there.
+
+        None where nothing is saved, and where the run has dropped samples since. Collective.
+        """
+        back = checkpoints.reload_newest(from_memory=True)
+        if back is None or back.rewinds != progress.rewinds:
+            return None
+        self._doubt = _Doubt(progress.step, found, back.step, _to_host(self._notes))
+        self._notes.clear()
+        return back
+
+    def verdict(self, progress: Progress, again: Difference | None) -> Verdict | None:
+        """What the steps show that were done again, once they are, or copies differ ``again``. Collective."""
+        doubt = self._doubt
+        if doubt is None or (again is None and progress.step < doubt.step):
+            return None
+        notes = _to_host(self._notes)
+        differing = (moment for moment, bits in sorted(notes.items()) if doubt.notes.get(moment, bits) != bits)
+        firsts = self._ranks.gather(json.dumps(next(differing, None)))
+        suspects = {*doubt.found.ranks, *(again.ranks if again else ())}
+        alike = again is not None and progress.step == doubt.step
+
+        def judge() -> str:
+            moments = [None if each is None else (int(each[0]), bool(each[1])) for each in map(json.loads, firsts)]
+            return json.dumps(find_faulty(moments, suspects, alike=alike))
+
+        faulty, since, repeats = json.loads(on_rank0(self._ranks, judge))
+        return Verdict(doubt.step, doubt.found, doubt.back, tuple(faulty), since, repeats)
+
+
+def find_faulty(firsts: Sequence[Moment | None], suspects: Collection[int], *, alike: bool = True) -> Finding:
+    """The ranks at fault, by the moment at which each first had other weights than before, None where never.
+
+    Nothing is told where more than half of the ranks differ at once, as by kernels that are not deterministic, nor
+    where one does whose copies are not among those that differ. ``alike``: copies differ after the same step again.
+    """
+    earliest = min((moment for moment in firsts if moment is not None), default=None)
+    if earliest is None:
+        return Finding(repeats=alike)
+    odd = tuple(rank for rank, moment in enumerate(firsts) if moment == earliest)
+    known = 2 * len(odd) <= len(firsts) and set(odd) <= set(suspects)
+    return Finding(odd if known else (), earliest[0])
+
+
+def _to_host(notes: Mapping[Moment, Tensor]) -> dict[Moment, int]:
+    """The ``notes`` after one copy from the device."""
+    return dict(zip(notes, torch.stack([*notes.values()]).tolist(), strict=True)) if notes else {}
