@@ -21,7 +21,15 @@ from megatron_run_engine.host.process import (
     forks_ranks,
     kept_settings,
 )
-from megatron_run_engine.launch.attempts import already_finished, checked, job_of, last_step, on_ranks, start_local
+from megatron_run_engine.launch.attempts import (
+    already_finished,
+    checked,
+    job_of,
+    last_step,
+    on_ranks,
+    refuse_objects,
+    start_local,
+)
 from megatron_run_engine.launch.failures import exit_code, interrupted, last_line, without_logs
 from megatron_run_engine.launch.job import LaunchOptions, RunResult
 from megatron_run_engine.launch.planned import with_planned_sizes
@@ -128,7 +136,7 @@ def train(
     elif here:
         result = _train_here(checked(run))
     else:
-        _refuse_objects(run)
+        refuse_objects(run)
         result = start_local(checked(run), LaunchOptions())
     if result.code == ExitCode.SIGINT:
         raise KeyboardInterrupt
@@ -141,7 +149,6 @@ def _of_size(run: ResolvedRun, world: World) -> ResolvedRun:
     if run.sizes.world == world.size:
         return run
     if run.config.run.elastic != "off":
-        _refuse_objects(run)
         return on_ranks(run, world.size)
     raise InputError(
         f"a run of {run.sizes.world} ranks in a world of {world.size}",
@@ -159,17 +166,6 @@ def _with_latest(run: ResolvedRun, latest: Mapping[str, str]) -> ResolvedRun:
             fix="name the run itself, or start again",
         )
     return run
-
-
-def _refuse_objects(run: ResolvedRun) -> None:
-    """Raise :class:`InputError` for plugins that are objects of this process, which cannot be handed over."""
-    handed_in = [str(plugin) for stack in run.plugins.values() for plugin in stack if plugin.entry is None]
-    if handed_in:
-        raise InputError(
-            f"a run of {run.sizes.world} ranks cannot use {', '.join(handed_in)}",
-            why="the ranks are processes of their own, and cannot see an object of this one",
-            fix="write the plugin into a file and name the file, as in schedule=./mine.py, or start with torchrun",
-        )
 
 
 def _train_here(run: ResolvedRun) -> RunResult:
@@ -231,9 +227,10 @@ def _join(resolve_run: ResolveRun, world: World, options: LaunchOptions) -> RunR
         worker = RankWorker(resolve_run, world, options)
         result = worker.run()
     folder, message = worker.folder, result.message
-    if message and folder is not None and world.rank > 0:
+    rank = result.rank  # by which it trains, where others are left out
+    if message and folder is not None and rank > 0:
         first, newline, others = message.partition("\n")
-        message = f"{first} (rank {world.rank}, log: {folder.log(world.rank)}){newline}{others}"
+        message = f"{first} (rank {rank}, log: {folder.log(rank)}){newline}{others}"
         if result.code in REFUSALS and not options.debug and not folder.begun:  # rank 0 takes it back, with its logs
             message = without_logs(message, folder)
     return RunResult(result.code, folder.path if folder else None, message)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple
 
-from megatron_run.errors import CheckpointError, ExitCode, RunError
+from megatron_run.errors import CheckpointError, ExitCode, InputError, RunError
 from megatron_run_engine.estimate.machine_memory import known_to_lack_memory
 from megatron_run_engine.host.environments import find_world
 from megatron_run_engine.host.process import check_local_devices, forks_ranks
@@ -45,22 +45,35 @@ def start_local(run: ResolvedRun, options: LaunchOptions) -> RunResult:
         options.tell(notice)
     full, elastic = run.sizes.world, run.config.run.elastic != "off"
     restarts, typed = Restarts(options.max_restarts, full, elastic), run
+    tell_all(options, [restarts.leave_out(run.config.run.folder)])
+    run = on_ranks(typed, len(restarts.left))
+    tell_all(options, [notice for notice in run.notices if notice not in typed.notices])
+    restarts.places = restarts.left[: run.sizes.world]
     with Servers() as servers:
-        result = _attempt(run, options, typed, servers, fork=fork)
-        while result.folder is not None and (line := restarts.next(result, in_memory(run, result))) is not None:
+        result = _attempt(run, options, typed, servers, fork=fork, start=Start(restarts.places))
+        while result.folder is not None and result.code is ExitCode.RANK_LOST:
             try:
+                news = [restarts.leave_out(result.folder)]
+                line = restarts.next(result, in_memory(run, result))
+                if line is None:
+                    break
                 run = resumed(on_ranks(typed, len(restarts.left)), result.folder)
             except RunError as refusal:
                 result = replace(result, message=f"{result.message}; not started again: {refusal}")
                 break
-            for news in (line, *(notice for notice in run.notices if notice not in typed.notices)):
-                options.tell(news)
+            tell_all(options, [line, *news, *(notice for notice in run.notices if notice not in typed.notices)])
             restarts.places = restarts.left[: run.sizes.world]
-            again = Again(restarts.places, line, result.lost)
-            result = _attempt(run, options, typed, servers, fork=fork, again=again)
+            start = Start(restarts.places, line, result.lost)
+            result = _attempt(run, options, typed, servers, fork=fork, start=start)
     if result.folder is not None and result.code.retry and (line := what_is_saved(run, result)):
         options.tell(f"{line}: {how_to_resume(result.folder, typed)}")
     return result
+
+
+def tell_all(options: LaunchOptions, lines: Iterable[str]) -> None:
+    """Tell the user each of ``lines`` that says something."""
+    for line in filter(None, lines):
+        options.tell(line)
 
 
 def checked(run: ResolvedRun) -> ResolvedRun:
@@ -108,19 +121,27 @@ def on_ranks(typed: ResolvedRun, there: int) -> ResolvedRun:
 
     if there == typed.sizes.world:
         return typed
+    refuse_objects(typed)
     return checked(resolve(with_planned_sizes(replace(typed.request, there=there))))
 
 
-class Again(NamedTuple):
-    """A start after a lost one: the ``places`` of its ranks, ``why`` it is made, and when the rank was ``lost``."""
+def refuse_objects(run: ResolvedRun) -> None:
+    """Raise :class:`InputError` for plugins that are objects of this process, which cannot be handed over."""
+    handed_in = [str(plugin) for stack in run.plugins.values() for plugin in stack if plugin.entry is None]
+    if handed_in:
+        raise InputError(
+            f"a run of {run.sizes.world} ranks cannot use {', '.join(handed_in)}",
+            why="the ranks are processes of their own, and cannot see an object of this one",
+            fix="write the plugin into a file and name the file, as in schedule=./mine.py, or start with torchrun",
+        )
 
-    places: Sequence[int] = ()
+
+class Start(NamedTuple):
+    """A start: the ``places`` of its ranks; after a lost one, ``why`` it is made, and when the rank was ``lost``."""
+
+    places: Sequence[int]
     why: str = ""
     lost: Lost | None = None
-
-
-#: The start of which there is nothing of that.
-FIRST = Again()
 
 
 def _attempt(
@@ -130,20 +151,20 @@ def _attempt(
     servers: Servers,
     *,
     fork: bool,
-    again: Again = FIRST,
+    start: Start,
 ) -> RunResult:
     """One attempt in the run folder, from its opening to its end; ``typed`` is what the first one was of."""
     from megatron_run_engine.launch.local import run_local
     from megatron_run_engine.run_folder import open_run_folder
     from megatron_run_engine.run_folder.restart_times import write_lost
 
-    opened = open_run_folder(run, options.arguments, again.why)
+    opened = open_run_folder(run, options.arguments, start.why)
     with opened.lock:
         if opened.finished:
             return already_finished(opened, options.tell)
-        if again.lost is not None:
-            write_lost(opened.folder, again.lost)
-        job = replace(job_of(run, opened.folder, options, fork=fork), places=again.places)
+        if start.lost is not None:
+            write_lost(opened.folder, start.lost)
+        job = replace(job_of(run, opened.folder, options, fork=fork), places=start.places)
         job = job if options.quiet else replace(job, shown=terminal_environment())
         try:
             show = None if options.quiet else terminal_writer()

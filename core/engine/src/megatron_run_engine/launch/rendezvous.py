@@ -132,6 +132,10 @@ class Rendezvous:
                 rank=0,
             ) from error
 
+    def renumber(self, world: World) -> None:
+        """Every rank has another number from now on: this one that of ``world``."""
+        self._world = world
+
     @property
     def group_store(self) -> Store:
         """For the process group, under a prefix of its own."""

@@ -2,7 +2,7 @@
 
 Of a run with ``run.elastic`` a rank's *place* is its local number in full strength, which chooses its GPU. A place at
 which a rank is lost twice before a step is done is taken for gone: the ranks that are left train on, as far as they
-fit. Once an attempt has made progress all are tried again.
+fit. Once an attempt has made progress all are tried again, but for those that the run folder excludes.
 """
 
 from __future__ import annotations
@@ -11,10 +11,12 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from socket import gethostname
 from typing import TYPE_CHECKING
 
 from megatron_run.errors import ExitCode
 from megatron_run_engine.launch.failures import last_saved
+from megatron_run_engine.run_folder.excluded import NAME, Excluded, read_excluded, remaining
 
 if TYPE_CHECKING:
     from megatron_run.planning import ResolvedRun
@@ -28,7 +30,8 @@ _CHANCES = 2
 class Restarts:
     """Counts the starts of one run after its first, ``most`` of them, and knows the places that are left of ``full``.
 
-    Without ``elastic`` all are taken each time. ``places`` are those of the ranks that run now.
+    Without ``elastic`` all are taken each time. ``places`` are those of the ranks that run now, and ``excluded`` those
+    that ``excluded.json`` in the run folder names, whatever progress is made.
     """
 
     most: int
@@ -36,14 +39,32 @@ class Restarts:
     elastic: bool = False
     used: int = 0
     places: Sequence[int] = ()
+    excluded: Sequence[int] = ()
     _gone: set[int] = field(default_factory=set)
     _lost: Counter[int] = field(default_factory=Counter)
     _barren: bool = False
 
     @property
     def left(self) -> tuple[int, ...]:
-        """The places that are not gone."""
-        return tuple(place for place in range(self.full) if place not in self._gone)
+        """The places that are neither gone nor excluded."""
+        return tuple(place for place in range(self.full) if place not in {*self._gone, *self.excluded})
+
+    def leave_out(self, folder: Path | None) -> str:
+        """Leave out the places of this host that the run ``folder`` excludes: a line on them, where they have changed.
+
+        Raises :class:`megatron_run.errors.InputError` where none is left, and for a record that cannot be read.
+        """
+        here = [Excluded(gethostname(), place) for place in range(self.full)]
+        listed = () if folder is None else read_excluded(folder.expanduser().absolute())
+        left = remaining(listed if self.elastic else (), here)
+        before, self.excluded = self.excluded, [place for place in range(self.full) if place not in left]
+        named = [each.named for each in here if each.at in {entry.at for entry in listed}]
+        if not named or (self.elastic and self.excluded == before):
+            return ""
+        who = " and ".join(named)
+        if not self.elastic:
+            return f"{NAME} in the run folder names {who}, which run.elastic=off takes all the same"
+        return f"{NAME} in the run folder leaves out {who}, until it is taken out there"
 
     def next(self, result: RunResult, in_memory: int | None = None) -> str | None:
         """Count one more start after ``result``: the line to print, or None to stop here.
@@ -73,7 +94,7 @@ class Restarts:
             returned = bool(self._gone)
             self._gone.clear()
             self._lost.clear()
-            return f", on all {self.full} ranks again" if returned else ""
+            return f", on all {len(self.left)} ranks again" if returned else ""
         if not self.elastic or result.rank is None:
             return None if barren else ""
         place = self.places[result.rank] if self.places else result.rank

@@ -20,6 +20,7 @@ from megatron_run.contracts.activity import Activity
 from megatron_run.errors import CheckpointError, ExitCode, RankLostError
 from megatron_run.planning.run import comparison_table
 from megatron_run_engine.host.process import assign_device, gpu_name, set_threads, start_device
+from megatron_run_engine.launch.attempts import on_ranks
 from megatron_run_engine.launch.failures import classify, exit_code, last_line
 from megatron_run_engine.launch.job import LaunchOptions, RankResult
 from megatron_run_engine.launch.preemption import Leave, preempted
@@ -37,6 +38,7 @@ from megatron_run_engine.launch.signals import stopping_on_signals
 from megatron_run_engine.launch.watchdog.page import PageWriter
 from megatron_run_engine.launch.watchdog.sidecar_client import SidecarClient
 from megatron_run_engine.run_folder import OpenedFolder, RunFolder, join_run_folder, open_run_folder
+from megatron_run_engine.run_folder.excluded import NAME, Excluded, read_excluded, remaining
 from megatron_run_engine.runtime.comm import patience
 from megatron_run_engine.runtime.world import StopRequest, World
 from megatron_run_engine.training.trainer import train_rank
@@ -82,14 +84,16 @@ class RankWorker:
 
     def run(self) -> RankResult:
         """Train, or do the task. Nothing is raised: there is an exit code, and a message if this rank must print it."""
-        rank, joined = self._world.rank, self._world.launcher != "local"
+        joined = self._world.launcher != "local"
         try:
-            result = RankResult(rank, self._train())
+            code = self._train()
+            result = RankResult(self._world.rank, code)
             with suppress(RuntimeError, ValueError):  # a peer that is gone does not matter any more
                 if dist.is_initialized():
                     dist.destroy_process_group()
         except BaseException as error:
             result = self._failure(error)
+        rank = self._world.rank
         if self._sidecar is not None:
             self._sidecar.close(result.code)  # first of all: from here on a pause is no hang
         speaker = rank
@@ -130,7 +134,7 @@ class RankWorker:
         timeout = resolved.values[0].config.run.timeout if resolved.values else _DEFAULT_TIMEOUT
         self._rendezvous = rendezvous = self._rendezvous or Rendezvous(self._world, timeout)
         rendezvous.timeout = timeout
-        run = agree_on_run(rendezvous, self._resolve_run, resolved)
+        run = self._without_excluded(rendezvous, agree_on_run(rendezvous, self._resolve_run, resolved))
         world = self._place(rendezvous, run)
         if self.folder is None:
             if world.rank == 0:
@@ -190,7 +194,8 @@ class RankWorker:
 
     def _stand_by(self, rendezvous: Rendezvous, run: ResolvedRun, activity: Activity) -> ExitCode:
         """Wait as a spare until the ranks that train have ended, as they end. A signal is theirs to answer."""
-        print(f"a spare: ranks 0 to {run.sizes.world - 1} train", flush=True)  # noqa: T201  # into its log
+        why = "left out" if self._world.rank >= self._world.size - self._world.left_out else "a spare"
+        print(f"{why}: ranks 0 to {run.sizes.world - 1} train", flush=True)  # noqa: T201  # into its log
         with stopping_on_signals(StopRequest()):
             return rendezvous.stand_by(activity.heartbeat)
 
@@ -201,17 +206,45 @@ class RankWorker:
         self._rendezvous = Rendezvous(self._world, _DEFAULT_TIMEOUT)
         return self._rendezvous.remembered()
 
+    def _without_excluded(self, rendezvous: Rendezvous, run: ResolvedRun) -> ResolvedRun:
+        """``run`` on the ranks that its folder does not exclude; the others get the last numbers, and will stand by.
+
+        Rank 0 reads the record, which other hosts may see later. Our own launcher does not start such ranks.
+        """
+        folder, world = run.config.run.folder, self._world
+        if world.launcher == "local" or folder is None or run.config.run.elastic == "off":
+            return run
+        here = {"host": world.host, "place": world.local_rank}
+        notes = rendezvous.agree("places", attempt(lambda: here), lambda place: place).notes
+
+        def choose() -> dict[str, Any]:
+            places = [Excluded(note["host"], note["place"]) for note in notes]
+            left = remaining(read_excluded(folder.expanduser().absolute()), places) if places else ()
+            return {"left": left, "out": [place.named for rank, place in enumerate(places) if rank not in left]}
+
+        chosen = rendezvous.agree("excluded", attempt(choose), lambda lists: lists).first
+        left, named = chosen["left"], chosen["out"]
+        out = [rank for rank in range(world.size) if rank not in left]
+        if not out:
+            return run
+        self._world = replace(world, rank=[*left, *out].index(world.rank), left_out=len(out))
+        rendezvous.renumber(self._world)
+        fewer = rendezvous.agree("fewer", attempt(lambda: on_ranks(run, len(left)))).value
+        line = f"{NAME} in the run folder leaves out {' and '.join(named)}, until it is taken out there"
+        return replace(fewer, notices=(line, *fewer.notices))
+
     def _place(self, rendezvous: Rendezvous, run: ResolvedRun) -> World:
         """This rank's world with its device, once all ranks are known to run the same; NCCL wants a GPU for each."""
 
         def place() -> World:
             placed = assign_device(run, self._world, self._print)
-            start_device(run, placed.device)
+            if placed.rank < run.sizes.world:  # a spare needs none, and that of one that is left out may be at fault
+                start_device(run, placed.device)
             return placed
 
         def note(placed: World) -> dict[str, Any]:
             kept = rendezvous.keep({**comparison_table(run), "device": placed.device.partition(":")[0]})
-            gpu = gpu_name(placed.device) if placed.backend == "nccl" else ""
+            gpu = gpu_name(placed.device) if placed.backend == "nccl" and placed.rank < run.sizes.world else ""
             return {"host": placed.host, "gpu": gpu, "digest": kept}
 
         def compare() -> None:
@@ -285,8 +318,10 @@ def train_in_folder(
     """
     asked, limit, within = run.config.run, run.config.run.time_limit, run.config.run.stop_within
     stop = StopRequest(limit.seconds if limit else inf, within.seconds if within else inf)
-    # One rank of a host looks for all. Local ranks all do: they are few, and none is told to end by another's end.
-    notice = asked.stop_file if world.local_rank == 0 or world.launcher == "local" else None
+    # One rank of a host looks for all. Local ranks all do: they are few, and none is told to end by another's end; and
+    # so do all where the first of a host may be left out.
+    looks = world.local_rank == 0 or world.launcher == "local" or world.left_out
+    notice = asked.stop_file if looks else None
     tells = world.rank == 0 and world.launcher != "local"  # our launcher answers for its ranks
     with (
         stopping_on_signals(stop, tells=tells, borrowed=world.launcher == "python"),

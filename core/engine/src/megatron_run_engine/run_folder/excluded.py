@@ -37,6 +37,11 @@ class Excluded:
     time: str = ""
 
     @property
+    def at(self) -> tuple[str, int]:
+        """What an entry is about."""
+        return self.host, self.place
+
+    @property
     def named(self) -> str:
         """The rank as lines name it."""
         return f"local rank {self.place} of {self.host}"
@@ -79,8 +84,8 @@ def exclude(folder: RunFolder, ranks: Iterable[Excluded]) -> None:
     """Add ``ranks`` to the record of ``folder``, each once. Raises :class:`CheckpointError` where it is not written."""
     try:
         kept = read_excluded(folder.path)
-        known = {(each.host, each.place) for each in kept}
-        new = [asdict(each) for each in ranks if (each.host, each.place) not in known]
+        known = {each.at for each in kept}
+        new = [asdict(each) for each in ranks if each.at not in known]
         before = folder.files.kept_json(NAME)
         folder.files.write_json(NAME, {"v": 1, **before, "ranks": [*before.get("ranks", []), *new]})
     except OSError as error:
@@ -93,13 +98,13 @@ def now() -> str:
     return time.strftime("%Y-%m-%dT%H:%M:%S%z")
 
 
-def remaining(excluded: Iterable[Excluded], places: Sequence[tuple[str, int]]) -> tuple[int, ...]:
-    """The ranks, by their number in ``places`` (host and place of each), that are not ``excluded``.
+def remaining(excluded: Iterable[Excluded], places: Sequence[Excluded]) -> tuple[int, ...]:
+    """The ranks, by their number in ``places``, that are not ``excluded``.
 
     Raises :class:`InputError` where nobody is left.
     """
-    out = {(each.host, each.place) for each in excluded}
-    left = tuple(rank for rank, place in enumerate(places) if place not in out)
+    out = {each.at for each in excluded}
+    left = tuple(rank for rank, place in enumerate(places) if place.at not in out)
     if not left:
         raise InputError(
             "no rank is left to train on",

@@ -19,6 +19,7 @@ class World:
     ``file:///path`` or ``tcp://host:port``, empty for a world of one. ``serves_store`` is true on the rank that listens
     at a tcp address. ``restart`` counts how often the launcher has restarted the world after a failure. ``launcher``
     names what started the processes: ``local`` is our launcher, ``python`` means that no process was started.
+    Of them ``left_out`` ranks have the last numbers, and stand by since the run folder excludes them.
     ``device`` is a torch device, ``cpu`` or ``cuda:0``; ``backend`` carries what ranks say to each other.
     """
 
@@ -31,6 +32,7 @@ class World:
     restart: int = 0
     launcher: str = "python"
     host: str = field(default_factory=gethostname)
+    left_out: int = 0
     device: str = "cpu"
     backend: Literal["nccl", "gloo"] = "gloo"
 

@@ -59,6 +59,7 @@ class SidecarClient:
         files.remove(self._secret_file)  # of a job that was killed
         here = self._world.local_size == self._world.size
         host = self._world.init_method.removeprefix("tcp://").rpartition(":")[0]
+        host = self._world.host if self._world.left_out else host  # the ranks there may all stand by
         address = _loopback() if here else own_address(host)
         answer = self._launch(secret=secret, listen=address).readline()
         if not answer:

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from megatron_run_engine.checkpoint.collectives import on_rank0
 from megatron_run_engine.run_folder.excluded import NAME, Excluded, exclude, now
+from megatron_run_engine.training.health.replicas import ranks_text
 
 if TYPE_CHECKING:
     from megatron_run_engine.checkpoint.collectives import Ranks
     from megatron_run_engine.run_folder import RunFolder
     from megatron_run_engine.runtime.world import World
 
-#: What becomes of ranks that are recorded.
-LEFT_OUT = f"{NAME} in the run folder lets the next start leave out"
+
+def left_out(ranks: Sequence[int]) -> str:
+    """What becomes of ``ranks`` that are recorded."""
+    return f"the next start leaves {ranks_text(ranks)} out, by {NAME} in the run folder"
 
 
 class Exclusion:

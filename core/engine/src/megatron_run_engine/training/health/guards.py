@@ -18,9 +18,9 @@ from megatron_run.contracts import scale_text
 from megatron_run.errors import GuardError, RankLostError, RunError
 from megatron_run_engine.checkpoint.collectives import WorldRanks
 from megatron_run_engine.runtime.losses import LANGUAGE_MODEL
-from megatron_run_engine.training.health.exclusion import LEFT_OUT, Exclusion
+from megatron_run_engine.training.health.exclusion import Exclusion, left_out
 from megatron_run_engine.training.health.replay import Replay
-from megatron_run_engine.training.health.replicas import Difference, compare_replicas, content_hash, ranks_text
+from megatron_run_engine.training.health.replicas import Difference, compare_replicas, content_hash
 from megatron_run_engine.training.health.stragglers import Stragglers
 from megatron_run_engine.training.health.suspects import HARDWARE, likely_cause
 
@@ -287,7 +287,7 @@ class Guards:
         if not (faulty and self._exclusion.asked("differing")):
             self._stop(GuardError(what, why=why, fix=fix))
         self._exclusion.exclude(faulty, step, f"differing: {what}: {why}")
-        self._stop(RankLostError(what, why=why, fix=f"{LEFT_OUT} {ranks_text(faulty)}", rank=faulty[0]))
+        self._stop(RankLostError(what, why=why, fix=left_out(faulty), rank=faulty[0]))
 
     def _warn_of_straggler(self, step: int) -> None:
         found = self._stragglers.report(step)
@@ -297,7 +297,7 @@ class Guards:
         line = f"rank {found.rank} holds the others up in {found.section}: it takes {times}"
         if self._exclusion.asked("slow") and self._stragglers.in_a_row == _SLOW_REPORTS:
             self._exclusion.exclude((found.rank,), step, f"slow: {line}")
-            line += f"; {LEFT_OUT} rank {found.rank}"
+            line += f"; {left_out((found.rank,))}"
         self._warn(line)
 
     def _stop(self, error: RunError) -> NoReturn:
