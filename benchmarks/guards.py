@@ -20,7 +20,7 @@ from megatron_run.contracts.activity import Activity
 from megatron_run.contracts.topology import Sizes, Topology
 from megatron_run_engine.runtime.comm import Groups
 from megatron_run_engine.training.health.guards import spike_limit
-from megatron_run_engine.training.health.replicas import content_hash
+from megatron_run_engine.training.health.replicas import bit_sum, content_hash
 from megatron_run_engine.training.health.stragglers import Stragglers
 from megatron_run_testing.build_contexts import context_at
 
@@ -68,6 +68,7 @@ def report(*, quick: bool) -> Iterator[str]:
     rows = {
         f"hash of {VALUES:,} fp32 weights, ms": measured(lambda: content_hash(weights), runs) * 1e3,
         "the same in bf16, ms": measured(lambda: content_hash(half), runs) * 1e3,
+        "the sum of the bits of fp32 weights, ms": measured(lambda: bit_sum([weights], weights.device), runs) * 1e3,
         f"update of {VALUES:,} weights (fused AdamW), ms": measured(update.step, runs) * 1e3,
         "the limit of a spike over 128 losses, us": measured(lambda: spike_limit(losses, 10.0), runs) * 1e6,
         "a change of phase, us": measured(enter_phases(timed=False), runs) / ENTERED * 1e6,

@@ -28,9 +28,21 @@ ELASTIC=(--set run.elastic=data --set run.stop_within=110)
 code=0
 srun --cpus-per-task="$SLURM_CPUS_PER_TASK" --kill-on-bad-exit=1 megatron-run "$@" "${ELASTIC[@]}" --set "run.folder=$RUN_FOLDER" || code=$?
 
+# The hosts of ranks that guard.exclude has named, as Slurm knows them; none without the record, or without any.
+excluded=$(python3 -c 'import json, sys
+print(",".join(sorted({rank["host"].partition(".")[0] for rank in json.load(open(sys.argv[1]))["ranks"]})))' \
+    "$RUN_FOLDER/excluded.json" 2>/dev/null) || excluded=
+
 # Before the time limit Slurm sends TERM, and the ranks save: 143. A time limit of the run's own ends with 75, a lost
-# rank with 4. Slurm requeues by itself after the failure of a node alone, so these ask for it.
+# rank with 4. Slurm requeues by itself after the failure of a node alone, so these ask for it. Only a job that waits may
+# leave out hosts, and Slurm ends this script by TERM once its job does.
 case $code in
-4 | 75 | 143) [ "${SLURM_RESTART_COUNT:-0}" -lt 20 ] && scontrol requeue "$SLURM_JOB_ID" ;;
+4 | 75 | 143)
+    if [ "${SLURM_RESTART_COUNT:-0}" -lt 20 ]; then
+        trap '' TERM
+        scontrol requeue "$SLURM_JOB_ID"
+        [ -z "$excluded" ] || scontrol update "JobId=$SLURM_JOB_ID" "ExcNodeList=$excluded" || true
+    fi
+    ;;
 esac
 exit "$code"

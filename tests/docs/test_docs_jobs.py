@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 import click
@@ -13,6 +14,8 @@ from ruamel.yaml import YAML
 from megatron_run.config.request import Request
 from megatron_run.planning import resolve
 from megatron_run_cli.commands.train import train
+from megatron_run_engine.run_folder import RunFolder
+from megatron_run_engine.run_folder.excluded import Excluded, exclude
 from tests.support.checkout import ROOT
 
 JOBS = ROOT / "docs" / "jobs"
@@ -35,33 +38,48 @@ def test_the_slurm_script_is_a_script_and_passes_known_options() -> None:
     assert set(given) <= known_options()
 
 
+def slurm_script(folder: Path, code: int, restarts: int) -> list[str]:
+    """How the script calls Slurm's programs, for which others stand in; srun ends with ``code``."""
+    (folder / "venv/bin").mkdir(parents=True)
+    (folder / "venv/bin/activate").write_text(f'PATH="{folder}:$PATH"\n')
+    for name, ending in (("srun", code), ("scontrol", 0)):
+        program = folder / name
+        program.write_text(f'#!/bin/sh\necho {name} "$@" >> {folder}/calls\nexit {ending}\n')
+        program.chmod(0o755)
+    (folder / "python3").symlink_to(sys.executable)
+    slurm = {"SLURM_SUBMIT_DIR": str(folder), "SLURM_JOB_ID": "7", "SLURM_CPUS_PER_TASK": "8"}
+    variables = {
+        **slurm,
+        "SLURM_RESTART_COUNT": str(restarts),
+        "ENVIRONMENT": str(folder / "venv"),
+        "PATH": "/usr/bin:/bin",
+    }
+    done = subprocess.run(["bash", str(JOBS / "slurm.sh"), "run.yaml"], env=variables, check=False)
+    assert done.returncode == code
+    return (folder / "calls").read_text().splitlines()
+
+
 @pytest.mark.parametrize(
     ("code", "restarts", "requeued"), [(0, 0, False), (143, 0, True), (4, 1, True), (2, 0, False), (143, 20, False)]
 )
 def test_the_slurm_script_asks_for_another_go_when_it_may_help(
     code: int, restarts: int, requeued: bool, tmp_path: Path
 ) -> None:
-    """With stand-ins for Slurm's programs, which note how they were called."""
-    (tmp_path / "venv/bin").mkdir(parents=True)
-    (tmp_path / "venv/bin/activate").write_text(f'PATH="{tmp_path}:$PATH"\n')
-    for name, ending in (("srun", code), ("scontrol", 0)):
-        program = tmp_path / name
-        program.write_text(f'#!/bin/sh\necho {name} "$@" >> {tmp_path}/calls\nexit {ending}\n')
-        program.chmod(0o755)
-    slurm = {"SLURM_SUBMIT_DIR": str(tmp_path), "SLURM_JOB_ID": "7", "SLURM_CPUS_PER_TASK": "8"}
-    variables = {
-        **slurm,
-        "SLURM_RESTART_COUNT": str(restarts),
-        "ENVIRONMENT": str(tmp_path / "venv"),
-        "PATH": "/usr/bin:/bin",
-    }
-    done = subprocess.run(["bash", str(JOBS / "slurm.sh"), "run.yaml"], env=variables, check=False)
-    started, *others = (tmp_path / "calls").read_text().splitlines()
-    assert done.returncode == code
+    started, *others = slurm_script(tmp_path, code, restarts)
     assert "--cpus-per-task=8" in started
     assert " megatron-run run.yaml --set run.elastic=data " in started
     assert started.endswith(f" --set run.folder={tmp_path}/runs/7")
     assert others == (["scontrol requeue 7"] if requeued else [])
+
+
+@pytest.mark.parametrize("code", [4, 2])
+def test_the_slurm_script_leaves_out_the_hosts_of_excluded_ranks_once_its_job_waits(code: int, tmp_path: Path) -> None:
+    run = tmp_path / "runs/7"
+    run.mkdir(parents=True)
+    for host, place in (("gpu2", 3), ("gpu10.example.org", 0), ("gpu2", 1)):
+        exclude(RunFolder(run, 1), [Excluded(host, place)])
+    _, *others = slurm_script(tmp_path, code, 0)
+    assert others == (["scontrol requeue 7", "scontrol update JobId=7 ExcNodeList=gpu10,gpu2"] if code == 4 else [])
 
 
 def test_the_kubernetes_file_starts_as_many_agents_as_it_has_pods() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from socket import gethostname
 
 import pytest
 
@@ -18,6 +19,7 @@ from megatron_run_engine.launch.api import _of_size
 from megatron_run_engine.launch.failures import in_memory, what_is_saved
 from megatron_run_engine.launch.job import Job, Lost
 from megatron_run_engine.launch.restarts import Restarts, resumed
+from megatron_run_engine.run_folder.excluded import NAME
 from megatron_run_engine.runtime.world import World
 
 LOST = RunResult(ExitCode.RANK_LOST, None, "rank 1 hangs", steps=3)
@@ -82,6 +84,40 @@ def test_the_line_names_the_place_that_is_left_out_and_the_return_of_all() -> No
         ", without local rank 1, which was lost 2 times before a step was done",
         ", on all 2 ranks again",
     ]
+
+
+def excluding(folder: Path, *places: int) -> None:
+    ranks = [{"host": gethostname(), "place": place} for place in places]
+    (folder / NAME).write_text(json.dumps({"ranks": [*ranks, {"host": "elsewhere", "place": 2}]}))
+
+
+def test_places_that_the_run_folder_excludes_are_left_out_whatever_progress_is_made(tmp_path: Path) -> None:
+    restarts = Restarts(9, full=4, elastic=True)
+    assert (restarts.leave_out(None), restarts.leave_out(tmp_path), restarts.left) == ("", "", ALL)
+    excluding(tmp_path, 1)
+    line = f"excluded.json in the run folder leaves out local rank 1 of {gethostname()}, until it is taken out there"
+    assert [restarts.leave_out(tmp_path), restarts.leave_out(tmp_path)] == [line, ""], "it is said once"
+    restarts.places = restarts.left
+    assert restarts.left == (0, 2, 3)
+    for loss in (lost(1), lost(1)):  # rank 1 of those three has place 2
+        assert restarts.next(loss)
+    assert restarts.left == (0, 3)
+    assert str(restarts.next(lost(0, steps=3))).endswith(", on all 3 ranks again")
+    excluding(tmp_path, 0, 1, 2, 3)
+    with pytest.raises(InputError, match="no rank is left to train on"):
+        restarts.leave_out(tmp_path)
+    (tmp_path / NAME).unlink()
+    assert (restarts.leave_out(tmp_path), restarts.left) == ("", ALL)
+
+
+def test_a_run_that_is_not_elastic_takes_excluded_ranks_all_the_same_and_says_so(tmp_path: Path) -> None:
+    restarts = Restarts(9, full=4)
+    excluding(tmp_path, 1, 2)
+    line, host = restarts.leave_out(tmp_path), gethostname()
+    assert line.endswith(
+        f" names local rank 1 of {host} and local rank 2 of {host}, which run.elastic=off takes all the same"
+    )
+    assert restarts.left == ALL
 
 
 def test_a_rank_keeps_its_place_where_others_are_left_out() -> None:

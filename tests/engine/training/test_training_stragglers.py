@@ -99,6 +99,22 @@ def test_the_last_steps_before_a_report_are_timed(interval: int, monkeypatch: py
     assert next(clock) == (25 if interval == 4 else 10) * 6
 
 
+def test_reports_that_name_the_same_rank_are_counted_while_they_follow_each_other() -> None:
+    named = iter([2, 2, 1, 1, 1, None, 1])
+    stragglers = Stragglers(context_at(Topology(Sizes(data=2), 1), Groups(), dtype=torch.float32), 4, 2.0)
+
+    def find(*_: Any) -> Straggler | None:
+        rank = next(named)
+        return None if rank is None else Straggler(rank, "forward", 2.0, 1.0)
+
+    counts = []
+    with mock.patch("megatron_run_engine.training.health.stragglers.find_straggler", find):
+        for step in range(1, 29):
+            stragglers.report(step)
+            counts += [stragglers.in_a_row] * (step % 4 == 0)
+    assert counts == [1, 2, 1, 2, 3, 0, 1]
+
+
 def test_a_rank_alone_is_not_timed() -> None:
     stragglers = Stragglers(context_at(Topology(Sizes(), 0), Groups(), dtype=torch.float32), 1, 2.0)
     stragglers.enter(1, "forward", "")

@@ -119,6 +119,24 @@ def test_a_smallest_number_of_ranks_without_a_policy_gets_a_notice() -> None:
     assert notice not in on(4, run__min_ranks=2).notices
 
 
+@pytest.mark.parametrize(
+    ("values", "line"),
+    [
+        (
+            {"run__elastic": "off"},
+            "guard.exclude=differing,slow leaves out ranks: run.elastic=off .*set run.elastic=data",
+        ),
+        ({"guard__replica_interval": 0}, "leaves out ranks that differ: guard.replica_interval=0 compares none"),
+        ({"guard__straggler_interval": 0}, "leaves out ranks that are slow: guard.straggler_interval=0 compares none"),
+    ],
+)
+def test_ranks_are_left_out_only_where_others_go_on_and_a_guard_names_them(values: dict[str, Any], line: str) -> None:
+    exclude = {"guard__exclude": ("differing", "slow")}
+    assert on(4, **exclude).config.guard.exclude == ("differing", "slow")
+    with pytest.raises(RunError, match=line):
+        on(4, **exclude, **values)
+
+
 def test_the_policy_is_known_before_any_plugin_is_imported() -> None:
     assert elastic_policy(Request(("preset:tiny",), plugins=("schedule=none-such",))) == "off"
     assert elastic_policy(Request(("preset:tiny",), sets=("run.elastic=plan",))) == "plan"
