@@ -148,6 +148,21 @@ def test_a_sidecar_that_is_always_sent_away_names_that_and_not_a_wrong_proof() -
     assert "is not the hub" not in str(error.value)
 
 
+def test_where_ranks_are_left_out_the_hub_is_at_the_host_of_the_first_that_trains(tmp_path: Path) -> None:
+    """All ranks of the host at which the world meets may stand by."""
+    run = RunFolder(tmp_path, 1)
+    run.start()
+    run.files.make("logs/attempt-001")
+    world = World(0, 3, 1, 2, init_method="tcp://host.invalid:1", launcher="torchrun", host="127.0.0.1", left_out=1)
+    client = SidecarClient(world, run, 30.0, 2)
+    client.start_hub()
+    hub = json.loads((tmp_path / "logs/attempt-001/.hub").read_text())["hub"]
+    client.close(ExitCode.DONE)
+    client.join()
+    client.forget_secret()
+    assert hub.startswith("127.0.0.1:")
+
+
 def test_a_hub_that_cannot_listen_is_a_lost_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megatron_run_engine.launch.watchdog.sidecar_client._loopback", lambda: "192.0.2.1")
     client = client_of_one(tmp_path)

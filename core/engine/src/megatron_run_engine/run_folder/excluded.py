@@ -38,7 +38,7 @@ class Excluded:
 
     @property
     def at(self) -> tuple[str, int]:
-        """What an entry is about."""
+        """Host and place."""
         return self.host, self.place
 
     @property

@@ -7,6 +7,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from megatron_run.errors import RunError
 from megatron_run_engine.checkpoint.collectives import on_rank0
 from megatron_run_engine.run_folder.excluded import NAME, Excluded, exclude, now
 from megatron_run_engine.training.health.replicas import ranks_text
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def left_out(ranks: Sequence[int]) -> str:
-    """What becomes of ``ranks`` that are recorded."""
+    """The end of a line about ``ranks`` that are recorded."""
     return f"the next start leaves {ranks_text(ranks)} out, by {NAME} in the run folder"
 
 
@@ -38,19 +39,15 @@ class Exclusion:
         """Whether ranks are left out for that ``reason``."""
         return reason in self._asked
 
-    def exclude(self, ranks: Collection[int], step: int, reason: str) -> None:
-        """Record ``ranks``, found after ``step``. Collective.
-
-        Raises :class:`megatron_run.errors.CheckpointError` on all ranks where that cannot be written.
-        """
+    def record(self, ranks: Collection[int], step: int, reason: str) -> str:
+        """Record ``ranks``, found after ``step``; empty, or why that could not be written. Collective."""
 
         def write() -> str:
-            attempt = self._folder.attempt
-            found = (
-                replace(self._places[rank], rank=rank, step=step, attempt=attempt, reason=reason, time=now())
-                for rank in ranks
-            )
-            exclude(self._folder, found)
+            which = {"step": step, "attempt": self._folder.attempt, "reason": reason, "time": now()}
+            try:
+                exclude(self._folder, (replace(self._places[rank], rank=rank, **which) for rank in ranks))
+            except RunError as failure:
+                return str(failure)
             return ""
 
-        on_rank0(self._ranks, write)
+        return on_rank0(self._ranks, write)

@@ -284,10 +284,12 @@ class Guards:
         if verdict is not None and faulty:
             why = f"{verdict}: {HARDWARE}"
             fix = f"leave {self._exclusion.named(faulty)} out, or set guard.exclude=differing"
-        if not (faulty and self._exclusion.asked("differing")):
-            self._stop(GuardError(what, why=why, fix=fix))
-        self._exclusion.exclude(faulty, step, f"differing: {what}: {why}")
-        self._stop(RankLostError(what, why=why, fix=left_out(faulty), rank=faulty[0]))
+        if faulty and self._exclusion.asked("differing"):
+            failure = self._exclusion.record(faulty, step, f"differing: {what}: {why}")
+            if not failure:
+                self._stop(RankLostError(what, why=why, fix=left_out(faulty), rank=faulty[0]))
+            fix = f"{fix}; {failure}"
+        self._stop(GuardError(what, why=why, fix=fix))
 
     def _warn_of_straggler(self, step: int) -> None:
         found = self._stragglers.report(step)
@@ -296,8 +298,7 @@ class Guards:
         times = f"{found.seconds * 1e3:.3g} ms a step, the others that do the same {found.typical * 1e3:.3g} ms"
         line = f"rank {found.rank} holds the others up in {found.section}: it takes {times}"
         if self._exclusion.asked("slow") and self._stragglers.in_a_row == _SLOW_REPORTS:
-            self._exclusion.exclude((found.rank,), step, f"slow: {line}")
-            line += f"; {left_out((found.rank,))}"
+            line += f"; {self._exclusion.record((found.rank,), step, f'slow: {line}') or left_out((found.rank,))}"
         self._warn(line)
 
     def _stop(self, error: RunError) -> NoReturn:

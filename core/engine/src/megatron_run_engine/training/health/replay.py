@@ -45,7 +45,7 @@ class Finding(NamedTuple):
 
 @dataclass(frozen=True)
 class Verdict:
-    """What has become of the copies ``found`` to differ after ``step``, once all since ``back`` was done again."""
+    """The finding about the copies ``found`` to differ after ``step``, once all since ``back`` was done again."""
 
     step: int
     found: Difference
@@ -64,7 +64,7 @@ class Verdict:
 
 
 class _Doubt(NamedTuple):
-    """What was ``found`` after ``step`` at first, with the notes until then; the run went ``back`` to that step."""
+    """The difference ``found`` after ``step`` at first, with the notes until then; all since ``back`` is done again."""
 
     step: int
     found: Difference
@@ -101,7 +101,7 @@ class Replay:
         return back
 
     def verdict(self, progress: Progress, again: Difference | None) -> Verdict | None:
-        """What the steps show that were done again, once they are, or copies differ ``again``. Collective."""
+        """The outcome of the steps done again, once they all are, or copies differ ``again``; else None. Collective."""
         doubt = self._doubt
         if doubt is None or (again is None and progress.step < doubt.step):
             return None
