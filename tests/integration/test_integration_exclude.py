@@ -152,7 +152,8 @@ def test_under_torchrun_an_excluded_rank_stands_by_and_the_others_are_numbered_a
     assert f"excluded.json in the run folder leaves out local rank 0 of {gethostname()}" in done.stderr
     assert "run.elastic=data: 2 of 2 ranks train as data 2" in done.stderr
     assert attempts(tmp_path / "run", "ranks", "spares") == [(2, 0)]
-    assert "left out: ranks 0 to 1 train" in (tmp_path / "run/logs/attempt-001/rank-00002.log").read_text()
+    log = (tmp_path / "run/logs/attempt-001/rank-00002.log").read_text()
+    assert "local rank 0 is left out: ranks 0 to 1 train" in log
     assert json.loads((tmp_path / "run/status.json").read_text())["state"] == "finished"
 
 

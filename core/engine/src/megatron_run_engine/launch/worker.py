@@ -194,7 +194,8 @@ class RankWorker:
 
     def _stand_by(self, rendezvous: Rendezvous, run: ResolvedRun, activity: Activity) -> ExitCode:
         """Wait as a spare until the ranks that train have ended, as they end. A signal is theirs to answer."""
-        why = "left out" if self._world.rank >= self._world.size - self._world.left_out else "a spare"
+        out = self._world.rank >= self._world.size - self._world.left_out
+        why = f"local rank {self._world.local_rank} is left out" if out else "a spare"
         print(f"{why}: ranks 0 to {run.sizes.world - 1} train", flush=True)  # noqa: T201  # into its log
         with stopping_on_signals(StopRequest()):
             return rendezvous.stand_by(activity.heartbeat)
