@@ -18,6 +18,8 @@ from .test_integration_elastic import ELASTIC, assert_same_numbers, attempts, wo
 pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(300)]
 
 STEPS = 8
+#: As many token ids as the embedding has rows: the row of the weight that flips is one of them.
+IDS: Mapping[str, Any] = {"data.vocab_size": 128}
 #: A weight of rank 1 flips once, in a step before the one after which copies are compared: by then all ranks have
 #: taken in gradients of it.
 FLIP = "rank=1,step=5,at=forward,kind=flip,attempt=1"
@@ -28,7 +30,7 @@ def values(folder: Path, more: Mapping[str, Any]) -> dict[str, Any]:
     """A run with steps in memory, in a folder for this test."""
     (folder / "memory").mkdir(exist_ok=True)
     memory = {"checkpoint.memory_interval": 2, "checkpoint.memory_folder": str(folder / "memory")}
-    return {"train.steps": STEPS, "train.global_batch_size": 12, "checkpoint.interval": 0, **memory, **more}
+    return {"train.steps": STEPS, "train.global_batch_size": 12, "checkpoint.interval": 0, **IDS, **memory, **more}
 
 
 def recorded(run: Path) -> list[dict[str, Any]]:
@@ -40,7 +42,7 @@ def recorded(run: Path) -> list[dict[str, Any]]:
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run that nothing disturbed."""
     folder = tmp_path_factory.mktemp("whole")
-    assert run_forked(tiny(folder / "run", {**ELASTIC, "train.steps": STEPS}, nproc=3), timeout=250).code == 0
+    assert run_forked(tiny(folder / "run", {**ELASTIC, **IDS, "train.steps": STEPS}, nproc=3), timeout=250).code == 0
     return folder / "run"
 
 

@@ -16,8 +16,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from megatron_run.contracts import Lender
 from megatron_run_engine.checkpoint.collectives import on_rank0
-from megatron_run_engine.training.health.replicas import ranks_text, weight_bits
+from megatron_run_engine.runtime.parameter_init import has_memory
+from megatron_run_engine.training.health.replicas import bit_sum, ranks_text
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -76,13 +78,17 @@ class Replay:
     """The notes of this rank since the last saved step, and what is being done again."""
 
     def __init__(self, assembly: Assembly, ranks: Ranks) -> None:
-        self._assembly, self._ranks = assembly, ranks
+        self._ranks, self._device = ranks, assembly.context.device
+        #: What is lent has no memory yet: its shares are noted, and not whether it happens to be whole.
+        self._whole = [each for described in assembly.infos for each in described if has_memory(each)]
+        self._lender = assembly.optimizer if isinstance(assembly.optimizer, Lender) else None
         self._notes: dict[Moment, Tensor] = {}
         self._doubt: _Doubt | None = None
 
     def note(self, step: int, *, made: bool = False) -> None:
         """Note the weights that ``step`` uses, or has ``made``. The host does not wait for the device."""
-        self._notes[step, made] = weight_bits(self._assembly)
+        shares = [] if self._lender is None else [values for values, _ in self._lender.kept()]
+        self._notes[step, made] = bit_sum([*self._whole, *shares], self._device)
 
     def saving(self) -> None:
         """The step that was compared is about to be saved: what was before is of no use any more."""

@@ -16,8 +16,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from megatron_run.contracts import Lender
-
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -115,20 +113,12 @@ def content_hash(tensor: Tensor, block: int | None = None) -> Tensor:
     return total
 
 
-@torch.no_grad()
-def weight_bits(assembly: Assembly) -> Tensor:
-    """The sum of all bits of this rank's weights, int64 [] on its device: of its shares, where they are lent.
+def bit_sum(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
+    """The sum of the bits of ``tensors`` as integers of 8 bytes, modulo 2^64, int64 [] on ``device``.
 
     As a single flipped bit changes it, it tells whether a rank has the weights that it had, for a fraction of what
     :func:`content_hash` costs. That also knows their places, which tells apart copies that are not the same.
     """
-    if isinstance(assembly.optimizer, Lender):
-        return bit_sum((values for values, _ in assembly.optimizer.kept()), assembly.context.device)
-    return bit_sum((parameter for described in assembly.infos for parameter in described), assembly.context.device)
-
-
-def bit_sum(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
-    """The sum of the bits of ``tensors`` as integers of 8 bytes, modulo 2^64, int64 [] on ``device``."""
     total = torch.zeros((), dtype=torch.int64, device=device)
     for tensor in tensors:
         flat = tensor.detach().reshape(-1).view(torch.uint8)
