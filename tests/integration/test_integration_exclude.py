@@ -56,6 +56,20 @@ def test_of_two_copies_the_rank_that_is_at_fault_is_told_by_doing_the_steps_agai
     assert max(learned(tmp_path / "run")) == 6
 
 
+@pytest.mark.nightly  # of the layouts that split the model too: others feel a wrong weight in the same step
+@pytest.mark.parametrize(
+    ("split", "plugin", "rank"),
+    [({"parallel.pipeline": 2}, "schedule=1f1b", 3), ({"parallel.tensor": 2}, "parallel-layer=tensor", 2)],
+)
+def test_the_rank_at_fault_is_told_where_ranks_share_a_model(
+    split: dict[str, Any], plugin: str, rank: int, tmp_path: Path
+) -> None:
+    asked = tiny(tmp_path / "run", values(tmp_path, split), (plugin,), nproc=4)
+    ran = run_forked(asked, FLIP.replace("rank=1", f"rank={rank}"), timeout=250)
+    assert ran.code == 6
+    assert f": done again from step 4, rank {rank} alone has other weights than before, since step 5: " in ran.message
+
+
 @pytest.mark.parametrize("on_disk", [False, True])
 def test_a_rank_at_fault_is_left_out_and_the_others_go_on_with_the_same_losses(
     on_disk: bool, whole: Path, tmp_path: Path
