@@ -131,7 +131,7 @@ def test_a_smallest_number_of_ranks_without_a_policy_gets_a_notice() -> None:
     ],
 )
 def test_ranks_are_left_out_only_where_others_go_on_and_a_guard_names_them(values: dict[str, Any], line: str) -> None:
-    exclude = {"guard__exclude": ("differing", "slow")}
+    exclude: dict[str, Any] = {"guard__exclude": ("differing", "slow")}
     assert on(4, **exclude).config.guard.exclude == ("differing", "slow")
     with pytest.raises(RunError, match=line):
         on(4, **exclude, **values)

@@ -24,7 +24,7 @@ text, so that a rank imports and creates, and decides nothing anew::
       run_text.take_over                as the launcher resolved it
       worker.RankWorker.run             the work, whoever started the rank
         rendezvous.agree_on_run
-        worker._without_excluded        of torchrun or Slurm: ranks that the run folder excludes get the last numbers
+        rendezvous.Rendezvous.renumber  of torchrun or Slurm: ranks that the run folder excludes get the last numbers
         rendezvous.check_digests        all run the same code
         worker.train_in_folder
           preemption.preempted          looks for the end of the machine's time

@@ -43,9 +43,10 @@ class Exclusion:
         """Record ``ranks``, found after ``step``; empty, or why that could not be written. Collective."""
 
         def write() -> str:
-            which = {"step": step, "attempt": self._folder.attempt, "reason": reason, "time": now()}
+            attempt, found = self._folder.attempt, [replace(self._places[rank], rank=rank) for rank in ranks]
+            entries = (replace(each, step=step, attempt=attempt, reason=reason, time=now()) for each in found)
             try:
-                exclude(self._folder, (replace(self._places[rank], rank=rank, **which) for rank in ranks))
+                exclude(self._folder, entries)
             except RunError as failure:
                 return str(failure)
             return ""
