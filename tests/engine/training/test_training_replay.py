@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
 import pytest
 import torch
 
-from megatron_run_engine.training.health.replay import Finding, Moment, Verdict, find_faulty
+from megatron_run_engine.training.health.replay import Finding, Moment, Replay, Verdict, find_faulty
 from megatron_run_engine.training.health.replicas import Difference, bit_sum
+from megatron_run_engine.training.numbers import Progress
+from tests.support.saved_steps import Alone
 
 CPU = torch.device("cpu")
 #: The weights that a step uses, and those that it makes.
@@ -49,6 +55,62 @@ def test_what_differs_after_another_step_than_before_is_no_repetition() -> None:
 )
 def test_a_verdict_reads_as_a_reason(found: Finding, words: str) -> None:
     assert str(Verdict(9, Difference("a", (0, 1), (), 0), 6, *found)) == f"done again from step 6, {words}"
+
+
+#: What is found to differ after step 6.
+FOUND = Difference("a", (0, 1), (), 0)
+
+
+def at(step: int, rewinds: int = 0) -> Progress:
+    return Progress(step=step, rewinds=rewinds)
+
+
+def begun(weights: torch.Tensor, progress: Progress, saved: Progress | None) -> tuple[Replay, Progress | None]:
+    """A rank whose copies differ after ``progress``, and what it goes back to, where ``saved`` is the last step."""
+    context = SimpleNamespace(device=CPU)
+    assembly: Any = SimpleNamespace(infos=[{weights: None}], optimizer=None, context=context)
+    replay, checkpoints = Replay(assembly, Alone()), mock.Mock(reload_newest=lambda **_: saved)
+    replay.note(4)
+    replay.saving()
+    passed(replay)
+    return replay, replay.begin(progress, FOUND, checkpoints)
+
+
+def passed(replay: Replay) -> None:
+    """Steps 5 and 6 are done, and the copies compared."""
+    for step, made in ((5, USED), (6, USED), (6, MADE)):
+        replay.note(step, made=made)
+
+
+def test_the_verdict_comes_once_all_is_done_again_or_copies_differ_before() -> None:
+    replay, back = begun(torch.ones(3), at(6), at(4))
+    assert back == at(4)
+    assert replay.verdict(at(5), None) is None
+    early, whole = replay.verdict(at(5), FOUND), replay.verdict(at(6), None)
+    assert early == whole == Verdict(6, FOUND, 4, (), 0, repeats=False)
+    passed(replay)
+    again = replay.verdict(at(6), FOUND)
+    assert again is not None
+    assert again.repeats
+
+
+def test_weights_that_are_others_this_time_are_seen_in_the_step_that_used_them() -> None:
+    weights = torch.ones(3)
+    replay, _ = begun(weights, at(6), at(4))
+    replay.note(4)  # no step that was done before
+    replay.note(5)
+    weights[1] = 2.0
+    replay.note(6)
+    found = replay.verdict(at(6), FOUND)
+    assert found is not None
+    assert (found.since, found.repeats, found.faulty) == (6, False, ()), "a rank alone has nobody to differ from"
+
+
+@pytest.mark.parametrize("saved", [None, at(4, rewinds=1)])
+def test_without_a_saved_step_or_with_samples_dropped_since_nothing_is_done_again(saved: Progress | None) -> None:
+    replay, back = begun(torch.ones(3), at(6, rewinds=2), saved)
+    assert back is None
+    assert replay.verdict(at(6, rewinds=2), FOUND) is None
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8])
