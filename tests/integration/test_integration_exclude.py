@@ -173,6 +173,18 @@ def test_under_torchrun_an_excluded_rank_stands_by_and_the_others_are_numbered_a
     assert json.loads((tmp_path / "run/status.json").read_text())["state"] == "finished"
 
 
+@pytest.mark.nightly  # another start of an agent
+def test_under_torchrun_the_others_look_for_the_notice_where_the_first_of_a_host_is_left_out(tmp_path: Path) -> None:
+    excluding(tmp_path / "run", 0)
+    (tmp_path / "notice").touch()
+    agent = ("--nproc-per-node", "3", "-m", "megatron_run_cli")
+    asked = tiny(tmp_path / "run", {**ELASTIC, "train.steps": 100, "run.stop_file": str(tmp_path / "notice")})
+    slow = {"MEGATRON_RUN_FAULT": "at=data,kind=slow,seconds=0.02"}
+    forked_command((*agent, *words(asked)), tmp_path, timeout=200, program=FORKING_AGENT, variables=slow)
+    status = json.loads((tmp_path / "run/status.json").read_text())
+    assert (status["state"], status["exit_code"]) == ("stopped", 143)
+
+
 @pytest.mark.nightly  # two starts of an agent's ranks
 def test_under_torchrun_a_rank_at_fault_is_left_out_at_its_next_start(whole: Path, tmp_path: Path) -> None:
     agent = ("--nproc-per-node", "3", "--max-restarts", "1", "--monitor-interval", "0.2", "-m", "megatron_run_cli")
