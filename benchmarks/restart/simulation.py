@@ -20,7 +20,7 @@ from torch._C._distributed_c10d import TCPStore
 from benchmarks.support.report import table
 from megatron_run_engine.checkpoint.manifest import About, DataRecord, Manifest, decode_manifest, make_manifest
 from megatron_run_engine.checkpoint.memory_home import Held
-from megatron_run_engine.checkpoint.memory_saver import choose
+from megatron_run_engine.checkpoint.survivors import choose
 
 RANKS = (8, 512, 2048, 16384)
 FEW = (8, 512)

@@ -14,8 +14,9 @@ from megatron_run_engine.checkpoint.files import FileSystem
 from megatron_run_engine.checkpoint.hosts import Hosts
 from megatron_run_engine.checkpoint.manifest import Manifest
 from megatron_run_engine.checkpoint.memory_home import MemoryHome
-from megatron_run_engine.checkpoint.memory_saver import Found, MemorySaver, Survivors
+from megatron_run_engine.checkpoint.memory_saver import MemorySaver
 from megatron_run_engine.checkpoint.reader import Reader
+from megatron_run_engine.checkpoint.survivors import Found, Survivors
 from tests.support.saved_steps import State, about, dealt, on_threads, shapes_of
 
 #: As those of runs are: a home of another name is nobody's.
@@ -98,7 +99,8 @@ class Cluster:
         """What each rank finds; it reads all, or the files that ``read`` says."""
 
         def find(ranks: Any, home: MemoryHome, hosts: Hosts, postman: Postman) -> Found | None:
-            survivors = Survivors(home, hosts, ranks, postman, self.said.append)
+            files = self.files.get(hosts.host_of(ranks.rank))
+            survivors = Survivors(home, hosts, ranks, postman, self.said.append, files)
             return survivors.find(at_least, lambda manifest: read(ranks.rank, manifest) if read else manifest.files)
 
         found = self.on_ranks(find)

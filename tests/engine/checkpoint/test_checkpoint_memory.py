@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Mapping
-from itertools import product
+from itertools import count, product
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -17,11 +17,13 @@ from megatron_run.contracts.activity import Activity
 from megatron_run.contracts.quantities import Span
 from megatron_run.contracts.schema import CheckpointSection
 from megatron_run.errors import CheckpointError, InputError
+from megatron_run_engine.checkpoint.exchange import Blocks
 from megatron_run_engine.checkpoint.files import MemoryFiles, NewFile
 from megatron_run_engine.checkpoint.hosts import Hosts, Transfer
 from megatron_run_engine.checkpoint.manifest import MANIFEST
 from megatron_run_engine.checkpoint.memory_home import Held, MemoryHome, forget_steps, newest_in_memory
-from megatron_run_engine.checkpoint.memory_saver import MemorySaver, Survivors, choose
+from megatron_run_engine.checkpoint.memory_saver import MemorySaver
+from megatron_run_engine.checkpoint.survivors import Survivors, choose
 from tests.support.memory_hosts import RUN, Cluster
 from tests.support.saved_steps import about, dealt, random_state, same_state, shapes_of
 
@@ -222,7 +224,8 @@ def test_another_layout_reads_what_four_ranks_saved(cluster: Cluster) -> None:
 class Full(MemoryFiles):
     """A file system that takes so many new files."""
 
-    left = 10**9
+    def __init__(self, left: int = 10**9) -> None:
+        self.left = left
 
     def create(self, path: Path) -> NewFile:
         self.left -= 1
@@ -249,6 +252,56 @@ def test_memory_that_is_full_leaves_the_steps_before_and_goes_on_when_there_is_r
     cluster.files = {1: full}
     assert all(isinstance(each, int) for each in cluster.save(40, random_state(40)))
     assert cluster.found()[0] == 40
+
+
+@pytest.mark.parametrize("left", range(5))
+def test_a_host_without_room_for_what_it_lacks_takes_the_older_step_that_it_has(cluster: Cluster, left: int) -> None:
+    """A manifest and four files are to come."""
+    shutil.rmtree(cluster.home(0).steps.folder(20))
+    cluster.files = {0: Full(left)}
+    step, found = cluster.found()
+    assert (step, same_state(found, random_state(10))) == (10, True)
+    (line,) = cluster.said
+    assert line.startswith("step 20 in memory is not used: a host has no room for what it lacks of it: rank ")
+    assert "No space left on device: " in line
+    assert not [path for path in cluster.home(0).path.rglob("*") if path.is_file() and "step20" in str(path.parent)][1:]
+    assert not list(cluster.home(0).path.glob(".tmp*"))
+    cluster.files = {}
+    assert cluster.found()[0] == 20, "once there is room"
+
+
+def refused_to(number: int) -> Any:
+    """Memory for blocks, which the rank that asks as the so-many-th does not get."""
+    turns = count(1)
+
+    def blocks() -> Blocks:
+        if next(turns) == number:
+            raise MemoryError
+        return Blocks()
+
+    return blocks
+
+
+@pytest.mark.parametrize("number", [1, 4])
+def test_a_rank_without_memory_for_a_block_keeps_none_waiting_and_the_older_step_is_taken(
+    cluster: Cluster, number: int
+) -> None:
+    shutil.rmtree(cluster.home(0).steps.folder(20))
+    with mock.patch("megatron_run_engine.checkpoint.survivors.Blocks", refused_to(number)):
+        assert cluster.found()[0] == 10
+    (line,) = cluster.said
+    assert line.endswith(": the process gets no more memory")
+
+
+@pytest.mark.parametrize("number", [1, 4])
+def test_a_rank_without_memory_for_a_block_leaves_the_save_out_as_full_memory_does(
+    cluster: Cluster, number: int
+) -> None:
+    with mock.patch("megatron_run_engine.checkpoint.memory_saver.Blocks", refused_to(number)):
+        failed = cluster.save(30, random_state(30))
+    assert {type(each) for each in failed} == {CheckpointError}
+    assert "step 30 could not be saved in memory: the process gets no more memory" in str(failed[0])
+    assert all(isinstance(each, int) for each in cluster.save(40, random_state(40)))
 
 
 def test_a_rank_that_fails_before_it_sends_leaves_no_neighbour_waiting(cluster: Cluster) -> None:

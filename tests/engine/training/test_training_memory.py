@@ -167,6 +167,28 @@ def test_a_run_does_not_begin_with_the_zeros_by_which_it_has_asked_what_it_reads
     assert (again.first, again.numbers) == (1, whole.numbers)
 
 
+def test_a_step_for_which_a_host_has_no_room_is_not_lost_by_a_new_beginning(tmp_path: Path) -> None:
+    """No other step is saved, and room can be made."""
+    sets = {"checkpoint.interval": 0}
+    died(tmp_path / "run", 9, sets)
+
+    def find(survivors: Any, _: int, read_by: Callable[[Any], Any]) -> None:
+        assert read_by(survivors._home.steps.manifest(8))
+        survivors.lacks_room = "rank 2: No space left on device: /dev/shm/x"
+
+    with (
+        mock.patch("megatron_run_engine.training.state.memory_tier.Survivors.find", find),
+        pytest.raises(CheckpointError) as refusal,
+    ):
+        trained(tmp_path / "run", sets, number=2)
+    assert str(refusal.value) == (
+        "step 8 in memory cannot be used, and no other step is saved: a host has no room for what it lacks of it: "
+        "rank 2: No space left on device: /dev/shm/x; make room there and run the same command again, or start again: "
+        "--resume never"
+    )
+    assert trained(tmp_path / "run", sets, number=3).first == 9
+
+
 def bench(folder: Path, *sets: str) -> Bench:
     named(folder)
     given = (f"{key}={value}" for key, value in SMALL.items())

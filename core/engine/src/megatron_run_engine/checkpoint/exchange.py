@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
@@ -36,6 +37,16 @@ class Transport(Protocol):
         """Fill ``data`` with what ``source`` sends."""
 
 
+class Blocks:
+    """Memory for a block that leaves and one that comes. Raises MemoryError.
+
+    A rank takes it before others wait for its bytes: within an exchange it could neither do its part nor say so.
+    """
+
+    def __init__(self) -> None:
+        self.leaving, self.coming = bytearray(_BLOCK), bytearray(_BLOCK)  # pages that nobody writes take no memory
+
+
 class Fault(NamedTuple):
     """A transfer that failed, and why: a :class:`CheckpointError` where what came is not what the manifest says."""
 
@@ -47,6 +58,7 @@ def exchange(
     transfers: Sequence[Transfer],
     rank: int,
     transport: Transport,
+    blocks: Blocks,
     folder: Path,
     manifest: Manifest,
     files: FileSystem,
@@ -59,14 +71,15 @@ def exchange(
     vain, for the same reason. A file gets its name when all of it has come and has the hash that ``manifest`` says.
     """
     with ThreadPoolExecutor(1) as sender:
-        sending = sender.submit(_send_all, [each for each in transfers if each.source == rank], transport, folder)
-        coming = (each for each in transfers if each.target == rank)
-        faults = [fault for each in coming if (fault := _receive(each, transport, folder, manifest, files, heartbeat))]
+        leaving = [each for each in transfers if each.source == rank]
+        sending = sender.submit(_send_all, leaving, transport, blocks.leaving, folder)
+        receive = partial(_receive, transport, blocks.coming, folder, manifest, files, heartbeat)
+        faults = [fault for each in transfers if each.target == rank and (fault := receive(each))]
         return [*faults, *sending.result()]
 
 
-def _send_all(transfers: Iterable[Transfer], transport: Transport, folder: Path) -> list[Fault]:
-    return [fault for each in transfers if (fault := _send(each, transport, folder))]
+def _send_all(transfers: Iterable[Transfer], transport: Transport, memory: bytearray, folder: Path) -> list[Fault]:
+    return [fault for each in transfers if (fault := _send(each, transport, memory, folder))]
 
 
 def _blocks(size: int) -> Iterable[int]:
@@ -74,9 +87,8 @@ def _blocks(size: int) -> Iterable[int]:
     return (min(_BLOCK, size - start) for start in range(0, size, _BLOCK))
 
 
-def _send(transfer: Transfer, transport: Transport, folder: Path) -> Fault | None:
-    memory, sent, fault = bytearray(min(_BLOCK, transfer.size)), 0, None
-    block = torch.frombuffer(memory, dtype=torch.uint8)
+def _send(transfer: Transfer, transport: Transport, memory: bytearray, folder: Path) -> Fault | None:
+    block, sent, fault = torch.frombuffer(memory, dtype=torch.uint8), 0, None
     try:
         with reading(folder / transfer.file) as file:
             for length in _blocks(transfer.size):
@@ -91,15 +103,15 @@ def _send(transfer: Transfer, transport: Transport, folder: Path) -> Fault | Non
 
 
 def _receive(
-    transfer: Transfer,
     transport: Transport,
+    memory: bytearray,
     folder: Path,
     manifest: Manifest,
     files: FileSystem,
     heartbeat: Callable[[], None],
+    transfer: Transfer,
 ) -> Fault | None:
-    memory, total, left = bytearray(min(_BLOCK, transfer.size)), xxhash.xxh3_128(), transfer.size
-    block = torch.frombuffer(memory, dtype=torch.uint8)
+    block, total, left = torch.frombuffer(memory, dtype=torch.uint8), xxhash.xxh3_128(), transfer.size
     path = folder / f"{_ARRIVING}{transfer.file}"
     try:
         with suppress(FileNotFoundError):

@@ -268,12 +268,15 @@ def saving(what: str, fix: str = "make room or write access there, and run the s
     try:
         yield
     except OSError as error:
-        place = f": {error.filename}" if error.filename else ""
-        raise CheckpointError(
-            what,
-            why=f"{error.strerror or error}{place}",
-            fix=fix,
-        ) from error
+        raise CheckpointError(what, why=reason(error), fix=fix) from error
+
+
+def reason(error: OSError | MemoryError) -> str:
+    """Why something could not be written, and where."""
+    if isinstance(error, MemoryError):
+        return "the process gets no more memory"
+    place = f": {error.filename}" if error.filename else ""
+    return f"{error.strerror or error}{place}"
 
 
 @contextmanager

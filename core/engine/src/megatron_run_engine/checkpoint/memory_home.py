@@ -12,7 +12,7 @@ import re
 import secrets
 import stat
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -153,8 +153,17 @@ class MemoryHome:
             self._clear(self.steps.folder(manifest.about.step))
         if not self.steps.folder(manifest.about.step).exists():
             self.give_up(manifest.about.step)
-            self._files.make_folder(self.temporary(manifest.about.step))
-            self.commit(manifest)
+            try:
+                self._files.make_folder(self.temporary(manifest.about.step))
+                self.commit(manifest)
+            except OSError:
+                self.give_up(manifest.about.step)
+                raise
+
+    def give_back(self, step: int, files: Iterable[str]) -> None:
+        """Remove ``files`` of ``step`` that have come from other hosts, as far as possible: not all had room."""
+        for file in files:
+            self.refuse(step, file)
 
     def give_up(self, step: int) -> None:
         """Remove the files of a step that will not be committed, as far as possible."""

@@ -43,9 +43,9 @@ is for the steps of the run in             ``checkpoint.memory_home.MemoryHome.c
 cannot hold steps in memory: it was        ``checkpoint.memory_home.MemoryHome.token``
 is of another run                          ``checkpoint.memory_home.MemoryHome._own_manifest``
 is damaged: its XXH3                       ``checkpoint.exchange._receive``
-could not be taken from another host       ``checkpoint.memory_saver.Survivors``
-is not what it was, and cannot be removed  ``checkpoint.memory_saver.Survivors._remove``
+is not what it was, and cannot be removed  ``checkpoint.survivors.Survivors._remove``
 is not what it was, and no other           ``training.state.memory_tier.MemoryTier.find``
+in memory cannot be used, and no other     ``training.state.memory_tier.MemoryTier.find``
 could not be saved in memory               ``checkpoint.memory_saver.MemorySaver``
 *its model and tokenizer* (``run.init_from``)
 the data has another tokenizer             ``training.state.same_model.check_tokenizer``

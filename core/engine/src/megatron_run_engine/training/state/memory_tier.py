@@ -14,7 +14,8 @@ from megatron_run_engine.checkpoint.async_saver import AsyncSaver, Staging
 from megatron_run_engine.checkpoint.collectives import WorldRanks, on_all_ranks, on_rank0
 from megatron_run_engine.checkpoint.hosts import Hosts
 from megatron_run_engine.checkpoint.memory_home import MemoryHome, memory_folder
-from megatron_run_engine.checkpoint.memory_saver import Found, MemorySaver, Survivors
+from megatron_run_engine.checkpoint.memory_saver import MemorySaver
+from megatron_run_engine.checkpoint.survivors import Found, Survivors
 from megatron_run_engine.runtime.comm import create_aside, patience
 from megatron_run_engine.training.state.resuming import files_at_once, files_read
 
@@ -82,6 +83,12 @@ class MemoryTier:
 
         found = self._survivors.find(on_disk or 1, read_by)
         if asked and found is None and on_disk is None:
+            if lacking := self._survivors.lacks_room:
+                raise CheckpointError(
+                    f"step {asked[0]} in memory cannot be used, and no other step is saved",
+                    why=f"a host has no room for what it lacks of it: {lacking}",
+                    fix="make room there and run the same command again, or start again: --resume never",
+                )
             raise CheckpointError(
                 f"step {asked[0]} in memory is not what it was, and no other step is saved",
                 fix="what is damaged is removed: the same command begins with the first step",
