@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,13 +14,16 @@ from unittest import mock
 import pytest
 
 from megatron_run.errors import CheckpointError, ExitCode, GuardError, InputError
-from megatron_run.planning import load_config
+from megatron_run.planning import ResolvedRun, load_config
+from megatron_run_cli.reports.dry_run import dry_run_json, dry_run_text
 from megatron_run_engine.checkpoint.files import MemoryFiles, NewFile
+from megatron_run_engine.checkpoint.memory_folder import disk_under
 from megatron_run_engine.checkpoint.memory_home import MemoryHome
 from megatron_run_engine.checkpoint.step_folder import Checkpoints
 from megatron_run_engine.estimate.model_size import model_size
-from megatron_run_engine.estimate.room_for_copies import check_room
+from megatron_run_engine.estimate.room_for_copies import check_folder, check_room
 from megatron_run_engine.launch import LaunchOptions, launch
+from megatron_run_engine.launch.attempts import checked
 from megatron_run_engine.training.state import checkpointing, resuming
 from tests.support.resuming import SMALL, Attempt, attempt
 from tests.support.saved_steps import read_all, same_state
@@ -254,10 +258,127 @@ def test_memory_without_room_for_two_steps_is_refused_before_a_rank_starts_with_
     assert "--set checkpoint.memory_interval=0" in said
 
 
-@pytest.mark.parametrize(
-    ("folder", "says"),
-    [("$NOWHERE/x", "its environment does not set NOWHERE"), ("/not/there", "there is no folder /not/there")],
-)
-def test_a_folder_that_is_none_is_refused(tmp_path: Path, folder: str, says: str) -> None:
-    with pytest.raises(CheckpointError, match=says.replace("$", r"\$")):
-        trained(tmp_path / "run", {"checkpoint.memory_folder": folder})
+def test_room_is_what_this_run_has_and_removes_and_not_what_other_runs_keep(tmp_path: Path, memory: Path) -> None:
+    """Of other runs: one that is finished, and one that was lost and may go on."""
+    sets = ("checkpoint.memory_interval=2", f"checkpoint.memory_folder={memory}", f"run.folder={tmp_path / 'run'}")
+    run = load_config("preset:tiny", sets=(*sets, "parallel.pipeline=1"), plugins=("schedule=gpipe",), nproc=1)
+    size = model_size(run)
+    (stage,) = size.stages
+    needed = stage.memory["host_steps"]
+
+    def keeps(letter: str, folder: Path, state: str = "failed") -> None:
+        folder.mkdir()
+        (folder / "run.json").write_text(json.dumps({"id": letter * 32}))
+        (folder / "status.json").write_text(json.dumps({"state": state}))
+        home = MemoryHome(memory, letter * 32, folder)
+        home.make()
+        home.steps.folder(5).mkdir()
+        with (home.steps.folder(5) / "shard").open("wb") as file:
+            file.truncate(needed)
+
+    with mock.patch("os.statvfs", return_value=SimpleNamespace(f_bavail=1, f_frsize=needed - 1)):
+        keeps("a", tmp_path / "other")
+        with pytest.raises(InputError, match="has no room for two steps"):
+            check_room(run, size, range(1))
+        keeps("b", tmp_path / "finished", "finished")
+        check_room(run, size, range(1))
+        shutil.rmtree(memory / f"megatron-run-{os.geteuid()}" / ("b" * 32))
+        keeps("c", tmp_path / "run")
+        check_room(run, size, range(1))
+
+
+def unset(memory: Path) -> str:
+    return "$NOWHERE/x"
+
+
+def missing(memory: Path) -> str:
+    return "/not/there"
+
+
+def linked(memory: Path) -> str:
+    (memory / f"megatron-run-{os.geteuid()}").symlink_to(memory)
+    return str(memory)
+
+
+def entered(memory: Path) -> str:
+    (memory / f"megatron-run-{os.geteuid()}").mkdir(mode=0o755)
+    return str(memory)
+
+
+def copied(memory: Path) -> str:
+    """The home of a run of which the run folder is a copy."""
+    MemoryHome(memory, RUN, named(memory.parent / "original")).make()
+    return str(memory)
+
+
+#: What is wrong with a folder for steps in memory, and the words that say so.
+BAD = {
+    unset: "its environment does not set NOWHERE",
+    missing: "there is no folder /not/there",
+    linked: "it is a symbolic link to",
+    entered: "others may enter it: its mode is 0755",
+    copied: "is a copy of it",
+}
+
+
+def asks_for(folder: str, *sets: str) -> ResolvedRun:
+    asked = ("checkpoint.memory_interval=2", f"checkpoint.memory_folder={folder}", "parallel.pipeline=1", *sets)
+    return load_config("preset:tiny", sets=asked, plugins=("schedule=gpipe",), nproc=2)
+
+
+def refused(work: Callable[[], object]) -> str:
+    with pytest.raises(InputError) as refusal:
+        work()
+    return str(refusal.value)
+
+
+@pytest.mark.parametrize("bad", [*BAD])
+def test_a_bad_folder_is_a_mistake_of_the_configuration_for_ranks_launcher_and_dry_run(
+    tmp_path: Path, memory: Path, bad: Callable[[Path], str]
+) -> None:
+    folder = bad(memory)
+    line = refused(lambda: trained(tmp_path / "run", {"checkpoint.memory_folder": folder}))
+    assert BAD[bad] in line
+    if bad is unset:
+        assert not check_folder(asks_for(folder)), "other hosts may know it"
+    elif bad is copied:
+        assert refused(lambda: check_folder(asks_for(folder, f"run.folder={tmp_path / 'run'}"))) == line
+    else:
+        run = asks_for(folder)
+        assert refused(lambda: launch(run.request, LaunchOptions(quiet=True), "local")) == line
+        assert refused(lambda: dry_run_text(run)) == line
+
+
+def test_a_folder_in_which_nobody_may_write_is_a_mistake_of_the_configuration(tmp_path: Path, memory: Path) -> None:
+    with mock.patch("os.access", return_value=False):
+        line = refused(lambda: check_folder(asks_for(str(memory))))
+    assert line.startswith(f"{memory} cannot hold steps in memory: this user may not write there; ")
+    denied = PermissionError(13, os.strerror(13), str(memory))
+    with mock.patch.object(MemoryFiles, "make_folder", side_effect=denied):
+        line = refused(lambda: trained(tmp_path / "run", {"checkpoint.memory_folder": memory}))
+    assert f"cannot hold steps in memory: Permission denied: {memory}; " in line
+
+
+@pytest.mark.parametrize(("kind", "on_disk"), [("tmpfs", False), ("ramfs", False), ("ext4", True), ("nfs4", True)])
+def test_steps_in_memory_that_lie_on_a_disk_are_noticed(
+    tmp_path: Path, memory: Path, monkeypatch: pytest.MonkeyPatch, kind: str, on_disk: bool
+) -> None:
+    place = memory / "a mount"
+    place.mkdir()
+    mounts = tmp_path / "mountinfo"
+    escaped = str(place).replace(" ", "\\040")
+    mounts.write_text(
+        "22 1 8:1 / / rw,relatime shared:1 - xfs /dev/sda1 rw\n"
+        f"23 22 0:5 / {escaped} rw - fuse /dev/sdb rw\n"
+        f"24 22 0:6 / {escaped} rw,nosuid shared:2 master:1 - {kind} none rw\n"
+        f"25 22 0:7 / {escaped}x rw - btrfs /dev/sdc rw\n"
+    )
+    monkeypatch.setattr("megatron_run_engine.checkpoint.memory_folder._MOUNTS", mounts)
+    sets = ("checkpoint.memory_interval=2", f"checkpoint.memory_folder={place}", "parallel.pipeline=1")
+    run = load_config("preset:tiny", sets=sets, plugins=("schedule=gpipe",))
+    line = f"checkpoint.memory_interval keeps steps in {place}, which is no memory but a disk ({kind})"
+    assert [line in notice for notice in checked(run).notices if "no memory" in notice] == [True] * on_disk
+    assert (f"note: {line}: name a folder of a tmpfs" in dry_run_text(run)) == on_disk
+    assert any(line in notice for notice in dry_run_json(run)["notices"]) == on_disk
+    mounts.unlink()
+    assert not disk_under(place), "nobody knows"

@@ -149,18 +149,22 @@ def _checked_size(run: ResolvedRun) -> ModelSize:
 
 
 def _machine_notices(run: ResolvedRun, size: ModelSize) -> list[str]:
-    """Why this machine could not train the run, if it could not."""
+    """Why this machine could not train the run, if it could not, and whether its steps in memory lie on a disk.
+
+    Raises what a start would say of their folder.
+    """
     from megatron_run_engine.estimate.machine_memory import lacks_memory
-    from megatron_run_engine.estimate.room_for_copies import check_room
+    from megatron_run_engine.estimate.room_for_copies import check_folder, check_room
     from megatron_run_engine.host.process import check_local_devices
 
+    notices = [on_disk] if (on_disk := check_folder(run)) else []
     try:
         devices = check_local_devices(run)
         check_room(run, size, range(run.sizes.world))
     except RunError as error:
-        return [f"this machine cannot train it: {error}"]
+        return [*notices, f"this machine cannot train it: {error}"]
     lacks = lacks_memory(run, size) if devices == ("cpu",) else ""
-    return [f"this machine cannot train it: {lacks}"] if lacks else []
+    return [*notices, f"this machine cannot train it: {lacks}"] if lacks else notices
 
 
 def _mixture_record(size: ModelSize) -> dict[str, Any] | None:

@@ -8,10 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-import re
 import secrets
-import stat
-import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -19,22 +16,26 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megatron_run.errors import CheckpointError, InputError
 from megatron_run.files.safe_folder import SafeFolder
-from megatron_run_engine.checkpoint.files import FileSystem, MemoryFiles, read_whole
+from megatron_run_engine.checkpoint.files import FileSystem, MemoryFiles, read_whole, reason
 from megatron_run_engine.checkpoint.manifest import LARGEST, MANIFEST, Manifest
+from megatron_run_engine.checkpoint.memory_folder import (
+    OFF,
+    RECORD,
+    check_private,
+    check_writable,
+    memory_folder,
+    own_home,
+    run_in,
+    unusable,
+    useless_homes,
+    user_folder,
+)
 from megatron_run_engine.checkpoint.step_folder import Checkpoints, check_length
 
 if TYPE_CHECKING:
     from megatron_run.contracts.schema import CheckpointSection
 
-#: The memory file system of Linux.
-SHARED_MEMORY = Path("/dev/shm")
-#: Says whose home it is, and which attempt was the last here; has the token by which ranks see that they share it.
-_RECORD = "home.json"
 _TEMPORARY = ".tmp-"
-_RUN_ID = re.compile("[0-9a-f]{32}")
-#: Seconds after which a home that nobody has changed may be one of a run that is gone.
-_IDLE = 3600.0
-_OFF = "or without: --set checkpoint.memory_interval=0"
 
 
 class Held(NamedTuple):
@@ -47,31 +48,11 @@ class Held(NamedTuple):
     files: tuple[str, ...]
 
 
-def memory_folder(section: CheckpointSection) -> Path:
-    """The folder of all homes on this host. Raises :class:`InputError` where there is none."""
-    asked = section.memory_folder
-    path = SHARED_MEMORY if asked is None else Path(os.path.expandvars(asked)).expanduser().absolute()
-    if unset := re.search(r"\$(\w+|\{\w+\})", str(path)):
-        raise InputError(
-            f"checkpoint.memory_folder={asked} names no folder of this host",
-            why=f"its environment does not set {unset[1].strip('{}')}",
-            fix=f"set it, name another folder of a tmpfs, {_OFF}",
-        )
-    if not path.is_dir():
-        why = "unset, it is Linux's /dev/shm" if asked is None else ""
-        raise InputError(
-            f"there is no folder {path} for steps in memory",
-            why=why,
-            fix=f"set checkpoint.memory_folder to a folder of a tmpfs, {_OFF}",
-        )
-    return path
-
-
 class MemoryHome:
     """The home of the run ``run`` in the run folder ``home``, below the memory ``folder`` of this host."""
 
     def __init__(self, folder: Path, run: str, home: Path, files: FileSystem | None = None) -> None:
-        self._user = folder / f"megatron-run-{os.geteuid()}"
+        self._user = user_folder(folder)
         self._run, self._files = run, files or MemoryFiles()
         #: The steps. A :class:`Checkpoints` of a part of their files.
         self.steps = Checkpoints(self._user / run, home)
@@ -86,27 +67,33 @@ class MemoryHome:
 
         Once all ranks have, :meth:`token` is the same for those that share the folder.
         """
-        for path in (self._user, self.path):
-            with suppress(FileExistsError):
-                self._files.make_folder(path)
-            _check_private(path)
-        self.check()
+        try:
+            for path in (self._user, self.path):
+                with suppress(FileExistsError):
+                    self._files.make_folder(path)
+                check_private(path)
+            self.check()
+            self._describe()
+        except OSError as error:
+            raise unusable(self.path, reason(error)) from error
+
+    def _describe(self) -> None:
         record, described = self._record(), {"run": self._run, "folder": str(self.steps.home)}
         if record.get("run") != self._run:
             record = {"v": 1, "token": secrets.token_hex(16)}
         if not described.items() <= record.items():  # it is new, or the run folder was moved
-            SafeFolder(self.path).write_json(_RECORD, {**record, **described})
+            SafeFolder(self.path).write_json(RECORD, {**record, **described})
 
     def check(self) -> None:
         """Raise :class:`InputError` unless the folder is this run's, and nobody else's; OSError where there is none."""
         for path in (self._user, self.path):
-            _check_private(path)
+            check_private(path)
         other = Path(str(self._record().get("folder", self.steps.home)))
-        if other != self.steps.home and _run_in(other) == self._run and not _is_same(other, self.steps.home):
+        if other != self.steps.home and run_in(other) == self._run and not _is_same(other, self.steps.home):
             raise InputError(
                 f"{self.path} is for the steps of the run in {other}",
                 why=f"{self.steps.home} is a copy of it",
-                fix=f"set checkpoint.memory_folder to another folder of a tmpfs, {_OFF}",
+                fix=f"set checkpoint.memory_folder to another folder of a tmpfs, {OFF}",
             )
 
     def token(self) -> str:
@@ -117,7 +104,7 @@ class MemoryHome:
         return token
 
     def _record(self) -> Mapping[str, Any]:
-        return SafeFolder(self.path).read_json(_RECORD) or {}
+        return SafeFolder(self.path).read_json(RECORD) or {}
 
     def temporary(self, step: int) -> Path:
         """The folder of ``step`` until its commit."""
@@ -181,7 +168,7 @@ class MemoryHome:
         """Note that ``attempt`` goes on from ``step``, None for the beginning, and remove the steps after it."""
         self.forget(step)
         with suppress(OSError):
-            SafeFolder(self.path).write_json(_RECORD, {**self._record(), "attempt": attempt})
+            SafeFolder(self.path).write_json(RECORD, {**self._record(), "attempt": attempt})
 
     def forget_undone(self, begun: Mapping[int, int]) -> str:
         """Remove the steps that attempts without this host have gone back behind; the line that says so, or empty.
@@ -249,34 +236,15 @@ class MemoryHome:
             (self._files.remove_tree if path.is_dir() and not path.is_symlink() else self._files.unlink)(path)
 
     def sweep(self) -> list[str]:
-        """Remove homes beside this one of runs that are finished, or whose folders are gone; the lines that say so.
-
-        A run folder that cannot be seen, as on a file system that is not mounted, is not gone; and only what nobody has
-        touched for an hour is taken for lost: a container may share the memory of a host and not its disks.
-        """
+        """Remove homes beside this one that nobody needs; the lines that say so."""
         removed = []
-        for path in sorted(self._user.iterdir()):
-            record = SafeFolder(path).read_json(_RECORD) if _RUN_ID.fullmatch(path.name) and path != self.path else None
-            with suppress(OSError):  # another run removes it, or may not see its run folder: that is not this one's end
-                if record is not None and (why := _why_useless(path, Path(str(record.get("folder"))))):
-                    self._files.remove_tree(path)
-                    removed.append(f"{path} is removed: {why}")
+        for path, why in useless_homes(self._user):
+            if path == self.path:
+                continue
+            with suppress(OSError):  # another run removes it: that is not this one's end
+                self._files.remove_tree(path)
+                removed.append(f"{path} is removed: {why}")
         return removed
-
-
-def _why_useless(path: Path, home: Path) -> str:
-    """Why nobody will resume the run in the run folder ``home`` from memory at ``path``; empty if somebody may."""
-    status = SafeFolder(home).read_json("status.json") or {}
-    if _run_in(home) == path.name:
-        return f"the run in {home} is finished" if status.get("state") == "finished" else ""
-    if not home.parent.is_dir() or time.time() - path.stat().st_mtime < _IDLE:
-        return ""
-    return f"{home} is the folder of another run" if home.is_dir() else f"its run folder {home} is gone"
-
-
-def _run_in(home: Path) -> object:
-    """The identifier of the run in the run folder ``home``; None where there is none."""
-    return (SafeFolder(home).read_json("run.json") or {}).get("id")
 
 
 def _is_same(one: Path, other: Path) -> bool:
@@ -285,21 +253,12 @@ def _is_same(one: Path, other: Path) -> bool:
     return False
 
 
-def _check_private(path: Path) -> None:
-    """Raise :class:`InputError` unless ``path`` is a folder of this user that nobody else may enter."""
-    found = path.lstat()
-    why = ""
-    if stat.S_ISLNK(found.st_mode):
-        why = f"it is a symbolic link to {path.readlink()}"
-    elif not stat.S_ISDIR(found.st_mode):
-        why = "it is no folder"
-    elif found.st_uid != os.geteuid():
-        why = f"it belongs to another user, number {found.st_uid}"
-    elif found.st_mode & 0o077:
-        why = f"others may enter it: its mode is {stat.S_IMODE(found.st_mode):04o}"
-    if why:
-        fix = f"remove it, set checkpoint.memory_folder to a folder of another tmpfs, {_OFF}"
-        raise InputError(f"{path} cannot hold steps in memory", why=why, fix=fix)
+def check_home(folder: Path, home: Path | None) -> None:
+    """Raise :class:`InputError` unless the run in the run folder ``home``, if there is one, can use ``folder``."""
+    check_writable(folder)
+    if home is not None and (own := own_home(folder, home)) is not None:
+        with suppress(FileNotFoundError):
+            MemoryHome(folder, own.name, home).check()
 
 
 def forget_steps(section: CheckpointSection, run: str, folder: Path, after: int | None) -> None:

@@ -1,43 +1,49 @@
-"""Whether the memory of this host has room for the steps that a run keeps there."""
+"""Whether the memory of this host has room for the steps that a run keeps there, and is memory."""
 
 from __future__ import annotations
 
 import os
-from contextlib import suppress
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megatron_run.contracts.topology import Topology
 from megatron_run.errors import InputError
 from megatron_run_engine.checkpoint.files import size_text
-from megatron_run_engine.checkpoint.memory_home import memory_folder
+from megatron_run_engine.checkpoint.memory_folder import disk_under, memory_folder, reclaimable
+from megatron_run_engine.checkpoint.memory_home import check_home
 from megatron_run_engine.estimate.model_size import FOR_NEIGHBOUR, IN_MEMORY
 
 if TYPE_CHECKING:
     from collections.abc import Collection
+    from pathlib import Path
 
     from megatron_run.planning import ResolvedRun
     from megatron_run_engine.estimate.model_size import ModelSize
 
 
+def check_folder(run: ResolvedRun) -> str:
+    """A line where steps in memory would lie on a disk; else empty. Raises :class:`InputError` for a bad folder."""
+    folder = _folder(run)
+    if folder is None:
+        return ""
+    check_home(folder, _run_folder(run))
+    if not (disk := disk_under(folder)):
+        return ""
+    why = f"checkpoint.memory_interval keeps steps in {folder}, which is no memory but a disk ({disk})"
+    return f"{why}: name a folder of a tmpfs with checkpoint.memory_folder"
+
+
 def check_room(run: ResolvedRun, size: ModelSize, local: Collection[int]) -> None:
     """Raise :class:`InputError` unless the ``local`` ranks of this host have room for two steps and for copies.
 
-    What steps in memory take already counts as room: they are those of this run, or are removed once it starts.
+    What this run has there counts as room, and so do homes that it removes once it starts, but no other runs' steps.
     """
-    section = run.config.checkpoint
-    if not section.memory_interval.amount:
+    folder = _folder(run)
+    if folder is None:
         return
-    try:
-        folder = memory_folder(section)
-    except InputError:
-        if "$" in str(section.memory_folder):
-            return  # the ranks' environments say more
-        raise
     roles = (IN_MEMORY,) if len(local) == run.sizes.world else (IN_MEMORY, FOR_NEIGHBOUR)
     stages = [size.stages[Topology(run.sizes, rank).stage].memory for rank in local]
     needed, there = sum(stage.get(role, 0) for stage in stages for role in roles), os.statvfs(folder)
-    room = there.f_bavail * there.f_frsize + sum(map(_size, folder.glob(f"megatron-run-{os.geteuid()}/*/*/*")))
+    room = there.f_bavail * there.f_frsize + reclaimable(folder, _run_folder(run))
     if needed > room:
         raise InputError(
             f"{folder} has no room for two steps of the {len(local)} ranks of this host",
@@ -48,7 +54,19 @@ def check_room(run: ResolvedRun, size: ModelSize, local: Collection[int]) -> Non
         )
 
 
-def _size(path: Path) -> int:
-    with suppress(OSError):
-        return path.lstat().st_size
-    return 0
+def _folder(run: ResolvedRun) -> Path | None:
+    """The folder of this host; None where none is needed, or the ranks' environments alone say which it is."""
+    section = run.config.checkpoint
+    if not section.memory_interval.amount:
+        return None
+    try:
+        return memory_folder(section)
+    except InputError:
+        if "$" in str(section.memory_folder):
+            return None
+        raise
+
+
+def _run_folder(run: ResolvedRun) -> Path | None:
+    folder = run.config.run.folder
+    return folder and folder.expanduser().absolute()

@@ -83,11 +83,12 @@ def checked(run: ResolvedRun) -> ResolvedRun:
     and a refusal comes before anything is written. Layers that serve neither ``parallel.tensor`` nor
     ``parallel.context`` divide nothing. What fails for any other reason is left to the ranks.
     """
+    from megatron_run_engine.estimate.room_for_copies import check_folder, check_room
     from megatron_run_engine.training.state.init_from import check_source, unloaded_weights
 
     check_source(run)
-    if notice := unloaded_weights(run):
-        run = replace(run, notices=(*run.notices, notice))
+    notices = (unloaded_weights(run), check_folder(run))
+    run = replace(run, notices=(*run.notices, *filter(None, notices)))
     dividing = {"parallel.tensor", "parallel.context"}
     divides = any(dividing & plugin.provides for plugin in chain.from_iterable(run.plugins.values()))
     train = run.config.train
@@ -95,7 +96,6 @@ def checked(run: ResolvedRun) -> ResolvedRun:
     remembers = run.config.checkpoint.memory_interval.amount
     if divides or named or remembers or run.one("graph-capture").name != "none":
         from megatron_run_engine.estimate.model_size import model_size
-        from megatron_run_engine.estimate.room_for_copies import check_room
 
         try:
             check_room(run, model_size(run), _local_ranks(run))

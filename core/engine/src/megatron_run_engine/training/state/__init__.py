@@ -36,9 +36,9 @@ is not what its name says                  ``checkpoint.step_folder.Checkpoints.
 is damaged: it has                         ``checkpoint.step_folder.check_length``
 is damaged: is not that of the manifest    ``checkpoint.step_folder._verify_file``
 *its copies in memory*: a folder of each host
-names no folder of this host               ``checkpoint.memory_home.memory_folder``
-there is no folder                         ``checkpoint.memory_home.memory_folder``
-cannot hold steps in memory: it is         ``checkpoint.memory_home._check_private``
+names no folder of this host               ``checkpoint.memory_folder.memory_folder``
+there is no folder                         ``checkpoint.memory_folder.memory_folder``
+cannot hold steps in memory: it is         ``checkpoint.memory_folder.check_private``
 is for the steps of the run in             ``checkpoint.memory_home.MemoryHome.check``
 cannot hold steps in memory: it was        ``checkpoint.memory_home.MemoryHome.token``
 is of another run                          ``checkpoint.memory_home.MemoryHome._own_manifest``

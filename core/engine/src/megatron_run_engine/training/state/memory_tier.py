@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import json
 from datetime import timedelta
-from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 
-from megatron_run.errors import CheckpointError
+from megatron_run.errors import CheckpointError, InputError
 from megatron_run_engine.checkpoint.async_saver import AsyncSaver, Staging
 from megatron_run_engine.checkpoint.collectives import WorldRanks, on_all_ranks, on_rank0
 from megatron_run_engine.checkpoint.hosts import Hosts
-from megatron_run_engine.checkpoint.memory_home import MemoryHome, memory_folder
+from megatron_run_engine.checkpoint.memory_folder import memory_folder
+from megatron_run_engine.checkpoint.memory_home import MemoryHome
 from megatron_run_engine.checkpoint.memory_saver import MemorySaver
 from megatron_run_engine.checkpoint.survivors import Found, Survivors
 from megatron_run_engine.runtime.comm import create_aside, patience
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 class MemoryTier:
     """The steps of ``run`` in memory, seen from one of its ranks. Every method is collective but :meth:`remove`.
 
-    Raises :class:`CheckpointError` where a host has no folder for them.
+    Raises :class:`InputError` where a host has no folder for them.
     """
 
     def __init__(self, run: ResolvedRun, assembly: Assembly, folder: RunFolder) -> None:
@@ -42,7 +42,7 @@ class MemoryTier:
         self._log, self._activity = context.log, context.groups.activity
         rank, size = context.topology.rank, context.topology.sizes.world
         self._ranks = WorldRanks(context.groups, rank, size, context.device)
-        self._home = on_all_ranks(self._ranks, partial(self._make_home, folder))
+        self._home = self._make_home(folder)
         self._hosts = self._meet()
         self._leads = self._hosts.leads(rank)
         background = self._activity.in_background()
@@ -56,9 +56,15 @@ class MemoryTier:
         self._failing = False  # whether the last step did not fit
 
     def _make_home(self, folder: RunFolder) -> MemoryHome:
-        home = MemoryHome(memory_folder(self._run.config.checkpoint), folder.run_id, folder.path)
-        home.make()
-        return home
+        def make() -> MemoryHome:
+            home = MemoryHome(memory_folder(self._run.config.checkpoint), folder.run_id, folder.path)
+            home.make()
+            return home
+
+        try:
+            return on_all_ranks(self._ranks, make)
+        except CheckpointError as error:  # on whichever host: the configuration names a folder that will not do
+            raise InputError(error.what, why=error.why, origin=error.origin, fix=error.fix) from error
 
     def _meet(self) -> Hosts:
         """The hosts, by the tokens that the ranks see."""
