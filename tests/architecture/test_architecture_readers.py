@@ -65,6 +65,7 @@ ALLOWED = {
     "the operating system": (
         "cli/src/megatron_run_cli/streams.py",
         f"{_ENGINE}/launch/watchdog/monitor.py",
+        f"{_ENGINE}/checkpoint/memory_folder.py",
         f"{_ENGINE}/nn/linear.py",
         f"{_ENGINE}/runtime/cuda_libraries.py",
         f"{_ENGINE}/host/process.py",

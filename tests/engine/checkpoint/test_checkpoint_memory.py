@@ -290,7 +290,7 @@ def test_a_rank_without_memory_for_a_block_keeps_none_waiting_and_the_older_step
     with mock.patch("megatron_run_engine.checkpoint.survivors.Blocks", refused_to(number)):
         assert cluster.found()[0] == 10
     (line,) = cluster.said
-    assert line.endswith(": the process gets no more memory")
+    assert line.endswith(": Cannot allocate memory")
 
 
 @pytest.mark.parametrize("number", [1, 4])
@@ -300,7 +300,7 @@ def test_a_rank_without_memory_for_a_block_leaves_the_save_out_as_full_memory_do
     with mock.patch("megatron_run_engine.checkpoint.memory_saver.Blocks", refused_to(number)):
         failed = cluster.save(30, random_state(30))
     assert {type(each) for each in failed} == {CheckpointError}
-    assert "step 30 could not be saved in memory: the process gets no more memory" in str(failed[0])
+    assert "step 30 could not be saved in memory: Cannot allocate memory" in str(failed[0])
     assert all(isinstance(each, int) for each in cluster.save(40, random_state(40)))
 
 

@@ -21,7 +21,10 @@ RAISERS = (
 #: Packages of which the table has every refusal.
 PROMISED = ("checkpoint.", "training.state.")
 #: Places that raise words which others have given them.
-RELAYS = {"checkpoint.collectives.on_rank0", "checkpoint.collectives.raise_first", "checkpoint.files.saving"}
+RELAYS = {
+    *("checkpoint.collectives.on_rank0", "checkpoint.collectives.raise_first", "checkpoint.files.saving"),
+    "training.state.memory_tier.MemoryTier._make_home",
+}
 #: Stands for what an f-string fills in: it is in no row.
 HOLE = "\0"
 

@@ -271,12 +271,19 @@ def saving(what: str, fix: str = "make room or write access there, and run the s
         raise CheckpointError(what, why=reason(error), fix=fix) from error
 
 
-def reason(error: OSError | MemoryError) -> str:
+def reason(error: OSError) -> str:
     """Why something could not be written, and where."""
-    if isinstance(error, MemoryError):
-        return "the process gets no more memory"
     place = f": {error.filename}" if error.filename else ""
     return f"{error.strerror or error}{place}"
+
+
+@contextmanager
+def finding_memory() -> Iterator[None]:
+    """Turn a MemoryError within the block into an OSError: files of a memory file system find no more there either."""
+    try:
+        yield
+    except MemoryError as error:
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM)) from error
 
 
 @contextmanager

@@ -100,7 +100,7 @@ class MemoryHome:
         """The token. Raises :class:`CheckpointError` where the folder has lost it."""
         token = self._record().get("token")
         if not isinstance(token, str):
-            raise CheckpointError(f"{self.path} cannot hold steps in memory", why="it was changed meanwhile")
+            raise CheckpointError(f"{self.path} holds no steps in memory any more", why="it was changed meanwhile")
         return token
 
     def _record(self) -> Mapping[str, Any]:

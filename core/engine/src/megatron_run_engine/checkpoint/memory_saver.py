@@ -7,15 +7,13 @@ commits its part, under one manifest. So a step outlives any one host.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from megatron_run.contracts.activity import Activity
-from megatron_run.errors import CheckpointError
 from megatron_run_engine.checkpoint.collectives import as_note, on_all_ranks, on_rank0, raise_first
 from megatron_run_engine.checkpoint.exchange import Blocks, Transport, exchange
-from megatron_run_engine.checkpoint.files import FileSystem, MemoryFiles, reason, saving
+from megatron_run_engine.checkpoint.files import FileSystem, MemoryFiles, finding_memory, saving
 from megatron_run_engine.checkpoint.manifest import Manifest, decode_manifest, make_manifest
 from megatron_run_engine.checkpoint.memory_home import MemoryHome
 from megatron_run_engine.checkpoint.saving import Note, Shapes, ShardWriter, joined
@@ -26,6 +24,9 @@ if TYPE_CHECKING:
     from megatron_run_engine.checkpoint.collectives import Ranks
     from megatron_run_engine.checkpoint.hosts import Hosts
     from megatron_run_engine.checkpoint.manifest import About
+
+
+_ROOM = "make room or write access there"
 
 
 class MemorySaver:
@@ -64,7 +65,7 @@ class MemorySaver:
         return manifest.size
 
     def _begin(self, step: int) -> Blocks:
-        with _finding_room(step):
+        with saving(f"step {step} could not be saved in memory", _ROOM), finding_memory():
             if self._leads:
                 self._home.begin(step)
             return Blocks()
@@ -73,7 +74,7 @@ class MemorySaver:
         """Write this rank's shards. Return the report for rank 0, and the error if it failed."""
         folder = self._home.temporary(step)
         try:
-            with _finding_room(step):
+            with saving(f"step {step} could not be saved in memory", _ROOM), finding_memory():
                 self._activity.enter("save-memory", f"step{step}/{file_name(self._ranks.rank)}")
                 return self._shards.write(folder, pieces, shapes), None
         except Exception as error:  # any error: rank 0 waits for this rank's report
@@ -90,7 +91,7 @@ class MemorySaver:
         except Exception as error:  # any error: the neighbours wait for this rank's files
             failure = error
         faults = exchange(transfers, rank, self._transport, blocks, folder, manifest, self._files, beat)
-        with _finding_room(step):
+        with saving(f"step {step} could not be saved in memory", _ROOM), finding_memory():
             for each in (failure, *(fault.error for fault in faults)):
                 if each is not None:
                     raise each
@@ -98,7 +99,7 @@ class MemorySaver:
     def _commit(self, manifest: Manifest) -> None:
         if self._leads:
             self._activity.enter("save-memory-commit", f"step{manifest.about.step}")
-            with _finding_room(manifest.about.step):
+            with saving(f"step {manifest.about.step} could not be saved in memory", _ROOM):
                 self._home.commit(manifest)
 
 
@@ -109,14 +110,3 @@ def _agreed(about: About, notes: Sequence[str]) -> str:
     files = {name: file for report in reports for name, file in report["files"].items()}
     owners = {name: rank for rank, report in enumerate(reports) for name in report["files"]}
     return json.dumps((make_manifest(about, files, joined(reports)).encode().decode(), owners))
-
-
-@contextmanager
-def _finding_room(step: int) -> Iterator[None]:
-    """Turn what memory refuses within the block into a :class:`CheckpointError`, be it a file or of the process."""
-    what, fix = f"step {step} could not be saved in memory", "make room or write access there"
-    try:
-        with saving(what, fix):
-            yield
-    except MemoryError as error:
-        raise CheckpointError(what, why=reason(error), fix=fix) from error

@@ -17,7 +17,14 @@ import torch
 from megatron_run.errors import CheckpointError
 from megatron_run_engine.checkpoint.collectives import as_note, on_all_ranks, on_rank0, raise_first
 from megatron_run_engine.checkpoint.exchange import Blocks, Fault, Transport, exchange
-from megatron_run_engine.checkpoint.files import FileSystem, MemoryFiles, no_heartbeat, read_whole, reason
+from megatron_run_engine.checkpoint.files import (
+    FileSystem,
+    MemoryFiles,
+    finding_memory,
+    no_heartbeat,
+    read_whole,
+    reason,
+)
 from megatron_run_engine.checkpoint.hosts import Transfer
 from megatron_run_engine.checkpoint.manifest import LARGEST, MANIFEST, Manifest, decode_manifest
 from megatron_run_engine.checkpoint.memory_home import Held, MemoryHome
@@ -152,10 +159,11 @@ class Survivors:
     def _take_in(self, manifest: Manifest, *, anew: bool) -> tuple[Blocks | None, str]:
         """Make this rank and its host ready for what comes; or why there is no room for it."""
         try:
-            if self._hosts.leads(self._ranks.rank):
-                self._home.take_in(manifest, anew=anew)
-            return Blocks(), ""
-        except (OSError, MemoryError) as error:
+            with finding_memory():
+                if self._hosts.leads(self._ranks.rank):
+                    self._home.take_in(manifest, anew=anew)
+                return Blocks(), ""
+        except OSError as error:
             return None, reason(error)
 
     def _all_have_room(self, step: int, why: str) -> bool:

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from megatron_run.config.request import Request
     from megatron_run.planning import ResolvedRun
     from megatron_run_engine.launch.job import RankTask
+    from megatron_run_engine.launch.planned import Decide
     from megatron_run_engine.launch.rendezvous import ResolveRun
 
 #: How other launchers start ranks again.
@@ -88,8 +89,8 @@ def _launch_joined(request: Request, world: World, options: LaunchOptions) -> Ru
         )
     there = replace(request, there=world.size)
 
-    def resolved(latest: Mapping[str, str]) -> ResolvedRun:
-        run = resolve(with_planned_sizes(replace(there, latest=latest)))
+    def resolved(latest: Mapping[str, str], decide: Decide) -> ResolvedRun:
+        run = resolve(with_planned_sizes(replace(there, latest=latest), decide))
         if run.config.run.elastic == "off" and request.nproc not in (None, world.size):
             raise InputError(
                 f"--nproc {request.nproc} in a world of {world.size} ranks",
@@ -132,7 +133,12 @@ def train(
     world = find_world(os.environ)
     here = world is None and run.sizes.world == 1
     if world is not None:
-        result = _join(lambda latest: checked(_with_latest(_of_size(run, world), latest)), world, LaunchOptions())
+        there = world
+
+        def resolved(latest: Mapping[str, str], decide: Decide) -> ResolvedRun:
+            return checked(_with_latest(_of_size(run, there, decide), latest))
+
+        result = _join(resolved, world, LaunchOptions())
     elif here:
         result = _train_here(checked(run))
     else:
@@ -145,11 +151,11 @@ def train(
     return result
 
 
-def _of_size(run: ResolvedRun, world: World) -> ResolvedRun:
+def _of_size(run: ResolvedRun, world: World, decide: Decide) -> ResolvedRun:
     if run.sizes.world == world.size:
         return run
     if run.config.run.elastic != "off":
-        return on_ranks(run, world.size)
+        return on_ranks(run, world.size, decide)
     raise InputError(
         f"a run of {run.sizes.world} ranks in a world of {world.size}",
         why=f"{world.launcher} has started {world.size}",

@@ -25,7 +25,7 @@ from megatron_run_engine.launch.failures import (
     without_logs,
 )
 from megatron_run_engine.launch.job import Job, LaunchOptions, RunResult
-from megatron_run_engine.launch.planned import with_planned_sizes
+from megatron_run_engine.launch.planned import at_once, with_planned_sizes
 from megatron_run_engine.launch.rank_output import terminal_environment, terminal_writer
 from megatron_run_engine.launch.restarts import Restarts, resumed
 from megatron_run_engine.launch.start import Servers
@@ -33,6 +33,7 @@ from megatron_run_engine.launch.start import Servers
 if TYPE_CHECKING:
     from megatron_run.planning import ResolvedRun
     from megatron_run_engine.launch.job import Lost
+    from megatron_run_engine.launch.planned import Decide
     from megatron_run_engine.run_folder import OpenedFolder, RunFolder
 
 
@@ -115,14 +116,14 @@ def _local_ranks(run: ResolvedRun) -> range:
     return range(first, min(first + world.local_size, run.sizes.world))
 
 
-def on_ranks(typed: ResolvedRun, there: int) -> ResolvedRun:
+def on_ranks(typed: ResolvedRun, there: int, decide: Decide = at_once) -> ResolvedRun:
     """The run that was ``typed`` on as many of ``there`` ranks as fit. Raises :class:`RunError` where none do."""
     from megatron_run.planning import resolve
 
     if there == typed.sizes.world:
         return typed
     refuse_objects(typed)
-    return checked(resolve(with_planned_sizes(replace(typed.request, there=there))))
+    return checked(resolve(with_planned_sizes(replace(typed.request, there=there), decide)))
 
 
 def refuse_objects(run: ResolvedRun) -> None:

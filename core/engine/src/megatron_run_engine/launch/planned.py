@@ -9,14 +9,26 @@ from typing import TYPE_CHECKING
 from megatron_run.errors.install_hint import check_installed
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
     from megatron_run.config.request import Request
+
+    #: Decides something for all ranks of a start, as one of them or whoever starts them: what the work returns.
+    Decide = Callable[[Callable[[], Mapping[str, str]]], Mapping[str, str]]
 
 #: Has ``best_layout``. A package above the engine, which knows it by name alone.
 _PLANNER = "megatron_run_planner.task.fewer_ranks"
 
 
-def with_planned_sizes(request: Request) -> Request:
+def at_once(work: Callable[[], Mapping[str, str]]) -> Mapping[str, str]:
+    """Decide where nobody else does."""
+    return work()
+
+
+def with_planned_sizes(request: Request, decide: Decide = at_once) -> Request:
     """``request`` with the settings of the best layout for at most ``request.there`` ranks, where it asks for that.
+
+    ``decide`` has it searched for once for all ranks: it takes seconds, and looks at the GPU.
 
     Raises :class:`megatron_run.errors.PluginError` without the planner, and what it raises where nothing fits.
     """
@@ -24,13 +36,18 @@ def with_planned_sizes(request: Request) -> Request:
 
     if request.there is None or elastic_policy(request) != "plan":
         return request
+    settings = decide(lambda: _best_layout(request))
+    return replace(request, values={**request.values, **settings})
+
+
+def _best_layout(request: Request) -> Mapping[str, str]:
     try:
         planner = import_module(_PLANNER)
     except ModuleNotFoundError as missing:
         check_installed(missing, "run.elastic=plan asks the planner")
         raise
-    settings = planner.best_layout(request, request.there, _gpu())
-    return replace(request, values={**request.values, **settings})
+    settings: Mapping[str, str] = planner.best_layout(request, request.there, _gpu())
+    return settings
 
 
 def _gpu() -> str:

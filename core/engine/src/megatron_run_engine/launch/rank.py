@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from megatron_run.planning import ResolvedRun
+    from megatron_run_engine.launch.planned import Decide
 
 
 def main(path: Path, run: ResolvedRun | None = None) -> int:
@@ -40,7 +41,7 @@ def main(path: Path, run: ResolvedRun | None = None) -> int:
     folder = RunFolder(job.folder, job.attempt, world.rank)
     page, work = page_path(path, world.rank), None if job.task is None else job.task.work
 
-    def taken(_latest: Mapping[str, str]) -> ResolvedRun:  # the run of the job has it
+    def taken(_latest: Mapping[str, str], _decide: Decide) -> ResolvedRun:  # the run of the job has it
         return job.take_over() if run is None else run
 
     result = RankWorker(taken, world, LaunchOptions(debug=job.debug), folder=folder, page=page, work=work).run()

@@ -22,11 +22,13 @@ from megatron_run_engine.runtime.world import World
 
 if TYPE_CHECKING:
     from megatron_run.planning import ResolvedRun
+    from megatron_run_engine.launch.planned import Decide
 
 T = TypeVar("T")
 
-#: Makes the run of a rank from what each ``runs/latest`` stands for, as :class:`Request` has it; empty: read it.
-ResolveRun = Callable[[Mapping[str, str]], "ResolvedRun"]
+#: Makes the run of a rank from what each ``runs/latest`` stands for, as :class:`Request` has it; empty: read it. It has
+#: rank 0 decide what all would take long to find.
+ResolveRun = Callable[[Mapping[str, str], "Decide"], "ResolvedRun"]
 #: Where a store keeps that for later starts.
 _LATEST = "megatron-run/latest"
 
@@ -34,7 +36,7 @@ _LATEST = "megatron-run/latest"
 _SLACK = 2.0
 #: Seconds between two looks of rank 0 for ranks of this start, and of a spare for the end of the others.
 _LOOK = 0.05
-_OVER = "over"
+_OVER, _DECIDED = "over", "decided"
 _SHA256 = re.compile("[0-9a-f]{64}")
 
 
@@ -172,6 +174,26 @@ class Rendezvous:
             raise outcome.error
         raise PeerError(verdict["failed"], verdict["code"])
 
+    def decide(self, work: Callable[[], Mapping[str, str]]) -> Mapping[str, str]:
+        """What ``work`` returns on rank 0, which alone does it, and does it once. Raises there what it raises."""
+        if not self._world.rank and not self._store.check([_DECIDED]):
+            outcome = attempt(work)
+            failure = exit_code(outcome.error) if outcome.error else None
+            self._store.set(_DECIDED, json.dumps({"failure": failure, "result": dict(*outcome.values)}))
+            if outcome.error:
+                raise outcome.error
+        self._await(self._store, [_DECIDED], self.timeout + _SLACK)
+        answer = json.loads(self._store.get(_DECIDED))
+        if answer["failure"] is not None:
+            raise PeerError(0, answer["failure"])
+        decided: dict[str, str] = answer["result"]
+        return decided
+
+    def decide_nothing(self) -> None:
+        """Say on rank 0 that it has nothing to decide, if it has decided nothing: another rank may wait for it."""
+        if not self._world.rank:
+            self._store.compare_set(_DECIDED, "", json.dumps({"failure": None, "result": {}}))
+
     def remembered(self) -> Mapping[str, str]:
         """Return what ``runs/latest`` stood for in the first start; empty where nothing was kept."""
         kept = self._all_starts.check([_LATEST])
@@ -267,13 +289,14 @@ def agree_on_run(rendezvous: Rendezvous, resolve_run: ResolveRun, resolved: Outc
         named = run.request.latest
         return {"latest": dict((rendezvous.remembered() or named) if named else {})}
 
+    rendezvous.decide_nothing()
     agreed = rendezvous.agree("resolve", resolved, found)
     latest, run = agreed.first["latest"], agreed.value
     if not latest:
         return run
     rendezvous.remember(latest)
     other = latest != dict(run.request.latest)
-    return rendezvous.agree("latest", attempt(lambda: resolve_run(latest) if other else run)).value
+    return rendezvous.agree("latest", attempt(lambda: resolve_run(latest, rendezvous.decide) if other else run)).value
 
 
 def _open_store(world: World, timeout: float) -> Store:

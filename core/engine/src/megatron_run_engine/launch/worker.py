@@ -130,7 +130,7 @@ class RankWorker:
 
     def _train(self) -> ExitCode:
         """The start of a rank, phase by phase: the ranks agree on the outcome of each, so that all fail together."""
-        resolved = attempt(lambda: self._resolve_run(self._known_latest()))
+        resolved = attempt(lambda: self._resolve_run(self._known_latest(), self._decide))
         timeout = resolved.values[0].config.run.timeout if resolved.values else _DEFAULT_TIMEOUT
         self._rendezvous = rendezvous = self._rendezvous or Rendezvous(self._world, timeout)
         rendezvous.timeout = timeout
@@ -202,10 +202,15 @@ class RankWorker:
 
     def _known_latest(self) -> Mapping[str, str]:
         """Return what ``runs/latest`` stood for to the first start: by now it may name this very run."""
-        if not self._world.restart:
-            return {}
-        self._rendezvous = Rendezvous(self._world, _DEFAULT_TIMEOUT)
-        return self._rendezvous.remembered()
+        return self._met_early().remembered() if self._world.restart else {}
+
+    def _decide(self, work: Callable[[], Mapping[str, str]]) -> Mapping[str, str]:
+        return self._met_early().decide(work)
+
+    def _met_early(self) -> Rendezvous:
+        """The rendezvous, before this rank knows run.timeout."""
+        self._rendezvous = self._rendezvous or Rendezvous(self._world, _DEFAULT_TIMEOUT)
+        return self._rendezvous
 
     def _without_excluded(self, rendezvous: Rendezvous, run: ResolvedRun) -> ResolvedRun:
         """``run`` on the ranks that its folder does not exclude; the others get the last numbers, and will stand by.

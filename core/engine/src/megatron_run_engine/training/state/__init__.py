@@ -38,9 +38,9 @@ is damaged: is not that of the manifest    ``checkpoint.step_folder._verify_file
 *its copies in memory*: a folder of each host
 names no folder of this host               ``checkpoint.memory_folder.memory_folder``
 there is no folder                         ``checkpoint.memory_folder.memory_folder``
-cannot hold steps in memory: it is         ``checkpoint.memory_folder.check_private``
+cannot hold steps in memory                ``checkpoint.memory_folder.unusable``
 is for the steps of the run in             ``checkpoint.memory_home.MemoryHome.check``
-cannot hold steps in memory: it was        ``checkpoint.memory_home.MemoryHome.token``
+holds no steps in memory any more          ``checkpoint.memory_home.MemoryHome.token``
 is of another run                          ``checkpoint.memory_home.MemoryHome._own_manifest``
 is damaged: its XXH3                       ``checkpoint.exchange._receive``
 is not what it was, and cannot be removed  ``checkpoint.survivors.Survivors._remove``
