@@ -64,6 +64,9 @@ def test_a_lost_rank_is_left_out_and_comes_back_once_the_others_have_made_progre
     assert attempts(tmp_path / "run", "elastic", "spares") == [("data", 0)] * 5
     assert [why for (why,) in attempts(tmp_path / "run", "why")[1:]] == [line for line in ran.told if "again" in line]
     assert "run.elastic=data: 3 of 3 ranks train as data 3, 4 microbatches a step" in ran.told
+    records = [tmp_path / "run" / "logs" / f"attempt-00{number}" for number in (1, 4)]
+    assert [json.loads((each / "plan.json").read_text())["topology"]["data"] for each in records] == [4, 3]
+    assert len({(each / "config.yaml").read_text() for each in (*records, tmp_path / "run")}) == 1, "what was typed"
     assert run_forked(tiny(tmp_path / "whole", {**ELASTIC, "train.steps": 6}, ("optimizer=zero1",), nproc=4)).code == 0
     assert_same_numbers(tmp_path / "run", tmp_path / "whole")
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,10 +12,10 @@ import pytest
 from megatron_run.config.request import Request
 from megatron_run.contracts.schema import ParallelSection, RampUp, TrainSection
 from megatron_run.errors import RunError
-from megatron_run.planning import ResolvedRun, resolve
+from megatron_run.planning import ResolvedRun, resolve, to_yaml
 from megatron_run.planning.batch_size import BatchSizes
 from megatron_run.planning.elastic import data_sizes
-from megatron_run.planning.resolver import elastic_policy
+from megatron_run.planning.resolver import as_typed, elastic_policy
 
 TWELVE = {"run.elastic": "data", "train.global_batch_size": 12, "train.micro_batch_size": 1}
 
@@ -148,3 +150,40 @@ def test_a_fault_may_be_of_a_rank_that_is_not_there_now() -> None:
     assert resolve(asked).sizes.data == 3
     with pytest.raises(RunError, match="rank=3 is not among 3 ranks"):
         resolve(Request(("preset:tiny",), values=TWELVE, nproc=3, environment=environment))
+
+
+@pytest.mark.parametrize(
+    ("nproc", "sets", "data"),
+    [
+        pytest.param(4, {}, 4, id="so many ranks"),
+        pytest.param(None, {"parallel.data": 6}, 6, id="so many copies"),
+        pytest.param(None, {}, None, id="as many as there are"),
+    ],
+)
+def test_the_record_of_a_run_on_fewer_ranks_begins_it_on_all_again(
+    tmp_path: Path, nproc: int | None, sets: dict[str, Any], data: int | None
+) -> None:
+    few = on(3, nproc, **sets)
+    few = replace(
+        few, config=few.config.model_copy(update={"run": few.config.run.model_copy(update={"folder": tmp_path})})
+    )
+    record = tmp_path / "config.yaml"
+    record.write_text(to_yaml(as_typed(few)))
+    again = resolve(Request((str(record),), there=12))
+    assert (few.sizes.data, again.sizes.data) == (3, data or 12)
+    assert again.config.run.folder == tmp_path
+    again = resolve(Request((str(record),), there=3))
+    assert again.config == few.config
+
+
+def test_the_record_of_a_planned_layout_has_the_plugins_and_sizes_that_were_typed() -> None:
+    typed = {"run.elastic": "plan", "train.micro_batch_size": 1, "train.global_batch_size": 8, "parallel.pipeline": 2}
+    request = Request(("preset:tiny",), plugins=("schedule=1f1b",), values=typed, nproc=4, there=3)
+    planned = {"parallel.pipeline": "1", "parallel.data": "2", "schedule": "gpipe"}
+    few = resolve(replace(request, planned=planned))
+    assert (few.config.parallel.pipeline, str(few.one("schedule"))) == (1, "schedule=gpipe")
+    record = as_typed(few)
+    assert (record.config.parallel.pipeline, record.config.parallel.data) == (2, 2)
+    assert str(record.one("schedule")) == "schedule=1f1b"
+    assert Request.from_json(few.request.to_json()) == few.request
+    assert as_typed(on(None, 4)).config == on(None, 4).config

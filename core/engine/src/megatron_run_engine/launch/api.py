@@ -32,7 +32,7 @@ from megatron_run_engine.launch.attempts import (
 )
 from megatron_run_engine.launch.failures import exit_code, interrupted, last_line, without_logs
 from megatron_run_engine.launch.job import LaunchOptions, RunResult
-from megatron_run_engine.launch.planned import with_planned_sizes
+from megatron_run_engine.launch.planned import at_once, with_planned_sizes
 from megatron_run_engine.launch.rank_output import flush_output, terminal_writer
 from megatron_run_engine.runtime.cuda_libraries import environment_kept
 from megatron_run_engine.runtime.world import World
@@ -151,7 +151,7 @@ def train(
     return result
 
 
-def _of_size(run: ResolvedRun, world: World, decide: Decide) -> ResolvedRun:
+def _of_size(run: ResolvedRun, world: World, decide: Decide = at_once) -> ResolvedRun:
     if run.sizes.world == world.size:
         return run
     if run.config.run.elastic != "off":

@@ -36,8 +36,7 @@ def with_planned_sizes(request: Request, decide: Decide = at_once) -> Request:
 
     if request.there is None or elastic_policy(request) != "plan":
         return request
-    settings = decide(lambda: _best_layout(request))
-    return replace(request, values={**request.values, **settings})
+    return replace(request, planned=decide(lambda: _best_layout(request)))
 
 
 def _best_layout(request: Request) -> Mapping[str, str]:

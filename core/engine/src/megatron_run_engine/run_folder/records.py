@@ -17,6 +17,7 @@ from socket import gethostname
 from typing import TYPE_CHECKING, Any
 
 from megatron_run.planning.describe import run_record
+from megatron_run.planning.resolver import as_typed
 from megatron_run.planning.run import to_yaml
 from megatron_run_engine.run_folder.changes import Change
 from megatron_run_engine.run_folder.folder import RunFolder
@@ -34,8 +35,11 @@ _RECORDED = (
 
 
 def write_records(folder: RunFolder, run: ResolvedRun) -> None:
-    """Write ``config.yaml``, ``plan.json`` and ``environment.json`` of this attempt."""
-    folder.write_record("config.yaml", to_yaml(run))
+    """Write ``config.yaml``, ``plan.json`` and ``environment.json`` of this attempt.
+
+    The first is what was asked for, the second what became of it on the ranks that are there.
+    """
+    folder.write_record("config.yaml", to_yaml(as_typed(run)))
     folder.write_record("plan.json", plan_record(run))
     folder.write_record("environment.json", environment_record())
 

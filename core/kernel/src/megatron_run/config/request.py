@@ -29,9 +29,9 @@ class Request:
     ``configs`` are CONFIG words (a path, ``preset:NAME``, ``-``) or mappings, some of them :class:`Found`; ``sets``
     are ``KEY=VALUE`` texts and ``values`` their typed form by dotted key; ``plugins`` are ``KIND=NAME[,OPT=VAL...]``;
     ``nproc`` is the number of ranks of the world, None when it follows from the parallel sizes; ``there`` is how many
-    there are where somebody else decides that, of which ``run.elastic`` may leave some; ``stdin`` is the text behind
-    ``-``;
-    ``environment`` needs only the variables that start with ``MEGATRON_RUN_``. ``resume`` is ``auto``, ``never`` or the
+    there are where somebody else decides that, of which ``run.elastic`` may leave some, and ``planned`` are the
+    settings that were found for so many, which win; ``stdin`` is the text behind ``-``; ``environment`` needs only the
+    variables that start with ``MEGATRON_RUN_``. ``resume`` is ``auto``, ``never`` or the
     number of the saved step to resume from; ``allow_plugin_change`` are kinds whose saved state may be dropped,
     ``allow_change`` keys and sections that may differ from the run that is resumed; ``extend`` allows it more steps.
     ``latest`` is empty as typed; that of a resolved run has the run that each ``runs/latest`` in it named, so that
@@ -51,6 +51,7 @@ class Request:
     extend: bool = False
     latest: Mapping[str, str] = field(default_factory=dict)
     there: int | None = None
+    planned: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         variables = {name: text for name, text in self.environment.items() if name.startswith(ENVIRONMENT_PREFIX)}

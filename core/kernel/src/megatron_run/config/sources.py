@@ -102,7 +102,7 @@ def read_sources(
     unread = len(sources) <= len(configs)
     sources.append(environment_source(request.environment, findings, notices))
     sources.append(command_line_source(request.sets, request.plugins, findings))
-    sources.append(_values_source(request.values, findings))
+    sources.append(_values_source({**request.values, **request.planned}, findings))
     if unread:
         findings.settle()
     merged = merge(sources)

@@ -124,6 +124,27 @@ def elastic_policy(request: Request) -> str:
     return "off" if value is None else str(value.data)
 
 
+def as_typed(run: ResolvedRun) -> ResolvedRun:
+    """``run`` as it was asked for, on whichever ranks ``run.elastic`` has found place: what a later start begins with.
+
+    Where nothing but the world says how many ranks are wanted, ``parallel.data`` is unset again.
+    """
+    request = run.request
+    if run.config.run.elastic == "off" or request.there is None:
+        return run
+    request = replace(request, there=None, planned={})
+    try:
+        typed = resolve(request)
+    except RunError:  # it was asked for more than its number of ranks lets anybody plan
+        return run
+    data = read_sources(request, Findings(), []).values.get(("parallel", "data"))
+    parallel = typed.config.parallel
+    if request.nproc is None and (data is None or data.data is None):
+        parallel = parallel.model_copy(update={"data": None})
+    update = {"parallel": parallel, "run": run.config.run}  # whose folder a launcher has set since
+    return replace(typed, config=typed.config.model_copy(update=update))
+
+
 class _Resolver:
     """Resolves one request, collecting errors and notices."""
 
