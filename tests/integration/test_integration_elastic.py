@@ -230,6 +230,17 @@ def test_a_file_stops_a_run_as_a_signal_does(tmp_path: Path) -> None:
     ran = stopped(folder, slow, 2, lambda _: notice.touch(), {"run.stop_file": str(notice)})
     assert ran.code == 143
     assert Checkpoints(folder / "checkpoints").newest() == max(learned(folder)) < 60
+    assert ran.message == f"stopped by {notice} (run.stop_file)"
+    assert json.loads((folder / "status.json").read_text())["message"] == ran.message
     assert (
         f"{notice} is there: the run stops as after SIGTERM" in (folder / "logs/attempt-001/rank-00000.log").read_text()
     )
+
+
+def test_a_file_that_leaves_a_step_undone_is_named_too(tmp_path: Path) -> None:
+    folder, notice = tmp_path / "run", tmp_path / "notice"
+    slow, asked = "step=3,at=optimizer,kind=slow,seconds=100", {"run.stop_file": str(notice), "run.stop_within": "3 s"}
+    ran = stopped(folder, slow, 2, lambda _: notice.touch(), asked)
+    assert ran.code == 143
+    assert ran.message.startswith(f"stopped by {notice} (run.stop_file): ")
+    assert ran.message.endswith("; step 2 is saved")

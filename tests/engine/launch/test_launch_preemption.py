@@ -147,6 +147,7 @@ def test_a_signal_that_follows_the_file_is_the_first_one(tmp_path: Path, monkeyp
     with preempted(stop, Path("~/notice"), tmp_path, lambda *_: None, tell):
         (tmp_path / "notice").touch()
         wait_until(lambda: stop.requested is ExitCode.SIGTERM)
+    assert stop.stopped_by(ExitCode.SIGTERM) == f"{tmp_path / 'notice'} (run.stop_file)"
     assert stop.stop(ExitCode.SIGTERM)
     assert not stop.stop(ExitCode.SIGTERM), "a second one ends the process"
 

@@ -106,12 +106,13 @@ def test_without_an_interval_a_run_is_saved_at_its_end(tmp_path: Path) -> None:
 
 def test_a_time_limit_ends_the_step_and_saves(tmp_path: Path) -> None:
     from megatron_run.planning import load_config
-    from megatron_run_engine.launch.worker import train_in_folder
+    from megatron_run_engine.launch.worker import stop_request, train_in_folder
     from megatron_run_engine.run_folder import RunFolder
     from megatron_run_engine.runtime.world import World
 
     sets = {**FAST, "run.time_limit": "0.001 s", "observer.use": "jsonl"}
-    code = train_in_folder(load_config("preset:tiny", sets=sets), World(), RunFolder(tmp_path, 1))
+    run = load_config("preset:tiny", sets=sets)
+    code = train_in_folder(run, World(), RunFolder(tmp_path, 1), stop_request(run))
     assert code is ExitCode.TIME_LIMIT
     assert steps(tmp_path) == [1]
 

@@ -176,7 +176,7 @@ def _with_latest(run: ResolvedRun, latest: Mapping[str, str]) -> ResolvedRun:
 
 def _train_here(run: ResolvedRun) -> RunResult:
     """Train in this process, which is somebody's program or notebook: what training sets in it is restored."""
-    from megatron_run_engine.launch.worker import train_in_folder
+    from megatron_run_engine.launch.worker import stop_request, train_in_folder
     from megatron_run_engine.run_folder import open_run_folder
 
     world = assign_device(run, World())
@@ -186,7 +186,7 @@ def _train_here(run: ResolvedRun) -> RunResult:
             if opened.finished:
                 return already_finished(opened, print)
             try:
-                code = train_in_folder(run, world, opened.folder)
+                code = train_in_folder(run, world, opened.folder, stop_request(run))
             except BaseException as error:
                 with suppress(CheckpointError):  # the first failure is told
                     opened.end(exit_code(error), last_line(error, opened.folder.path, run))

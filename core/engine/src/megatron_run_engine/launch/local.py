@@ -20,7 +20,7 @@ from megatron_run.errors import ExitCode, RankLostError
 from megatron_run_engine.host.rank_environment import available_cores, rank_environment
 from megatron_run_engine.launch.failures import describe, first_cause
 from megatron_run_engine.launch.job import Job, Lost, RankResult, RunResult, has_reported, page_path
-from megatron_run_engine.launch.rank_output import Relay, count_warnings
+from megatron_run_engine.launch.rank_output import Relay, count_warnings, last_log_line
 from megatron_run_engine.launch.signals import AFTER_THE_STEP, SAVING, STARTING, caught_signals
 from megatron_run_engine.launch.start import (
     RANK_PROGRAM,
@@ -224,12 +224,20 @@ def _run_result(job: Job, ranks: _Ranks, signals: Sequence[int], tell: Callable[
     if cause.code is ExitCode.TIME_LIMIT:
         return ended(cause.code, f"stopped by {cause.code.stopped_by}")
     if cause.code in AFTER_THE_STEP.values():
-        return ended(cause.code, f"rank {cause.rank} was stopped by {cause.code.name}")
+        return ended(cause.code, _stopped(cause, results))
     for result in results:  # a rank does not print its message: what rank 0 prints is shown, and so is the run's line
         if result.reported:
             with suppress(OSError), os.fdopen(open_log(result.log), "a", encoding="utf-8") as log_file:
                 log_file.write(f"megatron-run: {result.message}\n")
     return ended(cause.code, describe(cause, results))
+
+
+def _stopped(cause: RankResult, results: Sequence[RankResult]) -> str:
+    """What stopped the ranks, where no signal has come here: as one says, or the log of one that had to leave."""
+    said = [each.message for each in results if each.code == cause.code]
+    logs = (last_log_line(each.log).removeprefix("megatron-run: ") for each in results if not each.reported)
+    lines = [*said, *(line for line in logs if line.startswith("stopped by"))]
+    return next(filter(None, lines), f"rank {cause.rank} was stopped by {cause.code.name}")
 
 
 def _tell_warnings(results: Sequence[RankResult], tell: Callable[[str], None]) -> None:

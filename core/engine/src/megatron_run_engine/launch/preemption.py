@@ -79,7 +79,7 @@ class _Watch:
             return
         self._looked = monotonic()
         if self._written() not in (None, self._before):
-            self._stop.stop(ExitCode.SIGTERM, signal=False)
+            self._stop.stop(ExitCode.SIGTERM, notice=f"{self._notice} (run.stop_file)")
             with suppress(OSError):  # whoever read the output may be gone first
                 self._tell(f"{self._notice} is there: the run stops as after SIGTERM")
 
@@ -92,4 +92,4 @@ class _Watch:
     def _end(self, code: ExitCode, what: str) -> None:
         step = last_saved(self._folder)
         kept = "no step is saved" if step is None else f"step {step} is saved"
-        self._leave(code, f"stopped by {code.stopped_by}: {what}; {kept}")
+        self._leave(code, f"stopped by {self._stop.stopped_by(code)}: {what}; {kept}")

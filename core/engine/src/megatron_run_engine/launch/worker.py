@@ -77,6 +77,7 @@ class RankWorker:
         self._opened: OpenedFolder | None = None
         self._rendezvous: Rendezvous | None = None
         self._sidecar: SidecarClient | None = None
+        self._stop: StopRequest | None = None
         self._trains, self._spares = True, False  # whether this rank trains, and whether others stand by
         self._early: list[str] = []  # lines shown before rank 0 had its log
         self._shown = ExitStack()
@@ -86,8 +87,9 @@ class RankWorker:
         """Train, or do the task. Nothing is raised: there is an exit code, and a message if this rank must print it."""
         joined = self._world.launcher != "local"
         try:
-            code = self._train()
-            result = RankResult(self._world.rank, code)
+            result = RankResult(self._world.rank, self._train())
+            if self._stop is not None and self._stop.notice and not joined:  # our launcher knows of signals alone
+                result = replace(result, message=f"stopped by {self._stop.notice}")
             with suppress(RuntimeError, ValueError):  # a peer that is gone does not matter any more
                 if dist.is_initialized():
                     dist.destroy_process_group()
@@ -161,7 +163,8 @@ class RankWorker:
                 device_id=torch.device(world.device) if world.backend == "nccl" else None,
             )
         if self._work is None:
-            return train_in_folder(run, world, self.folder, activity, self._leave)
+            self._stop = stop_request(run)
+            return train_in_folder(run, world, self.folder, self._stop, activity, self._leave)
         self._work(run, world, activity)
         return ExitCode.DONE
 
@@ -314,16 +317,26 @@ def _interrupt(_code: ExitCode, line: str) -> None:
     interrupt_main()
 
 
+def stop_request(run: ResolvedRun) -> StopRequest:
+    """The limits of ``run``, from now on."""
+    limit, within = run.config.run.time_limit, run.config.run.stop_within
+    return StopRequest(limit.seconds if limit else inf, within.seconds if within else inf)
+
+
 def train_in_folder(
-    run: ResolvedRun, world: World, folder: RunFolder, activity: Activity | None = None, leave: Leave = _interrupt
+    run: ResolvedRun,
+    world: World,
+    folder: RunFolder,
+    stop: StopRequest,
+    activity: Activity | None = None,
+    leave: Leave = _interrupt,
 ) -> ExitCode:
-    """Train with signals attended to; the last step done is on disk afterwards, whatever happens.
+    """Train until ``stop``, with signals attended to; the last step done is on disk afterwards, whatever happens.
 
     ``activity`` records what this rank does, for the watchdog and for injected faults. ``leave`` ends this process
     where ``run.stop_within`` is over first.
     """
-    asked, limit, within = run.config.run, run.config.run.time_limit, run.config.run.stop_within
-    stop = StopRequest(limit.seconds if limit else inf, within.seconds if within else inf)
+    asked = run.config.run
     # One rank of a host looks for all. Local ranks all do: they are few, and none is told to end by another's end; and
     # so do all where the first of a host may be left out.
     looks = world.local_rank == 0 or world.launcher == "local" or world.left_out
@@ -337,7 +350,7 @@ def train_in_folder(
             with folder.in_use():
                 code = train_rank(run, world, folder, stop, activity)
             if tells and code is not ExitCode.DONE:
-                print(f"stopped by {code.stopped_by}", flush=True)  # noqa: T201  # beside what the observers print
+                print(f"stopped by {stop.stopped_by(code)}", flush=True)  # noqa: T201  # beside what the observers print
             return code
         finally:
             with suppress(OSError):

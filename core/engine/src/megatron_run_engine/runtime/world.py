@@ -65,6 +65,8 @@ class StopRequest:
 
     def __init__(self, seconds: float = inf, within: float = inf) -> None:
         self._code: ExitCode | None = None
+        #: What has asked for the end where that was no signal and not the time; else empty.
+        self.notice = ""
         self._deadline = monotonic() + seconds
         self.within, self._ends = within, inf
         self.begun = False
@@ -77,17 +79,21 @@ class StopRequest:
         """The exit code with which to end after this step, or None to continue."""
         return self._code or (ExitCode.TIME_LIMIT if monotonic() >= self._deadline else None)
 
-    def stop(self, code: ExitCode, *, signal: bool = True) -> bool:
-        """Request the end with ``code``; the first request decides. Returns whether this was the first ``signal``.
+    def stop(self, code: ExitCode, notice: str = "") -> bool:
+        """Request the end with ``code``; the first request decides. Returns whether this was the first signal.
 
-        Who sends a notice that is none, as a file, sends a signal soon after: that asks for nothing more.
+        A ``notice`` that is none, as a file, is followed by a signal soon: that asks for nothing more.
         """
         if self._code is None:
-            self._ends = monotonic() + self.within
+            self._ends, self.notice = monotonic() + self.within, notice
             self._late = self._read and self._since != inf
         self._code = self._code or code
-        first, self._signalled = not self._signalled, self._signalled or signal
+        first, self._signalled = not self._signalled, self._signalled or not notice
         return first
+
+    def stopped_by(self, code: ExitCode) -> str:
+        """What has stopped the run with ``code``, on which the ranks have agreed."""
+        return self.notice or code.stopped_by
 
     @property
     def left(self) -> float:

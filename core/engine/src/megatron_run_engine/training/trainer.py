@@ -85,7 +85,7 @@ def train_rank(
             observers.on_error(error)
             trainer.close(error)
             raise
-        observers.on_train_end("finished" if code is ExitCode.DONE else f"stopped by {code.stopped_by}")
+        observers.on_train_end("finished" if code is ExitCode.DONE else f"stopped by {stop.stopped_by(code)}")
         return code
 
 
