@@ -111,6 +111,16 @@ def test_a_step_on_disk_that_is_newer_is_taken_and_of_the_same_one_that_in_memor
     assert loaded == [tmp_path / "newer" / "checkpoints", memory]
 
 
+def test_a_step_that_is_asked_for_and_is_in_memory_alone_is_refused_with_what_takes_it(tmp_path: Path) -> None:
+    died(tmp_path / "run", 9)
+    assert in_memory(tmp_path / "run") == [6, 8]
+    with pytest.raises(CheckpointError, match=r"step 6 is in memory alone, .* step 8, the newest .*: --resume auto$"):
+        trained(tmp_path / "run", number=2, resume="6")
+    with pytest.raises(CheckpointError, match=r"there is no checkpoint .*step7; saved steps: 5$"):
+        trained(tmp_path / "run", number=2, resume="7")
+    assert trained(tmp_path / "run", number=3).first == 9, "nothing was forgotten"
+
+
 def test_a_step_that_is_asked_for_is_that_on_disk_and_memory_forgets_what_comes_after(tmp_path: Path) -> None:
     died(tmp_path / "run", 9)
     died(tmp_path / "run", 6, number=2, resume="5")

@@ -178,6 +178,8 @@ class Checkpointing:
             step, manifest = choose_on_rank0(choice, checkpoints, ranks), None
             if memory is not None and choice == "auto" and (found := memory.find(step)) is not None:
                 checkpoints, step, manifest = found
+            elif memory is not None and choice != "auto" and step is not None:
+                memory.check_on_disk(step, checkpoints)
             if step is None:
                 return Resumed(Progress())
             run, keys = with_granted(run, self._folder.path, step), self._folder.changed_keys

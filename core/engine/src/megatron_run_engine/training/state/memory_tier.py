@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from megatron_run.planning import ResolvedRun
     from megatron_run_engine.checkpoint.manifest import About, Manifest
     from megatron_run_engine.checkpoint.saving import Shapes
+    from megatron_run_engine.checkpoint.step_folder import Checkpoints
     from megatron_run_engine.run_folder import RunFolder
     from megatron_run_engine.training.build import Assembly
 
@@ -70,6 +71,20 @@ class MemoryTier:
         """The hosts, by the tokens that the ranks see."""
         notes = self._ranks.gather(json.dumps(on_all_ranks(self._ranks, self._home.token)))
         return Hosts.seeing(json.loads(on_rank0(self._ranks, lambda: json.dumps([json.loads(each) for each in notes]))))
+
+    def check_on_disk(self, step: int, checkpoints: Checkpoints) -> None:
+        """Raise :class:`CheckpointError` where ``step``, asked for by its number, is in memory alone."""
+
+        def check() -> str:
+            held = self._home.steps.steps()
+            if step in held and step not in checkpoints.steps():
+                raise CheckpointError(
+                    f"step {step} is in memory alone, and one that is asked for by its number is one on disk",
+                    fix=f"to go on from step {max(held)}, the newest in memory: --resume auto",
+                )
+            return ""
+
+        on_rank0(self._ranks, check)
 
     def find(self, on_disk: int | None) -> Found | None:
         """The step to resume from, if memory has one that is as new as the newest ``on_disk``.
