@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -16,6 +17,7 @@ from megatron_run.planning import load_config
 from megatron_run_engine.estimate.model_size import model_size
 from megatron_run_engine.nn.attention import CoreAttention
 from megatron_run_testing.build_contexts import example_microbatch
+from tests.support.forked import run_forked, tiny
 from tests.support.training_bench import Bench
 
 VOCAB = 61
@@ -166,3 +168,19 @@ def test_a_core_and_an_optimizer_that_have_no_part_in_it_are_refused_by_name() -
         pytest.raises(InputError, match=r"optimizer=adamw does not scale rows after an update, as layers\.0"),
     ):
         model_size(run)
+
+
+@pytest.mark.multiproc
+def test_the_largest_score_is_that_of_all_heads_samples_and_layers_on_however_many_ranks(tmp_path: Path) -> None:
+    sets = {"model.attention.qk_clip": 1e9, "train.global_batch_size": 4, "train.steps": 2}
+    split = {**sets, "parallel.tensor": 2, "parallel.pipeline": 2}
+    found: list[list[float]] = []
+    for name, (request_sets, plugins, ranks) in {
+        "one": (sets, (), 1),
+        "split": (split, ("schedule=1f1b", "parallel-layer=tensor"), 8),
+    }.items():
+        assert run_forked(tiny(tmp_path / name, request_sets, plugins, nproc=ranks), timeout=200).code == 0
+        rows = map(json.loads, (tmp_path / name / "metrics.jsonl").read_text().splitlines())
+        found.append([row["extra"]["model/largest_score"] for row in rows if "loss" in row])
+    assert len(found[0]) == 2
+    assert found[1] == pytest.approx(found[0], rel=1e-5)

@@ -37,6 +37,18 @@ def test_a_total_is_a_sum_whatever_the_weights() -> None:
     assert metrics.means(metrics.collect(Groups()).tolist()) == {}
 
 
+def test_the_largest_value_is_reported_of_this_step_alone() -> None:
+    metrics = Metrics(torch.device("cpu"))
+    before, score = metrics.scalar("lm"), metrics.largest("score")
+    for value in (-3.0, -1.5, -2.0):
+        score.add(torch.tensor(value))
+        before.add(value)
+    assert metrics.means(metrics.collect(Groups()).tolist()) == {"lm": pytest.approx(-13 / 6), "score": -1.5}
+    score.add(-7.0)
+    assert metrics.means(metrics.collect(Groups()).tolist()) == {"score": -7.0}
+    assert metrics.means(metrics.collect(Groups()).tolist()) == {}
+
+
 def test_a_name_is_given_out_once() -> None:
     metrics = Metrics(torch.device("cpu"))
     metrics.scalar("lm")

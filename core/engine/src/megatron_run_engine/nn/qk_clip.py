@@ -53,7 +53,7 @@ class QkClip:
     def __init__(self, context: BuildContext, limit: float) -> None:
         self._limit, self._like = limit, torch.empty(0, dtype=context.dtypes.main, device=context.device)
         self._replicas = context.groups.parallel_group(context.topology, "replicas")
-        self._meter = context.metrics.scalar("model/largest_score")
+        self._meter = context.metrics.largest("model/largest_score")
         self._watched: list[_Watched] = []
 
     def watching(self, make: Make, layers: ParallelLayers) -> Make:

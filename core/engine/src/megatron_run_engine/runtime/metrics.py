@@ -29,17 +29,32 @@ class Meter:
             self._cell[1] += weight
 
 
+class LargestMeter(Meter):
+    """The largest value over microbatches and ranks."""
+
+    def __init__(self, cell: Tensor, peak: Tensor) -> None:
+        super().__init__(cell)
+        self._peak = peak  # []: float64
+
+    def add(self, total: Tensor | float, weight: Tensor | float = 1.0) -> None:
+        """Add a value, ``total``. What is not a number is larger than all."""
+        with torch.no_grad():
+            self._peak.copy_(torch.maximum(self._peak, torch.as_tensor(total, device=self._peak.device)))
+            self._cell[1] += weight
+
+
 class Metrics:
     """Creates meters while plugins are built, and reduces them all at once.
 
-    The set of names is fixed before the first step and equal on every rank, so one all-reduce of fixed size suffices. A
-    rank without values for a name contributes zeros.
+    The set of names is fixed before the first step and equal on every rank, so one all-reduce of fixed size suffices,
+    and one more where there are largest values. A rank without values for a name contributes zeros.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._cells: dict[str, Tensor] = {}
         self._totals: set[str] = set()
+        self._peaks: dict[str, Tensor] = {}
         self._read: list[tuple[list[Meter], Callable[[], Sequence[float]]]] = []
 
     def scalar(self, name: str) -> Meter:
@@ -57,20 +72,31 @@ class Metrics:
         self._totals.add(name)
         return self.scalar(name)
 
+    def largest(self, name: str) -> Meter:
+        """Create a meter of ``name`` that is reported as the largest value over microbatches and ranks."""
+        self.total(name)
+        self._peaks[name] = torch.full((), -torch.inf, dtype=torch.float64, device=self._device)
+        return LargestMeter(self._cells[name], self._peaks[name])
+
     def read(self, names: Sequence[str], take: Callable[[], Sequence[float]]) -> None:
         """Report what ``take`` returns under ``names`` with each step: numbers of each rank's host, by their mean."""
         self._read.append(([self.scalar(name) for name in names], take))
 
     def collect(self, groups: Groups) -> Tensor:
-        """Sum over the world and reset: [names, 2] of (sum, weight), float64 on the device."""
+        """Reduce over the world and reset: [names, 2] of (sum or largest, weight), float64 on the device."""
         if not self._cells:
             return torch.zeros(0, 2, dtype=torch.float64, device=self._device)
         for meters, take in self._read:
             for meter, value in zip(meters, take(), strict=True):
                 meter.add(value)
         sums = groups.sum_(torch.stack(list(self._cells.values())), "world")
+        if self._peaks:
+            rows = [row for row, name in enumerate(self._cells) if name in self._peaks]
+            sums[rows, 0] = groups.max_(torch.stack(list(self._peaks.values())), "world")
         for cell in self._cells.values():
             cell.zero_()
+        for peak in self._peaks.values():
+            peak.fill_(-torch.inf)
         return sums
 
     @property
@@ -79,7 +105,7 @@ class Metrics:
         return list(self._cells)
 
     def means(self, sums: list[list[float]]) -> dict[str, float]:
-        """Means, and sums of totals, by name, from the result of :meth:`collect` on the host.
+        """Means, sums of totals and largest values, by name, from the result of :meth:`collect` on the host.
 
         Names without a report are omitted.
         """
