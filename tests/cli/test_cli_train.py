@@ -249,11 +249,17 @@ def test_torchrun_starts_the_ranks_and_again_after_one_has_died(tmp_path: Path) 
     kept = log(tmp_path, 0, attempt=2).read_text()
     assert kept.startswith("training on the CPU: no GPU"), "printed before the log was open"
     assert NOTICE in kept, "on the terminal it is an error's line"
-    assert done.stdout.endswith(kept.replace(NOTICE, ""))
+    (took,) = [line for line in kept.splitlines(keepends=True) if "s from the report of a lost rank" in line]
+    assert took in done.stderr, "as every warning"
+    assert done.stdout.endswith(kept.replace(NOTICE, "").replace(took, ""))
     assert log(tmp_path, 0).read_text().startswith("training on the CPU: no GPU")
     record = json.loads((tmp_path / "run" / "run.json").read_text())
     assert [attempt["attempt"] for attempt in record["attempts"]] == [1, 2]
     assert (status(tmp_path)["state"], status(tmp_path)["step"]) == ("finished", 3)
+    restart = json.loads((log(tmp_path, 0, attempt=2).parent / "restart.json").read_text())
+    assert restart["unknown"] == ["detection", "ranks_gone"], "the agent does not say"
+    assert list(restart["seconds"]) == ["processes", "join", "build", "load", "first_step"]
+    assert not (log(tmp_path, 0).parent / "restart.json").exists()
 
 
 @pytest.mark.nightly  # torchrun itself, and its own way to end

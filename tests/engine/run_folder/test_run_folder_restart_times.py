@@ -13,7 +13,14 @@ import pytest
 
 from megatron_run_engine.launch.job import Lost
 from megatron_run_engine.run_folder import RunFolder
-from megatron_run_engine.run_folder.restart_times import PHASES, RestartTimes, phases, process_start, write_lost
+from megatron_run_engine.run_folder.restart_times import (
+    PHASES,
+    RestartTimes,
+    phases,
+    process_start,
+    write_lost,
+    write_reported,
+)
 
 
 def test_the_phases_are_between_the_marks_that_are_there_and_add_up() -> None:
@@ -40,7 +47,23 @@ def test_what_the_launcher_saw_and_what_rank_0_did_become_one_record(tmp_path: P
     assert list(times.taken) == list(PHASES.values())
     assert (times.taken["detection"], times.taken["ranks_gone"], times.taken["processes"]) == (1.0, 0.5, 0.5)
     assert sum(times.taken.values()) == pytest.approx(record["marks"]["stepped"] - (now - 3), abs=1e-3)
+    assert record["unknown"] == []
     assert "s from the loss of a rank to the first new step: detection 1.00, ranks gone 0.50, " in str(times)
+
+
+def test_of_a_restart_that_another_launcher_makes_the_unknown_is_named_and_lies_in_what_follows(tmp_path: Path) -> None:
+    folder, now = RunFolder(tmp_path, 2), time.time()
+    write_reported(folder, now - 4)
+    with mock.patch("megatron_run_engine.run_folder.restart_times.process_start", return_value=now - 1):
+        times = RestartTimes(folder)
+    for mark in ("joined", "built", "loaded"):
+        times.mark(mark)
+    times.finish()
+    record = json.loads((tmp_path / "logs" / "attempt-002" / "restart.json").read_text())
+    assert record["unknown"] == ["detection", "ranks_gone"]
+    assert record["seconds"]["processes"] == 3.0
+    assert " s from the report of a lost rank to the first new step: processes 3.00, join " in str(times)
+    assert str(times).endswith("; not known: detection, ranks gone")
 
 
 def test_an_attempt_that_follows_no_lost_one_records_none(tmp_path: Path) -> None:

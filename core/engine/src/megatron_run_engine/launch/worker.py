@@ -39,6 +39,7 @@ from megatron_run_engine.launch.watchdog.page import PageWriter
 from megatron_run_engine.launch.watchdog.sidecar_client import SidecarClient
 from megatron_run_engine.run_folder import OpenedFolder, RunFolder, join_run_folder, open_run_folder
 from megatron_run_engine.run_folder.excluded import NAME, Excluded, read_excluded, remaining
+from megatron_run_engine.run_folder.restart_times import write_reported
 from megatron_run_engine.runtime.comm import patience
 from megatron_run_engine.runtime.world import StopRequest, World
 from megatron_run_engine.training.trainer import train_rank
@@ -280,7 +281,7 @@ class RankWorker:
             keys = {"path": str(folder.path), "attempt": folder.attempt, "id": opened.run_id}
             return {**keys, "finished": opened.finished}
 
-        opening = attempt(lambda: open_run_folder(run, self._options.arguments) if rank == 0 else None)
+        opening = attempt(lambda: self._open_folder(run) if rank == 0 else None)
         self._opened = opening.values[0] if opening.values else None
         found = rendezvous.agree("open", opening, ticket).first
         if found["finished"]:
@@ -294,6 +295,14 @@ class RankWorker:
         else:
             self._shown.enter_context(shown_log(folder.log(rank), self._early))
         return folder
+
+    def _open_folder(self, run: ResolvedRun) -> OpenedFolder:
+        """Open the run folder. A restart by torchrun, of which no launcher of ours knows, begins its record here."""
+        opened = open_run_folder(run, self._options.arguments)
+        last = opened.last
+        if self._world.restart and last is not None and last.exit_code == ExitCode.RANK_LOST and not opened.finished:
+            write_reported(opened.folder, last.heartbeat)
+        return opened
 
     def _failure(self, error: BaseException) -> RankResult:
         """The result of a rank that raised ``error``. A bug prints its traceback, with ``--debug`` every error does."""

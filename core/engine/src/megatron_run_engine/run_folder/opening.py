@@ -27,7 +27,7 @@ from megatron_run_engine.run_folder.changes import (
     with_added_options,
     with_moved_tokenizer,
 )
-from megatron_run_engine.run_folder.folder import ATTEMPT, RunFolder, is_run_id, unusable
+from megatron_run_engine.run_folder.folder import ATTEMPT, RunFolder, Status, is_run_id, unusable
 from megatron_run_engine.run_folder.length import check_length
 from megatron_run_engine.run_folder.lock import FolderLock
 from megatron_run_engine.run_folder.permissions import sound_permissions
@@ -50,7 +50,7 @@ _BEFORE = re.compile(r"\.lock(-exclusive)?|\.run\.json\.[0-9a-f]{16}\.tmp")
 class OpenedFolder:
     """A run folder with its lock, and what there was ``before`` it was opened.
 
-    ``finished`` tells whether an earlier attempt has reached the last step.
+    ``finished`` tells whether an earlier attempt has reached the last step, and ``last`` how the one before ended.
     """
 
     folder: RunFolder
@@ -58,6 +58,7 @@ class OpenedFolder:
     run_id: str
     before: Before
     finished: bool = False
+    last: Status | None = None
 
     def end(self, code: ExitCode, message: str = "", *, keep: bool = False) -> bool:
         """Report how the attempt ended; whether it is taken back, as one that was refused before it began.
@@ -219,7 +220,7 @@ def _enter(before: Before, lock: FolderLock, run: ResolvedRun, arguments: Sequen
     except BaseException:
         before.restore(folder)
         raise
-    return OpenedFolder(folder, lock, record["id"], before)
+    return OpenedFolder(folder, lock, record["id"], before, last=status)
 
 
 def _describe(folder: RunFolder, run: ResolvedRun, record: dict[str, Any], prepared: dict[str, Any]) -> None:

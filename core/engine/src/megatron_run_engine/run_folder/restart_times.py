@@ -1,13 +1,15 @@
 """The phases of a restart, from the death of a rank to the first new step, as the record of an attempt keeps them.
 
-The launcher writes when the attempt before was lost, and rank 0 of the next one adds its own marks.
+The launcher writes when the attempt before was lost, and rank 0 of the next one adds its own marks. torchrun does not
+say when a rank died and when all had ended: a restart by it begins with the report in ``status.json``, and the phase
+after that contains what nobody knows.
 """
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
@@ -42,22 +44,31 @@ class LostAt(Protocol):
 
 
 def write_lost(folder: RunFolder, lost: LostAt) -> None:
-    """Write when the attempt before this one was ``lost``; a full disk is none of a restart's troubles."""
-    marks = {"died": lost.died, "detected": lost.detected, "ended": lost.ended}
-    with suppress(OSError):
+    """Write when the attempt before this one was ``lost``."""
+    _write(folder, {"died": lost.died, "detected": lost.detected, "ended": lost.ended})
+
+
+def write_reported(folder: RunFolder, at: float) -> None:
+    """Write when the attempt before this one reported a lost rank, which is all that is known of its end."""
+    _write(folder, {"detected": at})
+
+
+def _write(folder: RunFolder, marks: Mapping[str, float]) -> None:
+    with suppress(OSError):  # a full disk is none of a restart's troubles
         folder.write_record(NAME, {"v": 1, "marks": marks})
 
 
 class RestartTimes:
     """The marks of rank 0 in an attempt: it began as a process, and passes the others in their order.
 
-    ``taken`` are the seconds of each phase, once a step is done.
+    ``taken`` are the seconds of each phase, once a step is done, and ``unknown`` the phases that the next one contains.
     """
 
     def __init__(self, folder: RunFolder) -> None:
         self._folder = folder
         self._marks = {"started": process_start()}
         self.taken: Mapping[str, float] = {}
+        self.unknown: Sequence[str] = ()
 
     def mark(self, name: str) -> None:
         """Note that the phase ends which ``name`` stands for."""
@@ -71,13 +82,18 @@ class RestartTimes:
             return
         marks = {**before, **self._marks}
         self.taken = phases(marks)
+        self.unknown = [phase for phase in PHASES.values() if phase not in self.taken]
         with suppress(OSError):
-            self._folder.write_record(NAME, {"v": 1, "marks": marks, "seconds": self.taken})
+            record = {"v": 1, "marks": marks, "seconds": self.taken, "unknown": self.unknown}
+            self._folder.write_record(NAME, record)
 
     def __str__(self) -> str:
         whole = sum(self.taken.values())
         each = ", ".join(f"{name.replace('_', ' ')} {seconds:.2f}" for name, seconds in self.taken.items())
-        return f"{whole:.2f} s from the loss of a rank to the first new step: {each}"
+        unknown = ", ".join(name.replace("_", " ") for name in self.unknown)
+        since = "report of a lost rank" if unknown else "loss of a rank"
+        line = f"{whole:.2f} s from the {since} to the first new step: {each}"
+        return f"{line}; not known: {unknown}" if unknown else line
 
 
 def phases(marks: Mapping[str, float]) -> dict[str, float]:
