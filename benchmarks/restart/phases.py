@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import random
+import signal
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -27,19 +28,45 @@ class Restarted(NamedTuple):
     step: float
 
 
-def restarts(run: Run, kills: int, draw: random.Random) -> Iterator[Restarted]:
-    """Kill a rank so many times, each after some steps of the attempt, at a random moment of a step."""
+def restarts(run: Run, kills: int, draw: random.Random, number: signal.Signals = signal.SIGKILL) -> Iterator[Restarted]:
+    """Send a signal to a rank so many times, each after some steps of the attempt, at a random moment of a step."""
     for attempt in range(2, kills + 2):
         begun = len(run.rows())
         run.wait_for(lambda begun=begun: len(run.rows()) >= begun + EVERY + 2)
         step = statistics.median(row["step_time_s"] for row in run.rows()[begun + 1 :])
         time.sleep(draw.random() * step)
-        done, killed = run.kill_one(draw)
+        done, killed = run.strike_one(draw, number)
         run.wait_for(lambda attempt=attempt: run.rows()[-1]["attempt"] == attempt)
         record, rows = run.restart(attempt), run.rows()
         seconds = {**record["seconds"], "detection": record["marks"]["detected"] - killed}
         new = next(row["step"] for row in rows if row["attempt"] == attempt)
         yield Restarted(seconds, rows[done - 1]["step"] + 1 - new, step)
+
+
+def medians(found: Mapping[str, Sequence[Restarted]]) -> Iterator[str]:
+    """The table of the median of each phase, with a column for each way that was ``found``."""
+    rows = [
+        (phase.replace("_", " "), *(_median([each.seconds[phase] for each in found[way]]) for way in found))
+        for phase in PHASES.values()
+    ]
+    whole = {way: [sum(each.seconds.values()) for each in found[way]] for way in found}
+    rows.append(("all of them", *(_median(whole[way]) for way in found)))
+    rows.append(("... the slowest", *(f"{max(whole[way]):.2f}" for way in found)))
+    rows.append(("steps done anew, most", *(str(max(each.lost for each in found[way])) for way in found)))
+    rows.append(("a step", *(_median([each.step for each in found[way]]) for way in found)))
+    yield from table(("seconds, median", *found), rows)
+
+
+def met(what: str, goals: Sequence[tuple[str, str, float, float]]) -> Iterator[str]:
+    """The table of ``goals``: a name, words, what was measured, and the limit."""
+    rows = ((name, goal, f"{value:.2f}", "yes" if value <= limit else "no") for name, goal, value, limit in goals)
+    yield ""
+    yield from table((what, "goal", "measured", "met"), rows)
+
+
+def after_detection(found: Sequence[Restarted]) -> float:
+    """The median seconds from the detection to the first new step."""
+    return statistics.median(sum(each.seconds.values()) - each.seconds["detection"] for each in found)
 
 
 def phases(*, quick: bool) -> Iterator[str]:
@@ -50,30 +77,15 @@ def phases(*, quick: bool) -> Iterator[str]:
             with tempfile.TemporaryDirectory() as folder, running(Path(folder) / "run", way) as run:
                 found[way] += restarts(run, KILLS, random.Random(number))
     yield f"\n{RANKS} ranks, 50 M parameters, saved every {EVERY} steps; {rounds * KILLS} kills each way, in turns.\n"
-    rows = [
-        (phase.replace("_", " "), *(_median([each.seconds[phase] for each in found[way]]) for way in WAYS))
-        for phase in PHASES.values()
-    ]
-    whole = {way: [sum(each.seconds.values()) for each in found[way]] for way in WAYS}
-    rows.append(("kill to first new step", *(_median(whole[way]) for way in WAYS)))
-    rows.append(("... the slowest", *(f"{max(whole[way]):.2f}" for way in WAYS)))
-    rows.append(("steps done anew, most", *(str(max(each.lost for each in found[way])) for way in WAYS)))
-    rows.append(("a step", *(_median([each.step for each in found[way]]) for way in WAYS)))
-    yield from table(("seconds, median", *WAYS), rows)
+    yield from medians(found)
     memory = found["memory"]
+    slowest, anew = max(each.seconds["detection"] for each in memory), max(each.lost for each in memory)
     goals = (
-        ("detection", f"below {DETECTION:g} s", max(each.seconds["detection"] for each in memory), DETECTION),
-        (
-            "detection to first new step",
-            f"within {FIRST_STEP:g} s",
-            statistics.median(sum(each.seconds.values()) - each.seconds["detection"] for each in memory),
-            FIRST_STEP,
-        ),
-        ("steps done anew", f"at most {EVERY}", max(each.lost for each in memory), EVERY),
+        ("detection", f"below {DETECTION:g} s", slowest, DETECTION),
+        ("detection to first new step", f"within {FIRST_STEP:g} s", after_detection(memory), FIRST_STEP),
+        ("steps done anew", f"at most {EVERY}", anew, EVERY),
     )
-    yield ""
-    met = ((what, goal, f"{value:.2f}", "yes" if value <= limit else "no") for what, goal, value, limit in goals)
-    yield from table(("out of memory", "goal", "measured", "met"), met)
+    yield from met("out of memory", goals)
 
 
 def _median(values: list[float]) -> str:

@@ -38,7 +38,8 @@ QUIET = {
 }
 #: Steps between two saves, on disk or in memory: a few seconds of work.
 EVERY = 2
-#: Where a run saves every ``EVERY`` steps.
+#: Where a run saves every ``EVERY`` steps; and one that saves nothing.
+UNSAVED = "nothing"
 WAYS: Mapping[str, Mapping[str, Any]] = {
     "memory": {"checkpoint.memory_interval": EVERY, "checkpoint.interval": 0},
     "disk": {"checkpoint.memory_interval": 0, "checkpoint.interval": EVERY},
@@ -48,17 +49,27 @@ WAYS: Mapping[str, Mapping[str, Any]] = {
 }  # fmt: skip
 
 
-class Run:
-    """A run in ``folder`` under way, which starts again by itself."""
+_NOT_SAVED = {"checkpoint.memory_interval": 0, "checkpoint.interval": 0}
 
-    def __init__(self, folder: Path, way: str, steps: int = 100_000) -> None:
+
+class Run:
+    """A run in ``folder`` under way, which starts again by itself.
+
+    ``fault`` is injected into it, as ``MEGATRON_RUN_FAULT`` says one. A rank that hangs is lost after ``timeout`` s.
+    """
+
+    def __init__(self, folder: Path, way: str, *, fault: str = "", timeout: float = 600.0) -> None:
         self.folder = folder
-        values = {**MODEL, **QUIET, **WAYS[way], "train.steps": steps, "run.folder": folder}
+        values = {**MODEL, **QUIET, **WAYS.get(way, _NOT_SAVED), "train.steps": 100_000, "run.folder": folder}
+        values["run.timeout"] = timeout
         words = ["preset:tiny", "--plugin", "schedule=1f1b", "--plugin", "optimizer=zero1", "--nproc", str(RANKS)]
         words += ["--plugin", "parallel-layer=tensor", "--max-restarts", "1000"]
         words += [each for key, value in values.items() for each in ("--set", f"{key}={value}")]
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "megatron_run_cli", *words], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
+            [sys.executable, "-m", "megatron_run_cli", *words],
+            env={**os.environ, **({"MEGATRON_RUN_FAULT": fault} if fault else {})},
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
         )
 
     def rows(self) -> list[dict[str, Any]]:
@@ -77,12 +88,12 @@ class Run:
                 raise RuntimeError(f"the run ended or stood still: {said.decode(errors='replace')[-2000:]}")
             time.sleep(0.02)
 
-    def kill_one(self, draw: random.Random) -> tuple[int, float]:
-        """Kill a rank that ``draw`` chooses. The number of steps done before, and when it was, since the epoch."""
+    def strike_one(self, draw: random.Random, number: signal.Signals = signal.SIGKILL) -> tuple[int, float]:
+        """Send a signal to a rank that ``draw`` chooses. The number of steps done before, and when, since the epoch."""
         (server,) = (pid for pid in children(self._process.pid) if "fork_server" in command(pid))
         victim = draw.choice([pid for pid in children(server) if alive(pid)])
         done, now = len(self.rows()), time.time()
-        os.kill(victim, signal.SIGKILL)
+        os.kill(victim, number)
         return done, now
 
     def restart(self, attempt: int) -> Mapping[str, Any]:
@@ -105,9 +116,9 @@ class Run:
 
 
 @contextmanager
-def running(folder: Path, way: str) -> Iterator[Run]:
+def running(folder: Path, way: str, *, fault: str = "", timeout: float = 600.0) -> Iterator[Run]:
     """A run that saves ``way``, ended with the block."""
-    run = Run(folder, way)
+    run = Run(folder, way, fault=fault, timeout=timeout)
     try:
         yield run
     finally:

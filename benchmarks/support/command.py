@@ -4,22 +4,31 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Protocol
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import NamedTuple
 
 from benchmarks.support.report import heading
 
+#: Measures, with fewer samples where it gets ``quick``, and tells what was found, line by line.
+Part = Callable[..., Iterator[str]]
 
-class Part(Protocol):
-    """Measures, and tells what was found, line by line."""
 
-    def __call__(self, *, quick: bool) -> Iterator[str]:
-        """``quick``: with fewer samples."""
-        ...
+class Number(NamedTuple):
+    """A whole number that a ``part`` of a benchmark takes by this name; help shows what it is ``of``."""
+
+    name: str
+    part: str
+    of: str
 
 
 def run(
-    name: str, title: str, about: str, parts: Part | Mapping[str, Part], words: Sequence[str] | None = None
+    name: str,
+    title: str,
+    about: str,
+    parts: Part | Mapping[str, Part],
+    words: Sequence[str] | None = None,
+    number: Number | None = None,
 ) -> None:
     """Print the results of ``benchmarks.<name>``: a heading, then what was found, each line as soon as it is there.
 
@@ -31,8 +40,12 @@ def run(
     choice = parts if isinstance(parts, Mapping) else {}
     if choice:
         parser.add_argument("--only", nargs="+", choices=choice, default=choice, metavar="PART", help=", ".join(choice))
+    if number is not None:
+        parser.add_argument(f"--{number.name}", type=int, metavar="N", help=f"of {number.of}")
     given = parser.parse_args(typed)
     chosen = [choice[part] for part in given.only] if isinstance(parts, Mapping) else [parts]
+    if number is not None and (asked := getattr(given, number.name)) is not None:
+        chosen = [partial(each, **{number.name: asked}) if each is choice[number.part] else each for each in chosen]
     for line in heading(title, (parser.prog, *typed)):
         print(line, flush=True)
     for part in chosen:

@@ -9,6 +9,7 @@ import pytest
 
 from megatron_run_engine.checkpoint.step_folder import Checkpoints
 from tests.support.forked import Ran, learned, run_forked, saved_bits, tiny
+from tests.support.saved_steps import read_all, same_state
 
 pytestmark = pytest.mark.multiproc
 
@@ -56,3 +57,22 @@ def test_a_bit_that_flips_in_one_replica_ends_the_run_and_names_it(tmp_path: Pat
     assert flipped.code == 6
     assert flipped.message.startswith("after step 3 rank 2 holds another embedding.word.weight than ranks 0, 1 and 3: ")
     assert Checkpoints(tmp_path / "run" / "checkpoints").steps() == [2]
+
+
+def test_a_bit_that_flips_in_a_share_of_zero3_is_seen_where_another_stage_holds_a_copy_and_else_saved(
+    tmp_path: Path,
+) -> None:
+    """Replicas of a share are gathered from it. Of a tied embedding the last stage has shares of its own."""
+    whole = {"optimizer.whole_below": 0, "guard.replica_interval": 1}
+
+    def run_zero3(name: str, fault: str, *, tied: bool) -> Ran:
+        sets = {"train.steps": LAST, "model.tie_embeddings": tied, "parallel.pipeline": 2, **whole}
+        return run_forked(tiny(tmp_path / name, sets, ("schedule=1f1b", "optimizer=zero3"), nproc=4), fault)
+
+    flip = "rank=0,step=2,at=observe,kind=flip"
+    seen = run_zero3("seen", flip, tied=True)
+    assert seen.code == 6
+    assert "after step 2 the copies of embedding.word.weight on ranks 0, 1, 2 and 3 differ" in seen.message
+    assert [run_zero3(name, fault, tied=False).code for name, fault in (("unseen", flip), ("intact", ""))] == [0, 0]
+    unseen, intact = (Checkpoints(tmp_path / name / "checkpoints") for name in ("unseen", "intact"))
+    assert not same_state(*(read_all(each, LAST) for each in (unseen, intact))), "it struck the share"

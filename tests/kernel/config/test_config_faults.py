@@ -151,6 +151,12 @@ def test_a_flip_changes_one_bit_of_one_value(dtype: torch.dtype) -> None:
     assert sorted(int(bits).bit_count() for bits in changed.flatten()) == [0, 0, 0, 0, 0, 1]
 
 
+def test_a_flip_strikes_no_padding() -> None:
+    held = [torch.nn.Parameter(torch.tensor([2.0, 3.0, 0.0, 0.0, 0.0, 0.0]))]
+    phases_with("at=optimizer,kind=flip", held=held).enter("optimizer")
+    assert held[0].tolist() == [2.0, 3.5, 0.0, 0.0, 0.0, 0.0]
+
+
 def test_a_full_disk_names_what_was_being_written() -> None:
     with pytest.raises(OSError, match="No space left") as full:
         phases_with("at=save-shard,kind=enospc").enter("save-shard", Path("shard"))

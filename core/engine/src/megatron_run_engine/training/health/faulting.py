@@ -97,7 +97,10 @@ class _FaultInjector:
         elif fault.kind == "enospc":
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), detail or None)
         elif fault.kind == "flip":
-            flip_bit(next((values for values, _ in self._kept() if len(values)), self._parameters[0]))
+            weights = (*(values for values, _ in self._kept()), *filter(has_memory, self._parameters))
+            flip_bit(
+                next((values for values in weights if values.detach().any()), weights[0])
+            )  # a share may be padding
         else:
             gradients = [gradient for _, gradient in self._kept()]
             for gradient in (*gradients, *filter(has_memory, map(main_grad, self._parameters))):
@@ -119,10 +122,11 @@ def _signal(number: signal.Signals, after: float) -> None:
 
 
 def flip_bit(parameter: torch.Tensor) -> None:
-    """Flip a high mantissa bit of the value in the middle of ``parameter``."""
+    """Flip a high mantissa bit of the value in the middle of ``parameter``; zeros may be padding, of no tensor."""
     values = parameter.detach().view(-1)
-    middle = values[len(values) // 2 :][:1].view(torch.uint8)
-    middle[-2] ^= 0x20
+    places = values.nonzero().view(-1)
+    middle = int(places[len(places) // 2]) if len(places) else len(values) // 2
+    values[middle : middle + 1].view(torch.uint8)[-2] ^= 0x20
 
 
 def _log(text: str) -> None:
