@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import socket
 import time
-from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from threading import Event
+from types import SimpleNamespace
 from typing import Any, TypeVar
-from unittest import mock
 
 import pytest
 from torch._C._distributed_c10d import TCPStore
@@ -21,9 +19,7 @@ from megatron_run.config.request import Request
 from megatron_run.errors import ExitCode, InputError, PluginError, RankLostError
 from megatron_run.files.latest_run import point_latest_at
 from megatron_run.planning import ResolvedRun, resolve
-from megatron_run_engine.launch.api import _launch_joined
-from megatron_run_engine.launch.failures import exit_code
-from megatron_run_engine.launch.job import LaunchOptions
+from megatron_run_engine.launch import rendezvous as rendezvous_module
 from megatron_run_engine.launch.rendezvous import (
     Outcome,
     PeerError,
@@ -33,8 +29,8 @@ from megatron_run_engine.launch.rendezvous import (
     check_digests,
     check_gpus,
 )
-from megatron_run_engine.launch.worker import RankWorker
 from megatron_run_engine.runtime.world import World
+from tests.engine.launch.meeting import meet
 from tests.support.commands import free_port
 
 T = TypeVar("T")
@@ -44,29 +40,6 @@ T = TypeVar("T")
 def _first_server() -> None:
     """torch's first server opens two descriptors that stay as long as the process."""
     TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-
-
-def meet(
-    place: str, size: int, work: Callable[[int, Rendezvous], T], *, timeout: float = 20.0, restart: int | None = None
-) -> list[Outcome[T]]:
-    """``work`` of every rank at ``place``; what each returned or raised. With ``restart`` an agent listens there."""
-
-    def rank(number: int) -> Outcome[T]:
-        serves = number == 0 and restart is None
-        launcher = "python" if restart is None else "torchrun"
-        world = World(
-            number,
-            size,
-            init_method=place,
-            serves_store=serves,
-            restart=restart or 0,
-            launcher=launcher,
-            host=f"host{number}",
-        )
-        return attempt(lambda: work(number, Rendezvous(world, timeout)))
-
-    with ThreadPoolExecutor(size) as threads:
-        return list(threads.map(rank, range(size)))
 
 
 @pytest.fixture
@@ -126,6 +99,43 @@ def test_a_rank_but_the_first_reads_one_key_of_a_phase_however_many_there_are(
     monkeypatch.setattr(Rendezvous, "_wait", wait)
     meet(file, ranks, lambda rank, rendezvous: rendezvous.agree("phase", Outcome((rank,))))
     assert waited == [["phase/verdict"]] * (ranks - 1)
+
+
+@pytest.mark.parametrize("ranks", [3, 12])
+def test_a_look_for_ranks_that_come_is_four_calls_however_many_there_are(
+    ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    agent = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    calls: list[str] = []
+
+    class Counted:
+        """The store of rank 0, which is the only one that looks."""
+
+        def __init__(self, store: Any) -> None:
+            self._store = store
+
+        def __getattr__(self, name: str) -> Any:
+            calls.append(name)
+            return getattr(self._store, name)
+
+    open_store = rendezvous_module._open_store
+    monkeypatch.setattr(
+        rendezvous_module,
+        "_open_store",
+        lambda world, timeout: open_store(world, timeout) if world.rank else Counted(open_store(world, timeout)),
+    )
+    monkeypatch.setattr(rendezvous_module, "PrefixStore", lambda start, store: start)
+    looks: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        looks.append(seconds)
+        time.sleep(seconds)
+
+    monkeypatch.setattr(rendezvous_module, "time", SimpleNamespace(monotonic=time.monotonic, sleep=sleep))
+    starts = meet(f"tcp://127.0.0.1:{agent.port}", ranks, lambda rank, rendezvous: rendezvous._store, restart=0)
+    assert len({str(outcome.values[0]) for outcome in starts}) == 1
+    assert {*calls} == {"check", "get", "multi_set"}
+    assert len(calls) <= 4 * len(looks) + 1
 
 
 @pytest.mark.parametrize("counts", [(0, 1), (0, 0)], ids=["counted", "uncounted"])
@@ -312,79 +322,3 @@ def test_ranks_that_found_other_latest_runs_take_that_of_rank_0_and_keep_it_when
 
     assert start(0) == [[names[0], names[0]], [names[1], names[0]]]
     assert start(1) == [[names[0], names[0]]] * 2
-
-
-def planned(rank: int, asked: list[int], *, fails: bool = False) -> Mapping[str, str]:
-    asked.append(rank)
-    if fails:
-        raise InputError("no layout fits")
-    return {"parallel.data": str(rank + 2)}
-
-
-def test_what_takes_long_to_find_rank_0_decides_for_all_and_once(file: str) -> None:
-    asked = list[int]()
-
-    def work(rank: int, rendezvous: Rendezvous) -> list[Mapping[str, str]]:
-        found = [rendezvous.decide(lambda: planned(rank, asked)) for _ in range(2)]
-        rendezvous.decide_nothing()
-        return [*found, rendezvous.decide(lambda: planned(rank, asked))]
-
-    assert [outcome.values for outcome in meet(file, 3, work)] == [([{"parallel.data": "2"}] * 3,)] * 3
-    assert asked == [0]
-
-
-def test_what_rank_0_cannot_decide_it_says_alone_and_none_waits_for_what_it_does_not_decide(file: str) -> None:
-    asked = list[int]()
-
-    def fail(rank: int, rendezvous: Rendezvous) -> Mapping[str, str]:
-        return rendezvous.decide(lambda: planned(rank, asked, fails=True))
-
-    failed = [outcome.error for outcome in meet(f"{file}.1", 3, fail)]
-    assert [type(error) for error in failed] == [InputError, PeerError, PeerError]
-    assert [exit_code(error) for error in failed if error is not None] == [ExitCode.INPUT] * 3
-
-    def differ(rank: int, rendezvous: Rendezvous) -> Mapping[str, str]:
-        """The ranks' configurations are not the same: that is found later, by their digests."""
-        rendezvous.decide_nothing()
-        return rendezvous.decide(lambda: planned(rank, asked)) if rank else {}
-
-    assert [outcome.values for outcome in meet(f"{file}.2", 3, differ)] == [({},)] * 3
-    assert asked == [0]
-
-
-def test_a_run_with_a_planned_layout_is_resolved_with_what_rank_0_has_decided(tmp_path: Path, file: str) -> None:
-    """Both ranks of a world, as torchrun starts them: the search and the look at the GPU are rank 0's."""
-    asked, gpus, runs = list[int](), list[str](), list[ResolvedRun]()
-    request = Request(configs=("preset:tiny",), sets=("run.elastic=plan", f"run.folder={tmp_path / 'run'}"))
-
-    class Planner:
-        @staticmethod
-        def best_layout(_: Request, there: int, gpu: str) -> Mapping[str, str]:
-            asked.append(there)
-            gpus.append(gpu)
-            return {"parallel.pipeline": "1", "parallel.data": "2", "schedule": "gpipe"}
-
-    def agreed(rendezvous: Rendezvous, _: object, resolved: Outcome[ResolvedRun]) -> ResolvedRun:
-        runs.append(rendezvous.agree("resolve", resolved).value)
-        raise PeerError(0, 0)  # a rank goes no further here
-
-    def join(resolve_run: Any, world: World, options: LaunchOptions) -> None:
-        worker = RankWorker(resolve_run, world, options)
-        with pytest.raises(PeerError):
-            worker._train()
-        os.close(worker._terminal)
-
-    def work(rank: int) -> None:
-        world = World(rank, 2, rank, 2, init_method=file, launcher="slurm")
-        _launch_joined(request, world, LaunchOptions())
-
-    with (
-        mock.patch("megatron_run_engine.launch.planned.import_module", return_value=Planner),
-        mock.patch("megatron_run_engine.launch.planned._gpu", return_value="H100"),
-        mock.patch("megatron_run_engine.launch.worker.agree_on_run", agreed),
-        mock.patch("megatron_run_engine.launch.api._join", join),
-        ThreadPoolExecutor(2) as threads,
-    ):
-        list(threads.map(work, range(2)))
-    assert [run.sizes.world for run in runs] == [2, 2]
-    assert (asked, gpus) == ([2], ["H100"])

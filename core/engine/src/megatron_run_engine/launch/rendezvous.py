@@ -29,8 +29,8 @@ T = TypeVar("T")
 #: Makes the run of a rank from what each ``runs/latest`` stands for, as :class:`Request` has it; empty: read it. It has
 #: rank 0 decide what all would take long to find.
 ResolveRun = Callable[[Mapping[str, str], "Decide"], "ResolvedRun"]
-#: Where a store keeps that for later starts.
-_LATEST = "megatron-run/latest"
+#: Where a store keeps that for later starts, and the words of ranks that came, of all starts.
+_LATEST, _CAME = "megatron-run/latest", "came"
 
 #: Seconds that ranks wait longer than rank 0, so that it is rank 0 that names a missing rank.
 _SLACK = 2.0
@@ -96,30 +96,31 @@ class Rendezvous:
         """The name of this start, on which its ranks agree although keys of others are there.
 
         torchrun's count of restarts is no such name: each agent counts its own, and none counts those after which more
-        hosts take part. So each rank leaves a fresh word under its number, and waits for an answer to it; rank 0
-        answers every word until all ranks have heard theirs. Keys of earlier starts have other words.
+        hosts take part. So each rank adds a fresh word to a list, and waits for an answer to it; rank 0 answers every
+        word until all ranks have heard theirs. Words of earlier starts stay in the list, and nobody waits for them. A
+        look of rank 0 is four calls of the store, however many ranks there are.
         """
         rank, size, store = self._world.rank, self._world.size, self._all_starts
         fresh = token_hex(8)
         if rank:
-            store.set(f"came/{rank}", fresh)
+            store.append(_CAME, f"{rank}:{fresh} ")
             self._await(store, [f"start/{fresh}"], self.timeout + _SLACK)
             start = store.get(f"start/{fresh}").decode()
             store.set(f"{start}/met/{rank}", "")
             return start
         start, deadline = f"start-{fresh}", time.monotonic() + self.timeout
-        answered: dict[int, bytes] = {}
-        missing = list(range(1, size))
-        while missing:
-            for other in [each for each in missing if store.check([f"came/{each}"])]:
-                came = store.get(f"came/{other}")
-                if answered.get(other) != came:
-                    store.set(f"start/{came.decode()}", start)
-                    answered[other] = came
-            missing = [each for each in missing if not store.check([f"{start}/met/{each}"])]
-            if missing and time.monotonic() >= deadline:
+        met = {each: f"{start}/met/{each}" for each in range(1, size)}
+        answered: dict[int, str] = {}
+        while not store.check([*met.values()]):
+            came = dict(each.split(":") for each in store.get(_CAME).decode().split()) if store.check([_CAME]) else {}
+            heard = {int(each): word for each, word in came.items()}  # of each rank the last
+            unanswered = {each: heard[each] for each in met if each in heard and heard[each] != answered.get(each)}
+            if unanswered:
+                store.multi_set([f"start/{word}" for word in unanswered.values()], [start] * len(unanswered))
+                answered |= unanswered
+            if time.monotonic() >= deadline and (missing := [each for each in met if not store.check([met[each]])]):
                 raise self._missing(missing, "start")
-            time.sleep(_LOOK if missing else 0.0)
+            time.sleep(_LOOK)
         return start
 
     def _await(self, store: Store, keys: list[str], timeout: float) -> None:
