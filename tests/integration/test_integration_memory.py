@@ -71,8 +71,9 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return undisturbed()
 
 
-#: A rank dies while step 8 is done: 6 is saved, and 8 may not be.
+#: A rank dies while step 8 is done: 4 is saved, and 6 may not be. A step later 6 is: the save of 8 has waited for it.
 KILL = "rank=3,step=8,at=forward,kind=kill,attempt=1"
+LATE_KILL = "rank=3,step=9,at=forward,kind=kill,attempt=1"
 
 
 def same_as(whole: Path, run: Path) -> bool:
@@ -104,11 +105,11 @@ def test_a_host_that_is_lost_gets_its_neighbours_copies_and_both_that_are_the_di
     lost: tuple[int, ...], whole: Path, tmp_path: Path
 ) -> None:
     hosts = Hosts(tmp_path)
-    assert hosts.train(KILL, interval=3).code == 4
+    assert hosts.train(LATE_KILL, interval=5).code == 4
     for host in lost:
         hosts.lose(host)
-    assert hosts.train(interval=3).code == 0
-    assert hosts.begun_at(2) == 6, "of the step that is in both, and of the disk where nothing is left"
+    assert hosts.train(interval=5).code == 0
+    assert hosts.begun_at(2) in ((6, 8) if len(lost) == 1 else (5,)), "on disk is 5 alone"
     assert same_as(whole, hosts.run)
     assert hosts.empty
 
