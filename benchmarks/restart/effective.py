@@ -54,7 +54,7 @@ def undisturbed(steps: int) -> float:
     """The median seconds of so many steps of a run that saves nothing and loses no rank."""
     with tempfile.TemporaryDirectory() as folder, running(Path(folder) / "run", UNSAVED) as run:
         run.wait_for(lambda: len(run.rows()) >= WARM + steps)
-        return statistics.median(row["step_time_s"] for row in run.rows()[WARM:])
+        return statistics.median(float(row["step_time_s"]) for row in run.rows()[WARM:])
 
 
 def _row(way: str, minutes: int, step: float) -> tuple[str, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -322,7 +322,7 @@ def copied(memory: Path) -> str:
 
 
 #: What is wrong with a folder for steps in memory, and the words that say so.
-BAD = {
+BAD: Mapping[Callable[[Path], str], str] = {
     unset: "its environment does not set NOWHERE",
     missing: "there is no folder /not/there",
     linked: "it is a symbolic link to",

@@ -103,7 +103,7 @@ class Rendezvous:
         rank, size, store = self._world.rank, self._world.size, self._all_starts
         fresh = token_hex(8)
         if rank:
-            store.append(_CAME, f"{rank}:{fresh} ")
+            store.append(_CAME, f"{rank}:{fresh} ")  # type: ignore[attr-defined]  # missing in torch's stub
             self._await(store, [f"start/{fresh}"], self.timeout + _SLACK)
             start = store.get(f"start/{fresh}").decode()
             store.set(f"{start}/met/{rank}", "")
@@ -116,7 +116,8 @@ class Rendezvous:
             heard = {int(each): word for each, word in came.items()}  # of each rank the last
             unanswered = {each: heard[each] for each in met if each in heard and heard[each] != answered.get(each)}
             if unanswered:
-                store.multi_set([f"start/{word}" for word in unanswered.values()], [start] * len(unanswered))
+                keys = [f"start/{word}" for word in unanswered.values()]
+                store.multi_set(keys, [start] * len(keys))  # type: ignore[attr-defined]  # as above
                 answered |= unanswered
             if time.monotonic() >= deadline and (missing := [each for each in met if not store.check([met[each]])]):
                 raise self._missing(missing, "start")
