@@ -233,7 +233,7 @@ def _run_result(job: Job, ranks: _Ranks, signals: Sequence[int], tell: Callable[
 
 
 def _stopped(cause: RankResult, results: Sequence[RankResult]) -> str:
-    """What stopped the ranks, where no signal has come here: as one says, or the log of one that had to leave."""
+    """The cause that stopped the ranks, where no signal came here: as one says, or the log of one that had to leave."""
     said = [each.message for each in results if each.code == cause.code]
     logs = (last_log_line(each.log).removeprefix("megatron-run: ") for each in results if not each.reported)
     lines = [*said, *(line for line in logs if line.startswith("stopped by"))]

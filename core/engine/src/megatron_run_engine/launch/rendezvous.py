@@ -113,10 +113,10 @@ class Rendezvous:
         answered: dict[int, str] = {}
         while not store.check([*met.values()]):
             came = dict(each.split(":") for each in store.get(_CAME).decode().split()) if store.check([_CAME]) else {}
-            heard = {int(each): word for each, word in came.items()}  # of each rank the last
+            heard = {int(each): said for each, said in came.items()}  # of each rank the last
             unanswered = {each: heard[each] for each in met if each in heard and heard[each] != answered.get(each)}
             if unanswered:
-                keys = [f"start/{word}" for word in unanswered.values()]
+                keys = [f"start/{said}" for said in unanswered.values()]
                 store.multi_set(keys, [start] * len(keys))  # type: ignore[attr-defined]  # as above
                 answered |= unanswered
             if time.monotonic() >= deadline and (missing := [each for each in met if not store.check([met[each]])]):
@@ -177,7 +177,7 @@ class Rendezvous:
         raise PeerError(verdict["failed"], verdict["code"])
 
     def decide(self, work: Callable[[], Mapping[str, str]]) -> Mapping[str, str]:
-        """What ``work`` returns on rank 0, which alone does it, and does it once. Raises there what it raises."""
+        """The result of ``work`` on rank 0, which alone does it, and does it once. Raises there what it raises."""
         if not self._world.rank and not self._store.check([_DECIDED]):
             outcome = attempt(work)
             failure = exit_code(outcome.error) if outcome.error else None

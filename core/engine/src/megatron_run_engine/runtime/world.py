@@ -92,7 +92,7 @@ class StopRequest:
         return first
 
     def stopped_by(self, code: ExitCode) -> str:
-        """What has stopped the run with ``code``, on which the ranks have agreed."""
+        """The cause that has stopped the run with ``code``, on which the ranks have agreed."""
         return self.notice or code.stopped_by
 
     @property
