@@ -84,19 +84,19 @@ def checked(run: ResolvedRun) -> ResolvedRun:
     and a refusal comes before anything is written. Layers that serve neither ``parallel.tensor`` nor
     ``parallel.context`` divide nothing. What fails for any other reason is left to the ranks.
     """
-    from megatron_run_engine.estimate.room_for_copies import check_folder, check_room
     from megatron_run_engine.training.state.init_from import check_source, unloaded_weights
 
     check_source(run)
-    notices = (unloaded_weights(run), check_folder(run))
+    remembers = run.config.checkpoint.memory_interval.amount
+    notices = (unloaded_weights(run), _check_memory_folder(run) if remembers else "")
     run = replace(run, notices=(*run.notices, *filter(None, notices)))
     dividing = {"parallel.tensor", "parallel.context"}
     divides = any(dividing & plugin.provides for plugin in chain.from_iterable(run.plugins.values()))
     train = run.config.train
     named = isinstance(train.recompute, tuple) or isinstance(train.offload, tuple)
-    remembers = run.config.checkpoint.memory_interval.amount
     if divides or named or remembers or run.one("graph-capture").name != "none":
         from megatron_run_engine.estimate.model_size import model_size
+        from megatron_run_engine.estimate.room_for_copies import check_room
 
         try:
             check_room(run, model_size(run), _local_ranks(run))
@@ -105,6 +105,12 @@ def checked(run: ResolvedRun) -> ResolvedRun:
         except Exception as unknown:  # a model that needs its device to be built
             logging.getLogger("megatron_run").debug("the layers were not made in advance", exc_info=unknown)
     return run
+
+
+def _check_memory_folder(run: ResolvedRun) -> str:
+    from megatron_run_engine.estimate.room_for_copies import check_folder
+
+    return check_folder(run)
 
 
 def _local_ranks(run: ResolvedRun) -> range:
