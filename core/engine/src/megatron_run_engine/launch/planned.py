@@ -36,7 +36,7 @@ def with_planned_sizes(request: Request, decide: Decide = at_once) -> Request:
 
     if request.there is None or elastic_policy(request) != "plan":
         return request
-    return replace(request, planned=decide(lambda: _best_layout(request)))
+    return replace(request, planned=decide(lambda: _best_layout(replace(request, planned={}))))
 
 
 def _best_layout(request: Request) -> Mapping[str, str]:

@@ -176,16 +176,16 @@ class Rendezvous:
             raise outcome.error
         raise PeerError(verdict["failed"], verdict["code"])
 
-    def decide(self, work: Callable[[], Mapping[str, str]]) -> Mapping[str, str]:
-        """The result of ``work`` on rank 0, which alone does it, and does it once. Raises there what it raises."""
-        if not self._world.rank and not self._store.check([_DECIDED]):
+    def decide(self, work: Callable[[], Mapping[str, str]], what: str = _DECIDED) -> Mapping[str, str]:
+        """The result of ``work``, which rank 0 alone does, once for each ``what``. Raises there what that raises."""
+        if not self._world.rank and not self._store.check([what]):
             outcome = attempt(work)
             failure = exit_code(outcome.error) if outcome.error else None
-            self._store.set(_DECIDED, json.dumps({"failure": failure, "result": dict(*outcome.values)}))
+            self._store.set(what, json.dumps({"failure": failure, "result": dict(*outcome.values)}))
             if outcome.error:
                 raise outcome.error
-        self._await(self._store, [_DECIDED], self.timeout + _SLACK)
-        answer = json.loads(self._store.get(_DECIDED))
+        self._await(self._store, [what], self.timeout + _SLACK)
+        answer = json.loads(self._store.get(what))
         if answer["failure"] is not None:
             raise PeerError(0, answer["failure"])
         decided: dict[str, str] = answer["result"]

@@ -239,7 +239,11 @@ class RankWorker:
             return run
         self._world = replace(world, rank=[*left, *out].index(world.rank), left_out=len(out))
         rendezvous.renumber(self._world)
-        fewer = rendezvous.agree("fewer", attempt(lambda: on_ranks(run, len(left)))).value
+
+        def decide(work: Callable[[], Mapping[str, str]]) -> Mapping[str, str]:
+            return rendezvous.decide(work, "decided again")
+
+        fewer = rendezvous.agree("fewer", attempt(lambda: on_ranks(run, len(left), decide))).value
         line = f"{NAME} in the run folder leaves out {' and '.join(named)}, until it is taken out there"
         return replace(fewer, notices=(line, *fewer.notices))
 
