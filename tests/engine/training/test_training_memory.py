@@ -357,6 +357,8 @@ def test_a_bad_folder_is_a_mistake_of_the_configuration_for_ranks_launcher_and_d
         run = asks_for(folder)
         assert refused(lambda: launch(run.request, LaunchOptions(quiet=True), "local")) == line
         assert refused(lambda: dry_run_text(run)) == line
+        with mock.patch("megatron_run_engine.estimate.model_size.why_not_built", return_value="it needs a GPU"):
+            assert refused(lambda: dry_run_text(run)) == line
 
 
 def test_a_folder_in_which_nobody_may_write_is_a_mistake_of_the_configuration(tmp_path: Path, memory: Path) -> None:

@@ -41,7 +41,7 @@ def dry_run_text(run: ResolvedRun, device: Device | None = None, svg: Path | Non
     """
     plan = run.plans[max(run.plans)]
     step = [f"one step\n{timeline_text(timeline(plan))}"] if run.sizes.pipeline > 1 else []
-    if uncounted := _uncounted(run):
+    if uncounted := _uncounted(run, device):
         memory = _memory(run, None, None, device, svg)
         return "\n\n".join([describe(run), *([memory_text(memory)] if device else []), *step, uncounted])
     size = _checked_size(run)
@@ -70,7 +70,7 @@ def _memory(
     return memory
 
 
-def _uncounted(run: ResolvedRun) -> str:
+def _uncounted(run: ResolvedRun, device: Device | None) -> str:
     """Why parameters, memory and graphs are not counted in the layers themselves; empty where they are.
 
     What a start would refuse beside the model is refused, with the engine.
@@ -78,9 +78,12 @@ def _uncounted(run: ResolvedRun) -> str:
     if run.unloaded:
         return f"parameters, memory and graphs are known with the engine only; type: {how_to_install(ENGINE)}"
     from megatron_run_engine.estimate.model_size import why_not_built
+    from megatron_run_engine.estimate.room_for_copies import check_folder
 
     if why := why_not_built(run):
         _check_start(run)
+        if device is None:
+            check_folder(run)
         return f"parameters, memory and graphs are not counted: {why}; for the planner's count add --device NAME"
     return ""
 
@@ -105,7 +108,7 @@ def open_data(run: ResolvedRun) -> None:
 def dry_run_json(run: ResolvedRun, device: Device | None = None, svg: Path | None = None) -> dict[str, Any]:
     """Return the report as JSON data."""
     record = run_record(run)
-    if uncounted := _uncounted(run):
+    if uncounted := _uncounted(run, device):
         planned = memory_record(_memory(run, None, None, device, svg))
         return {**record, "memory": planned, "notices": [*record["notices"], uncounted]}
     size = _checked_size(run)
