@@ -17,6 +17,7 @@ from megatron_run.planning import ResolvedRun
 from megatron_run_engine.launch.api import _launch_joined
 from megatron_run_engine.launch.failures import exit_code
 from megatron_run_engine.launch.job import LaunchOptions
+from megatron_run_engine.launch.planned import with_planned_sizes
 from megatron_run_engine.launch.rendezvous import Outcome, PeerError, Rendezvous
 from megatron_run_engine.launch.worker import RankWorker
 from megatron_run_engine.runtime.world import World
@@ -41,10 +42,11 @@ def test_what_takes_long_to_find_rank_0_decides_for_all_and_once(file: str) -> N
     def work(rank: int, rendezvous: Rendezvous) -> list[Mapping[str, str]]:
         found = [rendezvous.decide(lambda: planned(rank, asked)) for _ in range(2)]
         rendezvous.decide_nothing()
-        return [*found, rendezvous.decide(lambda: planned(rank, asked))]
+        found.append(rendezvous.decide(lambda: planned(rank, asked)))
+        return [*found, rendezvous.decide(lambda: planned(rank, asked), "without those that are left out")]
 
-    assert [outcome.values for outcome in meet(file, 3, work)] == [([{"parallel.data": "2"}] * 3,)] * 3
-    assert asked == [0]
+    assert [outcome.values for outcome in meet(file, 3, work)] == [([{"parallel.data": "2"}] * 4,)] * 3
+    assert asked == [0, 0]
 
 
 def test_what_rank_0_cannot_decide_it_says_alone_and_none_waits_for_what_it_does_not_decide(file: str) -> None:
@@ -102,3 +104,18 @@ def test_a_run_with_a_planned_layout_is_resolved_with_what_rank_0_has_decided(tm
         list(threads.map(work, range(2)))
     assert [run.sizes.world for run in runs] == [2, 2]
     assert (asked, gpus) == ([2], ["H100"])
+
+
+def test_a_layout_is_searched_for_anew_and_not_within_the_last_one() -> None:
+    seen = list[Request]()
+
+    class Planner:
+        @staticmethod
+        def best_layout(request: Request, most: int, gpu: str) -> Mapping[str, str]:
+            seen.append(request)
+            return {"parallel.data": str(most)}
+
+    request = Request(sets=("run.elastic=plan",), there=3, planned={"parallel.tensor": "2", "parallel.data": "2"})
+    with mock.patch("megatron_run_engine.launch.planned.import_module", return_value=Planner):
+        assert with_planned_sizes(request).planned == {"parallel.data": "3"}
+    assert [each.planned for each in seen] == [{}]
