@@ -50,7 +50,7 @@ def medians(found: Mapping[str, Sequence[Restarted]]) -> Iterator[str]:
         for phase in PHASES.values()
     ]
     whole = {way: [sum(each.seconds.values()) for each in found[way]] for way in found}
-    rows.append(("all of them", *(_median(whole[way]) for way in found)))
+    rows.append(("loss to first new step", *(_median(whole[way]) for way in found)))
     rows.append(("... the slowest", *(f"{max(whole[way]):.2f}" for way in found)))
     rows.append(("steps done anew, most", *(str(max(each.lost for each in found[way])) for way in found)))
     rows.append(("a step", *(_median([each.step for each in found[way]]) for way in found)))
