@@ -9,6 +9,7 @@ from unittest import mock
 import pytest
 import torch
 
+from megatron_run.errors import CheckpointError
 from megatron_run_engine.training.health.replay import Finding, Moment, Replay, Verdict, find_faulty
 from megatron_run_engine.training.health.replicas import Difference, bit_sum
 from megatron_run_engine.training.numbers import Progress
@@ -67,7 +68,7 @@ def at(step: int, rewinds: int = 0) -> Progress:
 
 def begun(weights: torch.Tensor, progress: Progress, saved: Progress | None) -> tuple[Replay, Progress | None]:
     """A rank whose copies differ after ``progress``, and what it goes back to, where ``saved`` is the last step."""
-    context = SimpleNamespace(device=CPU)
+    context = SimpleNamespace(device=CPU, log=mock.Mock())
     assembly: Any = SimpleNamespace(infos=[{weights: None}], optimizer=None, context=context)
     replay, checkpoints = Replay(assembly, Alone()), mock.Mock(reload_newest=lambda **_: saved)
     replay.note(4)
@@ -111,6 +112,15 @@ def test_without_a_saved_step_or_with_samples_dropped_since_nothing_is_done_agai
     replay, back = begun(torch.ones(3), at(6, rewinds=2), saved)
     assert back is None
     assert replay.verdict(at(6, rewinds=2), FOUND) is None
+
+
+def test_where_no_saved_step_can_be_read_the_run_stops_for_what_was_found() -> None:
+    log, unreadable = mock.Mock(), CheckpointError("step 4 in memory is not what it was")
+    assembly: Any = SimpleNamespace(infos=[], optimizer=None, context=SimpleNamespace(device=CPU, log=log))
+    replay = Replay(assembly, Alone())
+    assert replay.begin(at(6), FOUND, mock.Mock(reload_newest=mock.Mock(side_effect=unreadable))) is None
+    assert replay.verdict(at(6), FOUND) is None
+    log.warning.assert_called_once_with("no step can be done again: %s", unreadable)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8])

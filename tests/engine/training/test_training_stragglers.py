@@ -115,6 +115,18 @@ def test_reports_that_name_the_same_rank_are_counted_while_they_follow_each_othe
     assert counts == [1, 2, 1, 2, 3, 0, 1]
 
 
+@pytest.mark.parametrize(("sizes", "counts"), [(Sizes(data=2, pipeline=2), [1, 2]), (Sizes(pipeline=4), [0, 0])])
+def test_a_rank_that_has_its_stage_to_itself_is_named_and_not_counted(sizes: Sizes, counts: list[int]) -> None:
+    """Its stage may have more to do than the others."""
+    stragglers, found = Stragglers(context_at(Topology(sizes, 0), Groups(), dtype=torch.float32), 1, 2.0), []
+    slow = Straggler(3, "forward", 2.0, 1.0)
+    with mock.patch("megatron_run_engine.training.health.stragglers.find_straggler", return_value=slow):
+        for step in (1, 2):
+            assert stragglers.report(step) == slow
+            found.append(stragglers.in_a_row)
+    assert found == counts
+
+
 def test_a_rank_alone_is_not_timed() -> None:
     stragglers = Stragglers(context_at(Topology(Sizes(), 0), Groups(), dtype=torch.float32), 1, 2.0)
     stragglers.enter(1, "forward", "")

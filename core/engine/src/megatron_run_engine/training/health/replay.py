@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from megatron_run.contracts import Lender
+from megatron_run.errors import CheckpointError
 from megatron_run_engine.checkpoint.collectives import on_rank0
 from megatron_run_engine.runtime.parameter_init import has_memory
 from megatron_run_engine.training.health.replicas import bit_sum, ranks_text
@@ -78,7 +79,7 @@ class Replay:
     """The notes of this rank since the last saved step, and what is being done again."""
 
     def __init__(self, assembly: Assembly, ranks: Ranks) -> None:
-        self._ranks, self._device = ranks, assembly.context.device
+        self._ranks, self._device, self._log = ranks, assembly.context.device, assembly.context.log
         #: What is lent has no memory yet: its shares are noted, and not whether it happens to be whole.
         self._whole = [each for described in assembly.infos for each in described if has_memory(each)]
         self._lender = assembly.optimizer if isinstance(assembly.optimizer, Lender) else None
@@ -97,9 +98,13 @@ class Replay:
     def begin(self, progress: Progress, found: Difference, checkpoints: Checkpointing) -> Progress | None:
         """Go back to the last saved step, because of what was ``found``: the progress there.
 
-        None where nothing is saved, and where the run has dropped samples since. Collective.
+        None where nothing is saved that can be read, and where the run has dropped samples since. Collective.
         """
-        back = checkpoints.reload_newest(from_memory=True)
+        try:
+            back = checkpoints.reload_newest(from_memory=True)
+        except CheckpointError as error:  # on every rank; the run stops for what was found, which explains more
+            self._log.warning("no step can be done again: %s", error)
+            return None
         if back is None or back.rewinds != progress.rewinds:
             return None
         self._doubt = _Doubt(progress.step, found, back.step, _to_host(self._notes))

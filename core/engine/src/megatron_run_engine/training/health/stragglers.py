@@ -45,7 +45,8 @@ class Stragglers:
         self._now, self._seconds = _clock(context.device)
         self._marks: list[tuple[str, Any]] = []
         self._step = self._over = 0
-        #: How many of the last reports, one after the other, have named the rank of the last one.
+        #: How many of the last reports, one after the other, have named the rank of the last one among those that do
+        #: the same. A rank that has its stage to itself is not counted: the stages may be uneven, and the rank sound.
         self.in_a_row = 0
         self._last: int | None = None
 
@@ -74,7 +75,7 @@ class Stragglers:
         rows = self._context.groups.sum_(table, "world").tolist()
         per_stage = topology.sizes.world // topology.sizes.pipeline
         found = find_straggler(rows, [rank // per_stage for rank in range(len(rows))], self._factor)
-        named = None if found is None else found.rank
+        named = found.rank if found is not None and per_stage > 1 else None
         self.in_a_row = 0 if named is None else self.in_a_row + 1 if named == self._last else 1
         self._last = named
         return found
