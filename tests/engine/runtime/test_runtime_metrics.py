@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
@@ -47,6 +49,16 @@ def test_the_largest_value_is_reported_of_this_step_alone() -> None:
     score.add(-7.0)
     assert metrics.means(metrics.collect(Groups()).tolist()) == {"score": -7.0}
     assert metrics.means(metrics.collect(Groups()).tolist()) == {}
+
+
+def test_what_is_no_number_is_the_largest_on_whichever_rank_it_is() -> None:
+    metrics = Metrics(torch.device("cpu"))
+    score = metrics.largest("score")
+    for value in (2.0, math.nan, 3.0):
+        score.add(value)
+    assert metrics.means(metrics.collect(Groups()).tolist()) == {"score": math.inf}
+    score.add(3.0)
+    assert metrics.means(metrics.collect(Groups()).tolist()) == {"score": 3.0}
 
 
 def test_a_name_is_given_out_once() -> None:

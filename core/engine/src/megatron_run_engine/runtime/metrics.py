@@ -37,7 +37,7 @@ class LargestMeter(Meter):
         self._peak = peak  # []: float64
 
     def add(self, total: Tensor | float, weight: Tensor | float = 1.0) -> None:
-        """Add a value, ``total``. What is not a number is larger than all."""
+        """Add a value, ``total``. What is not a number counts as infinite."""
         with torch.no_grad():
             self._peak.copy_(torch.maximum(self._peak, torch.as_tensor(total, device=self._peak.device)))
             self._cell[1] += weight
@@ -92,7 +92,9 @@ class Metrics:
         sums = groups.sum_(torch.stack(list(self._cells.values())), "world")
         if self._peaks:
             rows = [row for row, name in enumerate(self._cells) if name in self._peaks]
-            sums[rows, 0] = groups.max_(torch.stack(list(self._peaks.values())), "world")
+            peaks = torch.stack(list(self._peaks.values()))
+            peaks.masked_fill_(peaks.isnan(), torch.inf)  # the maximum of a backend may drop it
+            sums[rows, 0] = groups.max_(peaks, "world")
         for cell in self._cells.values():
             cell.zero_()
         for peak in self._peaks.values():
