@@ -142,6 +142,25 @@ def test_the_step_of_many_microbatches_is_whole_and_keeps_its_width(tmp_path: Pa
     assert image["class"] == "paper wide"
 
 
+def test_the_step_of_a_run_on_fewer_ranks_is_drawn_as_it_was_planned_and_not_as_it_was_typed(tmp_path: Path) -> None:
+    """Typed were two stages of two chunks."""
+    run = make_run(tmp_path / "one")
+    plan = json.loads((run / "plan.json").read_text())
+    topology = {**plan["topology"], "pipeline": 1, "chunks": 1}
+    plugins = {"schedule": [{"name": "gpipe", "options": {}}]}
+    write_record(run, "plan", {**plan, "topology": topology, "plugins": plugins, "plans": [{"microbatches": 4}]})
+
+    def actions() -> int:
+        (image,) = Elements(page([Record(run)])).tags("img")
+        picture = ElementTree.fromstring(b64decode(str(image["src"]).partition(",")[2]))
+        return len([each for each in picture.iter() if each.get("class", "").startswith("action")])
+
+    typed = actions()
+    for config in run.rglob("config.yaml"):
+        config.write_text(config.read_text() + "run: {elastic: plan}\n")
+    assert (typed, actions()) == (2 * 2 * 2 * 4, 2 * 4)
+
+
 def test_two_runs_share_pictures_and_the_page_says_in_what_they_differ(tmp_path: Path) -> None:
     text = page([Record(make_run(tmp_path / "one")), Record(make_run(tmp_path / "two", lr=3e-3))])
     shown = " ".join(" ".join(Elements(text).texts).split())

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from shlex import join
 from typing import Any
 
+from megatron_run.registry.choose import is_file
 from megatron_run_report.drawing.ranks import ranks_drawn, ranks_text
 from megatron_run_report.drawing.step import step_drawn
 from megatron_run_report.numbers import amount, short
@@ -32,7 +33,7 @@ def described(record: Record) -> dict[str, Any]:
         "exit_code": status.exit_code if status else None,
         "ranks": ranks_drawn(topology),
         "ranks_text": ranks_text(topology),
-        "step": step_drawn(record.keys, planned),
+        "step": step_drawn(_step_keys(record, topology), planned),
         "plans": [_plan(each) for each in _mappings(record.plan.get("plans"))][:8],
         "plugins": [*_plugins(record)][:_ROWS],
         "notices": [str(each) for each in _sequence(record.plan.get("notices"))][:40],
@@ -50,6 +51,22 @@ def described(record: Record) -> dict[str, Any]:
         "variables": record.environment.get("variables"),
         "config": record.config_text,
     }
+
+
+def _step_keys(record: Record, topology: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys by which the step was planned.
+
+    With ``run.elastic=plan`` the configuration says what was typed, and the plan what the ranks that were there got.
+    """
+    keys, plugins = record.keys, record.plan.get("plugins")
+    chosen = _mappings(plugins.get("schedule")) if isinstance(plugins, dict) else []
+    if keys.get("run.elastic") != "plan" or not chosen or is_file(str(keys.get("schedule.use"))):
+        return keys
+    kept = {key: value for key, value in keys.items() if not key.startswith("schedule.")}
+    options = chosen[0].get("options")
+    schedule = {"use": chosen[0].get("name"), **(options if isinstance(options, dict) else {})}
+    split = {f"parallel.{name}": topology[name] for name in ("pipeline", "chunks") if name in topology}
+    return {**kept, **split, **{f"schedule.{name}": value for name, value in schedule.items()}}
 
 
 def _plan(each: dict[str, Any]) -> str:
