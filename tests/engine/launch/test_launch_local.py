@@ -19,6 +19,7 @@ import pytest
 
 from megatron_run.errors import ExitCode, InputError
 from megatron_run_engine.host.rank_environment import rank_environment
+from megatron_run_engine.launch import local
 from megatron_run_engine.launch.rank_output import flush_output, terminal_writer
 from megatron_run_engine.launch.start import scratch_folder
 from megatron_run_engine.launch.watchdog.monitor import is_stopped
@@ -40,6 +41,16 @@ def test_every_rank_writes_its_log_and_only_rank_0_is_shown(launcher: Launcher) 
     assert result.code == ExitCode.DONE
     assert [launcher.log(rank) for rank in range(3)] == [f"rank {rank} prints\n" for rank in range(3)]
     assert b"".join(launcher.shown) == b"rank 0 prints\n"
+
+
+def test_a_loss_has_its_times_even_where_all_ranks_end_between_two_looks(
+    launcher: Launcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(local, "_POLL", 2.0)
+    lost = launcher("*:exit 9", size=2).lost
+    assert lost is not None
+    assert lost.died <= lost.detected <= lost.ended
+    assert launcher("*:exit 0", size=2).lost is None
 
 
 def test_what_rank_0_prints_is_shown_while_it_runs(launcher: Launcher) -> None:

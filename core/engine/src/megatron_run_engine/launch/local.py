@@ -132,19 +132,26 @@ class _Ranks:
             if time.monotonic() >= deadline:
                 self.kill()
             time.sleep(_POLL)
-        if self.lost is not None:
-            self.lost = self.lost._replace(ended=time.time())
+        lost = self.lost or self._failure()  # all may have ended between two looks
+        if lost is not None:
+            self.lost = lost._replace(ended=time.time())
 
     def _has_lost_one(self) -> bool:
         """Whether a rank has failed; one that hangs is named by the watchdog, and all are killed."""
-        if self._deserted or any(process.returncode not in (None, *IN_ORDER) for process in self._processes):
-            self.lost = Lost(min(map(_end_of, self._processes)), time.time())
+        if (lost := self._failure()) is not None:
+            self.lost = lost
             return True
         self.verdict = self._watchdog.look(ended=self._order)
         if self.verdict is not None:
             self.lost = Lost(time.time() - self._watchdog.age, time.time())
             self.kill()
         return False
+
+    def _failure(self) -> Lost | None:
+        """The loss of the ranks that have ended as none should, seen now; None without any."""
+        if not self._deserted and all(process.returncode in (None, *IN_ORDER) for process in self._processes):
+            return None
+        return Lost(min(map(_end_of, self._processes)), time.time())
 
     def _poll(self) -> bool:
         """Note which ranks have ended, and kill what they left running; whether any rank still runs."""
