@@ -58,7 +58,7 @@ class Survivors:
     ) -> None:
         self._home, self._hosts, self._ranks, self._transport, self._log = home, hosts, ranks, transport, log
         self._files, self._heartbeat = files or MemoryFiles(), heartbeat
-        #: Why the newest step was not taken that the hosts hold: one of them has no room. Empty if all had.
+        #: Why the last search did not take the newest step that the hosts hold: one has no room. Empty if all had.
         self.lacks_room = ""
 
     def find(self, at_least: int, read_by: Callable[[Manifest], Collection[str]]) -> Found | None:
@@ -66,7 +66,7 @@ class Survivors:
 
         ``read_by``, collective too, says which files this rank reads. It is asked only where a host has not all.
         """
-        below = None
+        below, self.lacks_room = None, ""
         while (chosen := self._choose(at_least, below)) is not None:
             manifest = self._manifest(chosen)
             fetched = self._fetch(manifest, chosen, read_by)

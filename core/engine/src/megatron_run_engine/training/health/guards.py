@@ -130,7 +130,7 @@ class Guards:
         self._ranks = WorldRanks(context.groups, topology.rank, topology.sizes.world, context.device)
         self._replica_interval = self._config.replica_interval.steps(last, batch) if topology.sizes.world > 1 else 0
         self._deterministic = torch.are_deterministic_algorithms_enabled()
-        self._exclusion = Exclusion(self._config.exclude, folder, world, self._ranks)
+        self._exclusion = Exclusion(run, folder, world, self._ranks)
         again = self._replica_interval and self._deterministic and run.config.checkpoint.memory_interval.amount
         self._replay = Replay(assembly, self._ranks) if again else None
         self._were_equal = False  # whether a comparison has found all replicas equal

@@ -133,14 +133,16 @@ class Replay:
 def find_faulty(firsts: Sequence[Moment | None], suspects: Collection[int], *, alike: bool = True) -> Finding:
     """The ranks at fault, by the moment at which each first had other weights than before, None where never.
 
-    Nothing is told where more than half of the ranks differ at once, as by kernels that are not deterministic, nor
-    where one does whose copies are not among those that differ. ``alike``: copies differ after the same step again.
+    Nothing is told where half of the ranks or more differ at once, as by kernels that are not deterministic, but for
+    one of two, nor where one does whose copies are not among those that differ. ``alike``: copies differ after the same
+    step again.
     """
     earliest = min((moment for moment in firsts if moment is not None), default=None)
     if earliest is None:
         return Finding(repeats=alike)
     odd = tuple(rank for rank, moment in enumerate(firsts) if moment == earliest)
-    known = 2 * len(odd) <= len(firsts) and set(odd) <= set(suspects)
+    few = 2 * len(odd) < len(firsts) or (len(odd), len(firsts)) == (1, 2)
+    known = few and set(odd) <= set(suspects)
     return Finding(odd if known else (), earliest[0])
 
 
