@@ -159,6 +159,16 @@ def test_a_run_that_fits_on_none_of_the_ranks_that_are_not_excluded_does_not_beg
     assert ran.message.startswith("1 rank is too few: ")
 
 
+def test_a_spare_takes_the_place_of_a_rank_that_is_left_out(tmp_path: Path) -> None:
+    excluding(tmp_path / "run", 1)
+    asked = tiny(tmp_path / "run", {**ELASTIC, "train.global_batch_size": 8, "train.steps": 1}, nproc=3)
+    ran = run_forked(asked, timeout=250)
+    assert (ran.code, attempts(tmp_path / "run", "ranks", "spares")) == (0, [(2, 0)])
+    assert [line for line in ran.told if line.startswith("run.elastic")] == [
+        "run.elastic=data: 2 of 2 ranks train as data 2, 4 microbatches a step"
+    ]
+
+
 def test_under_torchrun_an_excluded_rank_stands_by_and_the_others_are_numbered_anew(tmp_path: Path) -> None:
     excluding(tmp_path / "run", 0)
     agent = ("--nproc-per-node", "3", "-m", "megatron_run_cli")

@@ -55,8 +55,8 @@ def elastic(*results: RunResult, most: int = 9) -> list[tuple[int, ...] | None]:
     return left
 
 
-def lost(rank: int | None, steps: int = 0) -> RunResult:
-    return RunResult(ExitCode.RANK_LOST, None, "lost", steps, rank)
+def lost(rank: int | None, steps: int = 0, begun: int = 0) -> RunResult:
+    return RunResult(ExitCode.RANK_LOST, None, "lost", steps, rank, begun=begun)
 
 
 ALL = (0, 1, 2, 3)
@@ -66,6 +66,13 @@ def test_a_place_that_is_lost_twice_before_a_step_is_left_out() -> None:
     assert elastic(lost(1, steps=3), lost(1), lost(1)) == [ALL, ALL, (0, 2, 3)]
     assert elastic(lost(1), lost(2), lost(1), lost(1)) == [ALL, ALL, (0, 2, 3), (0, 3)], "rank 1 of three is place 2"
     assert elastic(*[lost(0)] * 8, most=8)[-2:] == [(3,), None], "nobody is left"
+
+
+def test_steps_that_are_done_again_are_no_progress() -> None:
+    again = [lost(1, steps=3, begun=4)] * 3
+    assert elastic(*again) == [ALL, ALL, (0, 2, 3)]
+    assert elastic(*again, lost(0, steps=3, begun=5)) == [ALL, ALL, (0, 2, 3), ALL]
+    assert tried(9, *again, lost(1, steps=3, begun=4)) == [True, True, False, False]
 
 
 def test_after_progress_all_places_are_tried_again() -> None:
@@ -81,7 +88,7 @@ def test_the_line_names_the_place_that_is_left_out_and_the_return_of_all() -> No
     lines = [restarts.next(each) for each in (lost(1), lost(1), lost(0, steps=2))]
     assert [str(line).partition("first step")[2] for line in lines] == [
         "",
-        ", without local rank 1, which was lost 2 times before a step was done",
+        ", without local rank 1, which was lost 2 times before a new step was done",
         ", on all 2 ranks again",
     ]
 

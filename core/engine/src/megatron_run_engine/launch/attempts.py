@@ -41,14 +41,12 @@ def start_local(run: ResolvedRun, options: LaunchOptions) -> RunResult:
     """Start the ranks, and start them again as often as ``options`` allow and it makes sense."""
     devices = check_local_devices(run)
     fork = forks_ranks(run.config.run.start_method, devices)
-    lacks = known_to_lack_memory(run) if set(devices) == {"cpu"} else ""
-    for notice in (*run.notices, *([f"memory will not suffice: {lacks}"] if lacks else [])):
-        options.tell(notice)
-    full, elastic = run.sizes.world, run.config.run.elastic != "off"
+    full, elastic = run.sizes.world + run.spares, run.config.run.elastic != "off"
     restarts, typed = Restarts(options.max_restarts, full, elastic), run
     tell_all(options, [restarts.leave_out(run.config.run.folder)])
     run = on_ranks(typed, len(restarts.left))
-    tell_all(options, [notice for notice in run.notices if notice not in typed.notices])
+    lacks = known_to_lack_memory(run) if set(devices) == {"cpu"} else ""
+    tell_all(options, [*run.notices, f"memory will not suffice: {lacks}" if lacks else ""])
     restarts.places = restarts.left[: run.sizes.world]
     with Servers() as servers:
         result = _attempt(run, options, typed, servers, fork=fork, start=Start(restarts.places))
@@ -126,7 +124,7 @@ def on_ranks(typed: ResolvedRun, there: int, decide: Decide = at_once) -> Resolv
     """The run that was ``typed`` on as many of ``there`` ranks as fit. Raises :class:`RunError` where none do."""
     from megatron_run.planning import resolve
 
-    if there == typed.sizes.world:
+    if there == typed.sizes.world + typed.spares:
         return typed
     refuse_objects(typed)
     return checked(resolve(with_planned_sizes(replace(typed.request, there=there), decide)))

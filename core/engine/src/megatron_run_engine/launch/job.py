@@ -208,8 +208,9 @@ class Lost(NamedTuple):
 class RunResult:
     """How a run ended: exit code, its folder when there is one, and the line to show, which may be empty.
 
-    ``steps`` is the last step that is done, as far as the run folder or the status pages of local ranks tell. ``rank``
-    is the local rank that failed first, None where nobody knows, and ``lost`` says when.
+    ``steps`` is the last step that is done, as the run folder tells, or how many local ranks have done, as their status
+    pages tell; ``begun`` is the last step that these have begun. ``rank`` is the local rank that failed first, None
+    where nobody knows, and ``lost`` says when.
     """
 
     code: ExitCode
@@ -218,6 +219,7 @@ class RunResult:
     steps: int = 0
     rank: int | None = None
     lost: Lost | None = None
+    begun: int = 0
 
     @property
     def history(self) -> History:

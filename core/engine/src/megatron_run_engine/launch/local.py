@@ -121,7 +121,7 @@ class _Ranks:
                 number, forwarded = signals[forwarded], forwarded + 1
                 if forwarded == 1:
                     if number == signal.SIGINT and self._job.task is None:  # a task ends at once, and saves nothing
-                        self._tell(SAVING if self._begun else STARTING)
+                        self._tell(SAVING if self.begun else STARTING)
                     for process in self._running():
                         process.send_signal(number)
                 else:
@@ -195,9 +195,9 @@ class _Ranks:
         return max((page.done for page in self._pages() if page is not None), default=0)
 
     @property
-    def _begun(self) -> bool:
-        """Whether any rank has begun a step."""
-        return any(page is not None and page.step for page in self._pages())
+    def begun(self) -> int:
+        """The last step that any rank has begun; 0 before the first."""
+        return max((page.step for page in self._pages() if page is not None), default=0)
 
     def _pages(self) -> list[Page | None]:
         return [self._watchdog.page(rank) for rank in range(len(self._processes))]
@@ -218,7 +218,7 @@ def _run_result(job: Job, ranks: _Ranks, signals: Sequence[int], tell: Callable[
 
     def ended(code: ExitCode, message: str = "") -> RunResult:
         rank = None if failed is None else failed.rank
-        return RunResult(code, job.folder, message, ranks.steps, rank, ranks.lost)
+        return RunResult(code, job.folder, message, ranks.steps, rank, ranks.lost, ranks.begun)
 
     if ranks.verdict is not None:
         log = job.log(ranks.verdict.rank or 0)

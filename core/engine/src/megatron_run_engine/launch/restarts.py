@@ -1,7 +1,7 @@
 """When local ranks are started again after one was lost, with how many, and what is started then.
 
 Of a run with ``run.elastic`` a rank's *place* is its local number in full strength, which chooses its GPU. A place at
-which a rank is lost twice before a step is done is taken for gone: the ranks that are left train on, as far as they
+which a rank is lost twice before a new step is done is taken for gone: the ranks that are left train on, as far as they
 fit. Once an attempt has made progress all are tried again, but for those that the run folder excludes.
 """
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from megatron_run.planning import ResolvedRun
     from megatron_run_engine.launch.job import Lost, RunResult
 
-#: Losses at one place before a step is done that make it gone: the first may have been chance.
+#: Losses at one place before a new step is done that make it gone: the first may have been chance.
 _CHANCES = 2
 
 
@@ -42,6 +42,7 @@ class Restarts:
     excluded: Sequence[int] = ()
     _gone: set[int] = field(default_factory=set)
     _lost: Counter[int] = field(default_factory=Counter)
+    _begun: int = 0
     _barren: bool = False
 
     @property
@@ -72,7 +73,7 @@ class Restarts:
         ``in_memory`` is the newest step there, if it is newer than those on disk.
 
         Only a lost rank is a reason to start again: a signal or a time limit asked for the end, and after every other
-        code the next start would end alike. So it would when a rank is lost twice in a row before a step is done,
+        code the next start would end alike. So it would when a rank is lost twice in a row before a new step is done,
         unless the others can do without it.
         """
         if result.code != ExitCode.RANK_LOST or self.used >= self.most:
@@ -89,7 +90,8 @@ class Restarts:
 
     def _count(self, result: RunResult) -> str | None:
         """Count the loss; what the line says of the ranks, or None where the same would happen again."""
-        barren, self._barren = self._barren, result.steps == 0
+        barren, self._barren = self._barren, result.steps == 0 or 0 < result.begun <= self._begun
+        self._begun = max(self._begun, result.begun)
         if not self._barren:
             returned = bool(self._gone)
             self._gone.clear()
@@ -102,7 +104,7 @@ class Restarts:
         if self._lost[place] < _CHANCES:
             return ""
         self._gone.add(place)
-        return f", without local rank {place}, which was lost {_CHANCES} times before a step was done"
+        return f", without local rank {place}, which was lost {_CHANCES} times before a new step was done"
 
 
 def _times(lost: Lost | None) -> str:
