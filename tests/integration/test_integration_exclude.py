@@ -159,6 +159,31 @@ def test_a_run_that_fits_on_none_of_the_ranks_that_are_not_excluded_does_not_beg
     assert ran.message.startswith("1 rank is too few: ")
 
 
+def test_why_a_start_is_refused_is_in_the_status_that_scripts_read(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    asked = tiny(run, {**ELASTIC, "train.steps": 1}, nproc=2)
+    agent = ("--nproc-per-node", "2", "-m", "megatron_run_cli")
+
+    def reported() -> tuple[str, int, bool, str]:
+        status = json.loads((run / "status.json").read_text())
+        return status["state"], status["exit_code"], status["retry"], status["message"]
+
+    def start_again() -> int:
+        return run_forked(asked, timeout=250).code
+
+    assert (start_again(), reported()) == (0, ("finished", 0, False, ""))
+    (run / "excluded.json").write_text("odd")
+    assert start_again() == 2
+    refused = reported()
+    assert refused[:3] == ("finished", 2, False)
+    assert refused[3].startswith(f"{run}/excluded.json does not say which ranks are left out: ")
+    (run / "excluded.json").unlink()
+    assert (start_again(), reported()) == (0, ("finished", 0, False, ""))
+    (run / "excluded.json").write_text("odd")
+    assert forked_command((*agent, *words(asked)), tmp_path, timeout=200, program=FORKING_AGENT).returncode == 1
+    assert reported() == refused
+
+
 def test_a_spare_takes_the_place_of_a_rank_that_is_left_out(tmp_path: Path) -> None:
     excluding(tmp_path / "run", 1)
     asked = tiny(tmp_path / "run", {**ELASTIC, "train.global_batch_size": 8, "train.steps": 1}, nproc=3)

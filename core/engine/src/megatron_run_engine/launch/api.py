@@ -34,6 +34,7 @@ from megatron_run_engine.launch.failures import exit_code, interrupted, last_lin
 from megatron_run_engine.launch.job import LaunchOptions, RunResult
 from megatron_run_engine.launch.planned import at_once, with_planned_sizes
 from megatron_run_engine.launch.rank_output import flush_output, terminal_writer
+from megatron_run_engine.run_folder import recording_refusals
 from megatron_run_engine.runtime.cuda_libraries import environment_kept
 from megatron_run_engine.runtime.world import World
 
@@ -71,8 +72,11 @@ def launch(request: Request, options: LaunchOptions, mode: LaunchMode = "auto") 
         from megatron_run.planning import resolve
 
         with ended_with(NOT_BEGUN):
-            run = checked(resolve(request))
-        return start_local(run, options)
+            run = resolve(request)
+        with recording_refusals(run.config.run.folder):
+            with ended_with(NOT_BEGUN):
+                run = checked(run)
+            return start_local(run, options)
     with environment_kept():
         return _launch_joined(request, world, options)
 
@@ -97,7 +101,8 @@ def _launch_joined(request: Request, world: World, options: LaunchOptions) -> Ru
                 why=f"{world.launcher} has started {world.size}",
                 fix="leave --nproc out, or set run.elastic",
             )
-        return checked(run)
+        with recording_refusals(run.config.run.folder if world.rank == 0 else None):
+            return checked(run)
 
     return _join(resolved, world, options)
 

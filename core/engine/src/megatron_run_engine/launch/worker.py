@@ -37,7 +37,13 @@ from megatron_run_engine.launch.rendezvous import (
 from megatron_run_engine.launch.signals import stopping_on_signals
 from megatron_run_engine.launch.watchdog.page import PageWriter
 from megatron_run_engine.launch.watchdog.sidecar_client import SidecarClient
-from megatron_run_engine.run_folder import OpenedFolder, RunFolder, join_run_folder, open_run_folder
+from megatron_run_engine.run_folder import (
+    OpenedFolder,
+    RunFolder,
+    join_run_folder,
+    open_run_folder,
+    recording_refusals,
+)
 from megatron_run_engine.run_folder.excluded import NAME, Excluded, read_excluded, remaining
 from megatron_run_engine.run_folder.restart_times import write_reported
 from megatron_run_engine.runtime.comm import patience
@@ -137,14 +143,17 @@ class RankWorker:
         timeout = resolved.values[0].config.run.timeout if resolved.values else _DEFAULT_TIMEOUT
         self._rendezvous = rendezvous = self._rendezvous or Rendezvous(self._world, timeout)
         rendezvous.timeout = timeout
-        run = self._without_excluded(rendezvous, agree_on_run(rendezvous, self._resolve_run, resolved))
-        world = self._place(rendezvous, run)
-        if self.folder is None:
-            if world.rank == 0:
-                for notice in run.notices:
-                    self._options.tell(notice)
-                    self._early.append(f"megatron-run: {notice}")
-            self.folder = self._find_folder(rendezvous, run)
+        run = agree_on_run(rendezvous, self._resolve_run, resolved)
+        joined = self._world.launcher != "local"  # else the launcher has opened the folder
+        with recording_refusals(run.config.run.folder if joined and self._world.rank == 0 else None):
+            run = self._without_excluded(rendezvous, run)
+            world = self._place(rendezvous, run)
+            if self.folder is None:
+                if world.rank == 0:
+                    for notice in run.notices:
+                        self._options.tell(notice)
+                        self._early.append(f"megatron-run: {notice}")
+                self.folder = self._find_folder(rendezvous, run)
         if self.folder is None:
             return ExitCode.DONE
         set_threads(run, world)

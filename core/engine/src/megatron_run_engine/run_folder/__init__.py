@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from megatron_run_engine.run_folder.opening import check_run_folder as check_run_folder
     from megatron_run_engine.run_folder.opening import join_run_folder as join_run_folder
     from megatron_run_engine.run_folder.opening import open_run_folder as open_run_folder
+    from megatron_run_engine.run_folder.opening import recording_refusals as recording_refusals
     from megatron_run_engine.run_folder.undoing import REFUSALS as REFUSALS
 
 __getattr__, __dir__, __all__ = typed_names(__name__)

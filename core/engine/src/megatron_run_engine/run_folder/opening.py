@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_run.contracts.meaning import LENGTH
-from megatron_run.errors import ExitCode, InputError
+from megatron_run.errors import ExitCode, InputError, RunError
 from megatron_run.files.safe_folder import SafeFolder
 from megatron_run_engine.run_folder.changes import (
     Change,
@@ -109,6 +109,25 @@ def check_run_folder(run: ResolvedRun) -> None:
         check_goes_on(run, path)
     else:
         _check_same_run(path, record, identity(run), run)
+
+
+@contextmanager
+def recording_refusals(wanted: Path | None) -> Iterator[None]:
+    """Within: why a start is refused comes into the status of the run in ``wanted``, where scripts read it.
+
+    Nothing is written where no attempt of a run is, nor while a job holds the folder.
+    """
+    try:
+        yield
+    except RunError as error:
+        if wanted is not None and error.exit_code in REFUSALS:
+            with suppress(RunError, OSError):
+                path = _follow_sibling_link(wanted.expanduser().absolute())
+                record = _read_record(path) if path.is_dir() else None
+                if record is not None:
+                    with FolderLock(path):
+                        RunFolder(path, len(record["attempts"])).refuse(error.exit_code, str(error))
+        raise
 
 
 def join_run_folder(path: Path, attempt: int, run_id: str, rank: int, wait: float = VISIBLE_WITHIN) -> RunFolder:
@@ -209,6 +228,7 @@ def _enter(before: Before, lock: FolderLock, run: ResolvedRun, arguments: Sequen
     status = last.read_status()
     finished = status is not None and status.state == "finished" and run.request.resume == "auto"
     if finished and LENGTH.isdisjoint(change.key for change in changed):
+        last.refuse(ExitCode.DONE, "")  # whatever an earlier start was refused for
         return OpenedFolder(last, lock, record["id"], before, finished=True)
     folder = RunFolder(path, len(record["attempts"]) + 1)
     entry = attempt_record(folder.attempt, run, arguments, changed, why)
