@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from megatron_run.planning import resolve
+from megatron_run_cli.reports.dry_run import dry_run_json
 from tests.support.forked import FORKING_AGENT, forked_command, learned, run_forked, tiny
 
 from .test_integration_elastic import ELASTIC, assert_same_numbers, attempts, words
@@ -51,7 +53,8 @@ def test_of_two_copies_the_rank_that_is_at_fault_is_told_by_doing_the_steps_agai
     assert ran.code == 6
     assert ran.message.startswith("after step 6 the copies of embedding.word.weight on ranks 0 and 1 differ")
     assert ": done again from step 4, rank 1 alone has other weights than before, since step 5: a memory" in ran.message
-    assert f"leave local rank 1 of {gethostname()} out, or set guard.exclude=differing" in ran.message
+    advice = f"leave local rank 1 of {gethostname()} out, or set guard.exclude=differing and run.elastic=data"
+    assert advice in ran.message
     assert recorded(tmp_path / "run") == []
     assert max(learned(tmp_path / "run")) == 6
 
@@ -187,6 +190,8 @@ def test_why_a_start_is_refused_is_in_the_status_that_scripts_read(tmp_path: Pat
 def test_a_spare_takes_the_place_of_a_rank_that_is_left_out(tmp_path: Path) -> None:
     excluding(tmp_path / "run", 1)
     asked = tiny(tmp_path / "run", {**ELASTIC, "train.global_batch_size": 8, "train.steps": 1}, nproc=3)
+    line = f"excluded.json in the run folder leaves out local rank 1 of {gethostname()}, until it is taken out there"
+    assert line in dry_run_json(resolve(asked, plan_only=True))["notices"]
     ran = run_forked(asked, timeout=250)
     assert (ran.code, attempts(tmp_path / "run", "ranks", "spares")) == (0, [(2, 0)])
     assert [line for line in ran.told if line.startswith("run.elastic")] == [

@@ -152,15 +152,17 @@ def _checked_size(run: ResolvedRun) -> ModelSize:
 
 
 def _machine_notices(run: ResolvedRun, size: ModelSize) -> list[str]:
-    """Why this machine could not train the run, if it could not, and whether its steps in memory lie on a disk.
+    """Why this machine could not train the run, which ranks a start leaves out, and if steps in memory lie on a disk.
 
-    Raises what a start would say of their folder.
+    Raises what a start would say of their folder, and of the record of ranks to leave out.
     """
     from megatron_run_engine.estimate.machine_memory import lacks_memory
     from megatron_run_engine.estimate.room_for_copies import check_folder, check_room
     from megatron_run_engine.host.process import check_local_devices
+    from megatron_run_engine.launch.restarts import Restarts
 
-    notices = [on_disk] if (on_disk := check_folder(run)) else []
+    places = Restarts(0, run.sizes.world + run.spares, run.config.run.elastic != "off")
+    notices = [*filter(None, (check_folder(run), places.leave_out(run.config.run.folder)))]
     try:
         devices = check_local_devices(run)
         check_room(run, size, range(run.sizes.world))

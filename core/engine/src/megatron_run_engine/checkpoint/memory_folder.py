@@ -75,12 +75,12 @@ def check_private(path: Path) -> None:
     elif found.st_mode & 0o077:
         why = f"others may enter it: its mode is {stat.S_IMODE(found.st_mode):04o}"
     if why:
-        raise unusable(path, why)
+        raise unusable(path, why, first="remove it, ")
 
 
-def unusable(path: Path, why: str) -> InputError:
-    """The refusal of ``path``, which is the user's choice or lies below it."""
-    fix = f"remove it, set checkpoint.memory_folder to a folder of another tmpfs, {OFF}"
+def unusable(path: Path, why: str, first: str = "") -> InputError:
+    """The refusal of ``path``, which is the user's choice or lies below it; ``first`` is what else may be done."""
+    fix = f"{first}set checkpoint.memory_folder to a folder of another tmpfs, {OFF}"
     return InputError(f"{path} cannot hold steps in memory", why=why, fix=fix)
 
 

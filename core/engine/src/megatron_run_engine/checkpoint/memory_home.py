@@ -283,3 +283,11 @@ def newest_in_memory(section: CheckpointSection, run: str, folder: Path) -> int 
             home.check()
             return max(home.steps.steps(), default=None)
     return None
+
+
+def not_on_disk(step: int, held: int) -> CheckpointError:
+    """The refusal of ``step``, asked for by its number, where memory holds steps up to ``held``."""
+    return CheckpointError(
+        f"step {step} is not on disk, where one is read that is asked for by its number",
+        fix=f"to go on from step {held}, the newest in memory: --resume auto",
+    )

@@ -283,7 +283,9 @@ class Guards:
         why, fix = (cause.why if verdict is None else f"{verdict}: {cause.why}"), cause.fix
         if verdict is not None and faulty:
             why = f"{verdict}: {HARDWARE}"
-            fix = f"leave {self._exclusion.named(faulty)} out, or set guard.exclude=differing"
+            fix = f"leave {self._exclusion.named(faulty)} out, or set guard.exclude=differing and run.elastic=data"
+        if verdict is None and not found.agree and self._deterministic:
+            fix = f"{fix}; with checkpoint.memory_interval a run finds out which rank it is"
         if faulty and self._exclusion.asked("differing"):
             failure = self._exclusion.record(faulty, step, f"differing: {what}: {why}")
             if not failure:

@@ -45,7 +45,7 @@ is of another run                          ``checkpoint.memory_home.MemoryHome._
 is damaged: its XXH3                       ``checkpoint.exchange._receive``
 is not what it was, and cannot be removed  ``checkpoint.survivors.Survivors._remove``
 is not what it was, and no other           ``training.state.memory_tier.MemoryTier.find``
-is in memory alone                         ``training.state.memory_tier.MemoryTier.check_on_disk``
+is not on disk, where one is read          ``checkpoint.memory_home.not_on_disk``
 in memory cannot be used, and no other     ``training.state.memory_tier.MemoryTier.find``
 could not be saved in memory               ``checkpoint.memory_saver.MemorySaver``
 *its model and tokenizer* (``run.init_from``)

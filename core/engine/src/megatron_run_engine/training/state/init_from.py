@@ -17,6 +17,8 @@ from megatron_run.planning.batch_size import run_length
 from megatron_run.registry.discover import plain_name
 from megatron_run_engine.checkpoint.adapted import open_step
 from megatron_run_engine.checkpoint.collectives import on_all_ranks, on_rank0
+from megatron_run_engine.checkpoint.memory_folder import run_in
+from megatron_run_engine.checkpoint.memory_home import newest_in_memory, not_on_disk
 from megatron_run_engine.checkpoint.step_folder import CHECKPOINTS, IMPORTED, Checkpoints, find_step
 from megatron_run_engine.run_folder.changes import identity, meaning_of_keys
 from megatron_run_engine.run_folder.idle_options import idle_keys
@@ -84,8 +86,15 @@ def _check_resumed(run: ResolvedRun) -> None:
     folder, choice = run.config.run.folder, run.request.resume
     if folder is None or choice in ("auto", "never"):
         return
-    if _has_saved(run) or (folder.expanduser() / "run.json").exists():
-        Checkpoints(folder.expanduser() / CHECKPOINTS).find(int(choice))
+    home = folder.expanduser()
+    if _has_saved(run) or (home / "run.json").exists():
+        try:
+            Checkpoints(home / CHECKPOINTS).find(int(choice))
+        except CheckpointError as missing:
+            held = newest_in_memory(run.config.checkpoint, str(run_in(home)), home)
+            if held is not None and held >= int(choice):
+                raise not_on_disk(int(choice), held) from missing
+            raise
 
 
 def check_shapes(run: ResolvedRun, shapes: Shapes) -> None:

@@ -13,7 +13,7 @@ from megatron_run_engine.checkpoint.async_saver import AsyncSaver, Staging
 from megatron_run_engine.checkpoint.collectives import WorldRanks, on_all_ranks, on_rank0
 from megatron_run_engine.checkpoint.hosts import Hosts
 from megatron_run_engine.checkpoint.memory_folder import memory_folder
-from megatron_run_engine.checkpoint.memory_home import MemoryHome
+from megatron_run_engine.checkpoint.memory_home import MemoryHome, not_on_disk
 from megatron_run_engine.checkpoint.memory_saver import MemorySaver
 from megatron_run_engine.checkpoint.survivors import Found, Survivors
 from megatron_run_engine.runtime.comm import create_aside, patience
@@ -78,10 +78,7 @@ class MemoryTier:
         def check() -> str:
             held = self._home.steps.steps()
             if step in held and step not in checkpoints.steps():
-                raise CheckpointError(
-                    f"step {step} is in memory alone, and one that is asked for by its number is one on disk",
-                    fix=f"to go on from step {max(held)}, the newest in memory: --resume auto",
-                )
+                raise not_on_disk(step, max(held))
             return ""
 
         on_rank0(self._ranks, check)
