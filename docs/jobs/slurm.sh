@@ -41,7 +41,11 @@ case $code in
     if [ "${SLURM_RESTART_COUNT:-0}" -lt 20 ]; then
         trap '' TERM
         scontrol requeue "$SLURM_JOB_ID"
-        [ -z "$excluded" ] || scontrol update "JobId=$SLURM_JOB_ID" "ExcNodeList=$excluded" || true
+        if [ -n "$excluded" ]; then
+            # What is set takes the place of the job's own --exclude, which is kept so.
+            own=$(scontrol show job "$SLURM_JOB_ID" | sed -n 's/.*ExcNodeList=\([^( ][^ ]*\).*/\1,/p') || own=
+            scontrol update "JobId=$SLURM_JOB_ID" "ExcNodeList=$own$excluded" || true
+        fi
     fi
     ;;
 esac

@@ -38,13 +38,17 @@ def test_the_slurm_script_is_a_script_and_passes_known_options() -> None:
     assert set(given) <= known_options()
 
 
-def slurm_script(folder: Path, code: int, restarts: int) -> list[str]:
-    """How the script calls Slurm's programs, for which others stand in; srun ends with ``code``."""
+def slurm_script(folder: Path, code: int, restarts: int, excluded: str = "(null)") -> list[str]:
+    """How the script calls Slurm's programs, for which others stand in; srun ends with ``code``.
+
+    The job has ``excluded`` nodes of its own.
+    """
     (folder / "venv/bin").mkdir(parents=True)
     (folder / "venv/bin/activate").write_text(f'PATH="{folder}:$PATH"\n')
     for name, ending in (("srun", code), ("scontrol", 0)):
         program = folder / name
-        program.write_text(f'#!/bin/sh\necho {name} "$@" >> {folder}/calls\nexit {ending}\n')
+        shown = f"echo '   ReqNodeList=(null) ExcNodeList={excluded}'" if name == "scontrol" else ""
+        program.write_text(f'#!/bin/sh\necho {name} "$@" >> {folder}/calls\n{shown}\nexit {ending}\n')
         program.chmod(0o755)
     (folder / "python3").symlink_to(sys.executable)
     slurm = {"SLURM_SUBMIT_DIR": str(folder), "SLURM_JOB_ID": "7", "SLURM_CPUS_PER_TASK": "8"}
@@ -72,14 +76,17 @@ def test_the_slurm_script_asks_for_another_go_when_it_may_help(
     assert others == (["scontrol requeue 7"] if requeued else [])
 
 
-@pytest.mark.parametrize("code", [4, 2])
-def test_the_slurm_script_leaves_out_the_hosts_of_excluded_ranks_once_its_job_waits(code: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("code", "own", "added"), [(4, "(null)", ""), (4, "gpu[7-8]", "gpu[7-8],"), (2, "(null)", "")])
+def test_the_slurm_script_leaves_out_the_hosts_of_excluded_ranks_once_its_job_waits(
+    code: int, own: str, added: str, tmp_path: Path
+) -> None:
     run = tmp_path / "runs/7"
     run.mkdir(parents=True)
     for host, place in (("gpu2", 3), ("gpu10.example.org", 0), ("gpu2", 1)):
         exclude(RunFolder(run, 1), [Excluded(host, place)])
-    _, *others = slurm_script(tmp_path, code, 0)
-    assert others == (["scontrol requeue 7", "scontrol update JobId=7 ExcNodeList=gpu10,gpu2"] if code == 4 else [])
+    _, *others = slurm_script(tmp_path, code, 0, own)
+    update = f"scontrol update JobId=7 ExcNodeList={added}gpu10,gpu2"
+    assert others == (["scontrol requeue 7", "scontrol show job 7", update] if code == 4 else [])
 
 
 def test_the_kubernetes_file_starts_as_many_agents_as_it_has_pods() -> None:
