@@ -72,7 +72,7 @@ def test_steps_that_are_done_again_are_no_progress() -> None:
     again = [lost(1, steps=3, begun=4)] * 3
     assert elastic(*again) == [ALL, ALL, (0, 2, 3)]
     assert elastic(*again, lost(0, steps=3, begun=5)) == [ALL, ALL, (0, 2, 3), ALL]
-    assert tried(9, *again, lost(1, steps=3, begun=4)) == [True, True, False, False]
+    assert tried(9, *again) == [True] * 3, "nobody else can do without it, and it may be chance"
 
 
 def test_after_progress_all_places_are_tried_again() -> None:

@@ -73,7 +73,7 @@ class Restarts:
         ``in_memory`` is the newest step there, if it is newer than those on disk.
 
         Only a lost rank is a reason to start again: a signal or a time limit asked for the end, and after every other
-        code the next start would end alike. So it would when a rank is lost twice in a row before a new step is done,
+        code the next start would end alike. So it would when a rank is lost twice in a row before a step is done,
         unless the others can do without it.
         """
         if result.code != ExitCode.RANK_LOST or self.used >= self.most:
@@ -90,9 +90,9 @@ class Restarts:
 
     def _count(self, result: RunResult) -> str | None:
         """Count the loss; what the line says of the ranks, or None where the same would happen again."""
-        barren, self._barren = self._barren, result.steps == 0 or 0 < result.begun <= self._begun
-        self._begun = max(self._begun, result.begun)
-        if not self._barren:
+        barren, self._barren = self._barren, result.steps == 0
+        again, self._begun = 0 < result.begun <= self._begun, max(self._begun, result.begun)
+        if not self._barren and not (again and self.elastic and result.rank is not None):
             returned = bool(self._gone)
             self._gone.clear()
             self._lost.clear()
