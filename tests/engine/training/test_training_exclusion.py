@@ -16,8 +16,8 @@ from tests.support.saved_steps import Alone
 WORLD = World(0, 1, local_rank=2, local_size=4, host="gpu1")
 
 
-def elastic(ranks: int, *sets: str) -> ResolvedRun:
-    asked = ("run.elastic=data", "guard.exclude=slow", "train.global_batch_size=12", *sets)
+def elastic(ranks: int, *sets: str, batch: int = 12) -> ResolvedRun:
+    asked = ("run.elastic=data", "guard.exclude=slow", f"train.global_batch_size={batch}", *sets)
     return load_config("preset:tiny", sets=asked, nproc=ranks)
 
 
@@ -57,3 +57,9 @@ def test_a_rank_without_which_no_layout_fits_is_not_recorded(
     failure = Exclusion(elastic(ranks, *sets), RunFolder(tmp_path, 1), WORLD, Alone()).record([0], 1, "slow")
     assert failure.startswith(f"rank 0 cannot be left out: {why}")
     assert not read_excluded(tmp_path)
+
+
+def test_a_spare_may_take_the_place_of_one_that_cannot_be_spared(tmp_path: Path) -> None:
+    run = elastic(3, "run.min_ranks=2", batch=8)
+    assert (run.sizes.world, run.spares) == (2, 1)
+    assert Exclusion(run, RunFolder(tmp_path, 1), WORLD, Alone()).record([0], 1, "slow") == ""

@@ -59,6 +59,6 @@ class Exclusion:
 
     def _check_others(self, out: int) -> None:
         """Raise :class:`megatron_run.errors.InputError` where no layout is without so many ranks: no start would be."""
-        config, there = self._run.config, self._run.request.there or self._run.sizes.world
+        config, there = self._run.config, self._run.sizes.world + self._run.spares
         parallel = config.parallel if config.run.elastic == "data" else ParallelSection()  # the planner finds another
         strengths(config.run, parallel, config.train, there - out)
