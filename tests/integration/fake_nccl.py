@@ -73,7 +73,7 @@ def step_of(rank: int, world: int, run: ResolvedRun) -> Seen:
             place = World(rank, world, rank, world, backend="nccl")
             # What comes before the step and after it reads texts and sums on the host, and they are wrong.
             with (
-                mock.patch.object(Trainer, "_check_evaluate_save"),
+                mock.patch.object(Trainer, "_check_evaluate_save", return_value=None),
                 mock.patch.object(Trainer, "resume", return_value=1),
             ):
                 assert train_rank(run, place, RunFolder(Path(folder), 1, rank), StopRequest()) is ExitCode.DONE

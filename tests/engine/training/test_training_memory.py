@@ -13,9 +13,8 @@ from unittest import mock
 
 import pytest
 
-from megatron_run.config.request import Request
 from megatron_run.errors import CheckpointError, ExitCode, GuardError, InputError
-from megatron_run.planning import ResolvedRun, load_config, resolve
+from megatron_run.planning import ResolvedRun, load_config
 from megatron_run_cli.reports.dry_run import dry_run_json, dry_run_text
 from megatron_run_engine.checkpoint.files import MemoryFiles, NewFile
 from megatron_run_engine.checkpoint.memory_folder import disk_under
@@ -26,7 +25,6 @@ from megatron_run_engine.estimate.room_for_copies import check_folder, check_roo
 from megatron_run_engine.launch import LaunchOptions, launch
 from megatron_run_engine.launch.attempts import checked
 from megatron_run_engine.training.state import checkpointing, resuming
-from megatron_run_engine.training.state.init_from import check_source
 from tests.support.resuming import SMALL, Attempt, attempt
 from tests.support.saved_steps import read_all, same_state
 from tests.support.training_bench import Bench
@@ -121,19 +119,6 @@ def test_a_step_that_is_asked_for_and_is_in_memory_alone_is_refused_with_what_ta
     with pytest.raises(CheckpointError, match=r"there is no checkpoint .*step7; saved steps: 5$"):
         trained(tmp_path / "run", number=2, resume="7")
     assert trained(tmp_path / "run", number=3).first == 9, "nothing was forgotten"
-
-
-def test_a_launcher_names_the_steps_in_memory_before_it_starts_ranks(tmp_path: Path) -> None:
-    (tmp_path / "run.json").write_text("{}")
-    sets = {"run.folder": str(tmp_path), "checkpoint.memory_interval": 2}
-    asked = resolve(Request(configs=("preset:tiny",), values=sets, resume="6"))
-    with pytest.raises(CheckpointError, match=r"there is no checkpoint .*step6; no step is saved there$"):
-        check_source(asked)
-    with (
-        mock.patch("megatron_run_engine.training.state.init_from.newest_in_memory", return_value=8),
-        pytest.raises(CheckpointError, match=r"step 6 is not on disk, .* step 8, the newest .*: --resume auto$"),
-    ):
-        check_source(asked)
 
 
 def test_a_step_that_is_asked_for_is_that_on_disk_and_memory_forgets_what_comes_after(tmp_path: Path) -> None:
