@@ -11,8 +11,10 @@ from typing import Any
 
 import pytest
 
+from megatron_run.errors import InputError
 from megatron_run.planning import resolve
 from megatron_run_cli.reports.dry_run import dry_run_json
+from megatron_run_engine import train
 from tests.support.forked import FORKING_AGENT, forked_command, learned, run_forked, tiny
 
 from .test_integration_elastic import ELASTIC, assert_same_numbers, attempts, words
@@ -183,6 +185,11 @@ def test_why_a_start_is_refused_is_in_the_status_that_scripts_read(tmp_path: Pat
     (run / "excluded.json").unlink()
     assert (start_again(), reported()) == (0, ("finished", 0, False, ""))
     (run / "excluded.json").write_text("odd")
+    with pytest.raises(InputError, match="does not say which ranks are left out"):
+        train(resolve(asked))
+    assert reported() == refused
+    forget = {**json.loads((run / "status.json").read_text()), "exit_code": 0, "message": ""}
+    (run / "status.json").write_text(json.dumps(forget))
     assert forked_command((*agent, *words(asked)), tmp_path, timeout=200, program=FORKING_AGENT).returncode == 1
     assert reported() == refused
 

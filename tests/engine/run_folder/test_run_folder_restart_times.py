@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -14,6 +15,7 @@ import pytest
 from megatron_run_engine.launch.job import Lost
 from megatron_run_engine.run_folder import RunFolder
 from megatron_run_engine.run_folder.restart_times import (
+    NAME,
     PHASES,
     RestartTimes,
     phases,
@@ -33,16 +35,21 @@ def test_the_phases_are_between_the_marks_that_are_there_and_add_up() -> None:
     assert phases(marks | {"detected": 9.0})["detection"] == 0.0, "somebody has set the clock"
 
 
-def test_what_the_launcher_saw_and_what_rank_0_did_become_one_record(tmp_path: Path) -> None:
-    folder = RunFolder(tmp_path, 2)
-    now = time.time()
-    write_lost(folder, Lost(now - 3, now - 2, now - 1.5))
-    with mock.patch("megatron_run_engine.run_folder.restart_times.process_start", return_value=now - 1):
+def done(folder: RunFolder, started: float) -> tuple[RestartTimes, dict[str, Any]]:
+    """The times of an attempt that has ``started`` at that time and makes a step, and their record."""
+    with mock.patch("megatron_run_engine.run_folder.restart_times.process_start", return_value=started):
         times = RestartTimes(folder)
     for mark in ("joined", "built", "loaded"):
         times.mark(mark)
     times.finish()
-    record = json.loads((tmp_path / "logs" / "attempt-002" / "restart.json").read_text())
+    return times, json.loads((folder.path / folder.records / NAME).read_text())
+
+
+def test_what_the_launcher_saw_and_what_rank_0_did_become_one_record(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path, 2)
+    now = time.time()
+    write_lost(folder, Lost(now - 3, now - 2, now - 1.5))
+    times, record = done(folder, now - 1)
     assert record["seconds"] == times.taken
     assert list(times.taken) == list(PHASES.values())
     assert (times.taken["detection"], times.taken["ranks_gone"], times.taken["processes"]) == (1.0, 0.5, 0.5)
@@ -54,12 +61,7 @@ def test_what_the_launcher_saw_and_what_rank_0_did_become_one_record(tmp_path: P
 def test_of_a_restart_that_another_launcher_makes_the_unknown_is_named_and_lies_in_what_follows(tmp_path: Path) -> None:
     folder, now = RunFolder(tmp_path, 2), time.time()
     write_reported(folder, now - 4)
-    with mock.patch("megatron_run_engine.run_folder.restart_times.process_start", return_value=now - 1):
-        times = RestartTimes(folder)
-    for mark in ("joined", "built", "loaded"):
-        times.mark(mark)
-    times.finish()
-    record = json.loads((tmp_path / "logs" / "attempt-002" / "restart.json").read_text())
+    times, record = done(folder, now - 1)
     assert record["unknown"] == ["detection", "ranks_gone"]
     assert record["seconds"]["processes"] == 3.0
     assert " s from the report of a lost rank to the first new step: processes 3.00, join " in str(times)

@@ -73,12 +73,23 @@ def launch(request: Request, options: LaunchOptions, mode: LaunchMode = "auto") 
 
         with ended_with(NOT_BEGUN):
             run = resolve(request)
-        with recording_refusals(run.config.run.folder):
-            with ended_with(NOT_BEGUN):
-                run = checked(run)
-            return start_local(run, options)
+        return _start_here(run, options)
     with environment_kept():
         return _launch_joined(request, world, options)
+
+
+def _start_here(run: ResolvedRun, options: LaunchOptions) -> RunResult:
+    """Start the local ranks of ``run``, once it is checked."""
+    with recording_refusals(run.config.run.folder):
+        with ended_with(NOT_BEGUN):
+            run = checked(run)
+        return start_local(run, options)
+
+
+def _checked(run: ResolvedRun, world: World) -> ResolvedRun:
+    """``run`` as a rank of ``world`` begins it, once it is checked."""
+    with recording_refusals(run.config.run.folder if world.rank == 0 else None):
+        return checked(run)
 
 
 def _launch_joined(request: Request, world: World, options: LaunchOptions) -> RunResult:
@@ -101,8 +112,7 @@ def _launch_joined(request: Request, world: World, options: LaunchOptions) -> Ru
                 why=f"{world.launcher} has started {world.size}",
                 fix="leave --nproc out, or set run.elastic",
             )
-        with recording_refusals(run.config.run.folder if world.rank == 0 else None):
-            return checked(run)
+        return _checked(run, world)
 
     return _join(resolved, world, options)
 
@@ -141,14 +151,15 @@ def train(
         there = world
 
         def resolved(latest: Mapping[str, str], decide: Decide) -> ResolvedRun:
-            return checked(_with_latest(_of_size(run, there, decide), latest))
+            return _checked(_with_latest(_of_size(run, there, decide), latest), there)
 
         result = _join(resolved, world, LaunchOptions())
     elif here:
-        result = _train_here(checked(run))
+        with recording_refusals(run.config.run.folder):
+            result = _train_here(checked(run))
     else:
         refuse_objects(run)
-        result = start_local(checked(run), LaunchOptions())
+        result = _start_here(run, LaunchOptions())
     if result.code == ExitCode.SIGINT:
         raise KeyboardInterrupt
     if result.code and not here:

@@ -98,9 +98,8 @@ class _FaultInjector:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), detail or None)
         elif fault.kind == "flip":
             weights = (*(values for values, _ in self._kept()), *filter(has_memory, self._parameters))
-            flip_bit(
-                next((values for values in weights if values.detach().any()), weights[0])
-            )  # a share may be padding
+            learned = (values for values in weights if values.detach().any())  # the rest is padding
+            flip_bit(next(learned, weights[0]))
         else:
             gradients = [gradient for _, gradient in self._kept()]
             for gradient in (*gradients, *filter(has_memory, map(main_grad, self._parameters))):
