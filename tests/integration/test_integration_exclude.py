@@ -15,6 +15,8 @@ from megatron_run.errors import InputError
 from megatron_run.planning import resolve
 from megatron_run_cli.reports.dry_run import dry_run_json
 from megatron_run_engine import train
+from megatron_run_engine.launch.api import _checked
+from megatron_run_engine.runtime.world import World
 from tests.support.forked import FORKING_AGENT, forked_command, learned, run_forked, tiny
 
 from .test_integration_elastic import ELASTIC, assert_same_numbers, attempts, words
@@ -192,6 +194,14 @@ def test_why_a_start_is_refused_is_in_the_status_that_scripts_read(tmp_path: Pat
     (run / "status.json").write_text(json.dumps(forget))
     assert forked_command((*agent, *words(asked)), tmp_path, timeout=200, program=FORKING_AGENT).returncode == 1
     assert reported() == refused
+    # What a rank finds before it meets the others.
+    memory = {"checkpoint.memory_interval": 2, "checkpoint.memory_folder": str(tmp_path / "nowhere")}
+    without = resolve(replace(asked, values={**asked.values, **memory}))
+    for rank in (1, 0):
+        with pytest.raises(InputError, match="there is no folder"):
+            _checked(without, World(rank, 2))
+        assert (reported() == refused) == (rank == 1), "rank 0 speaks for all"
+    assert reported()[3].startswith(f"there is no folder {tmp_path}/nowhere for steps in memory")
 
 
 def test_a_spare_takes_the_place_of_a_rank_that_is_left_out(tmp_path: Path) -> None:

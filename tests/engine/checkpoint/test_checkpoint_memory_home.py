@@ -56,7 +56,7 @@ def test_a_folder_of_somebody_elses_is_neither_emptied_nor_believed(tmp_path: Pa
     (user / RUN).unlink()
     saved.rename(user / RUN)
     (user / RUN).chmod(0o700)
-    user.chmod(0o755)
+    user.chmod(0o710)
     forget_steps(section, RUN, tmp_path, None)
     assert newest_in_memory(section, RUN, tmp_path) is None
     user.chmod(0o700)
