@@ -94,3 +94,5 @@ def test_only_a_first_comparison_speaks_against_a_plugin(start: int, cause: str,
     assert ran.code == 6
     assert ran.message.startswith(f"after step {start} the copies of ")
     assert f"no copy has a majority: {cause}" in ran.message
+    advised = "; with checkpoint.memory_interval a run finds out which rank it is" in ran.message
+    assert advised == (start == 3), "of a machine, and not of a plugin"

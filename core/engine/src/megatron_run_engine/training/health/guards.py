@@ -284,7 +284,7 @@ class Guards:
         if verdict is not None and faulty:
             why = f"{verdict}: {HARDWARE}"
             fix = f"leave {self._exclusion.named(faulty)} out, or set guard.exclude=differing and run.elastic=data"
-        if verdict is None and not found.agree and self._deterministic:
+        if verdict is None and not (found.agree or cause.accuses) and self._deterministic:
             fix = f"{fix}; with checkpoint.memory_interval a run finds out which rank it is"
         if faulty and self._exclusion.asked("differing"):
             failure = self._exclusion.record(faulty, step, f"differing: {what}: {why}")
