@@ -245,6 +245,7 @@ def _print_description(description: Description) -> None:
     wishes = {"": description.suggests, **{f" with {w}": more for w, more in description.suggests_with.items()}}
     suggests = (f"{key}={value}{condition}" for condition, more in wishes.items() for key, value in more.items())
     facts = {
+        "does": description.summary,
         "from": f"{description.distribution} {description.version}".strip() or description.location,
         "at": description.location,
         "api": str(description.api),

@@ -24,6 +24,7 @@ from megatron_run.errors.install_hint import checkout
 from megatron_run.errors.wording import near_path
 from megatron_run.files.foreign_file import read_file
 from megatron_run.files.safe_folder import parse_json
+from megatron_run_cli.reports.listing import summary_of
 
 if TYPE_CHECKING:
     from urllib.request import OpenerDirector
@@ -180,9 +181,12 @@ def search(words: Sequence[str], published: Iterable[Published], installed: Iter
     for entry in published:
         here = present.pop((entry.kind, entry.name, entry.distribution), None)
         version = here.version if here else ""
-        summary = entry.summary or (_summary(here) if here else "")
+        summary = entry.summary or (summary_of(here.distribution) if here else "")
         found.append(Match(entry.kind, entry.name, entry.distribution, version, summary, entry.url))
-    found += [Match(each.kind, each.name, each.distribution, each.version, _summary(each)) for each in present.values()]
+    found += [
+        Match(each.kind, each.name, each.distribution, each.version, summary_of(each.distribution))
+        for each in present.values()
+    ]
     asked = [each.lower() for each in words]
     fitting = [each for each in found if all(part in _text(each) for part in asked)]
     return sorted(fitting, key=lambda each: (bool(each.version), each.kind, each.name, each.distribution))
@@ -190,10 +194,3 @@ def search(words: Sequence[str], published: Iterable[Published], installed: Iter
 
 def _text(match: Match) -> str:
     return f"{match.kind}={match.name} {match.distribution} {match.summary}".lower()
-
-
-def _summary(plugin: ListedPlugin) -> str:
-    """The line that its distribution says of itself, without an import; the engine's and kernel's is of no plugin."""
-    with suppress(PackageNotFoundError):
-        return "" if plugin.builtin else next(iter(metadata(plugin.distribution).get_all("Summary") or ()), "")
-    return ""

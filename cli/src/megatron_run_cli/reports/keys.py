@@ -289,7 +289,10 @@ def _default(field: FieldInfo) -> str | None:
 
 @dataclass(frozen=True)
 class Description:
-    """A plugin that was imported, described: where from, what it provides and wants, its options."""
+    """A plugin that was imported, described: where from, what it provides and wants, its options.
+
+    ``summary`` is its distribution's line.
+    """
 
     kind: str
     name: str
@@ -303,6 +306,7 @@ class Description:
     suggests: Mapping[str, str]
     suggests_with: Mapping[str, Mapping[str, str]]
     options: tuple[KeyInfo, ...]
+    summary: str = ""
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Description:

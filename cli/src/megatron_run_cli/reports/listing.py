@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from importlib.metadata import PackageNotFoundError, metadata
 from typing import TYPE_CHECKING
 
 from megatron_run.contracts.plugin import COMMAND, KINDS
@@ -23,6 +25,13 @@ Obstacle = Callable[[Catalog, Sequence[str]], str]
 
 def no_obstacle(_catalog: Catalog, _place: Sequence[str]) -> str:
     """Without a command line nothing stands in the way."""
+    return ""
+
+
+def summary_of(distribution: str) -> str:
+    """The line that ``distribution`` says of itself, without an import; the engine's and kernel's is of no plugin."""
+    with suppress(PackageNotFoundError, ValueError):  # of a file, which has none
+        return "" if distribution in BUILT_IN else next(iter(metadata(distribution).get_all("Summary") or ()), "")
     return ""
 
 
@@ -94,7 +103,7 @@ def plugin_info(kind: str, reference: str, catalog: Catalog | None = None) -> De
     (answer,) = probe([entry], refusals=False)
     if answer.description is None:
         raise PluginError(f"plugin {entry} of {entry.source} is broken", why=answer.error)
-    return Description.from_json(answer.description)
+    return replace(Description.from_json(answer.description), summary=summary_of(entry.distribution))
 
 
 @dataclass(frozen=True)
