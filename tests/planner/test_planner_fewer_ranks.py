@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 
@@ -49,6 +50,16 @@ def test_the_launcher_asks_for_it_and_only_where_others_decide_how_many_ranks_th
     run = resolve(with_planned_sizes(replace(PLAN, there=3)))
     assert run.sizes.world + run.spares == 3
     assert any("run.elastic=plan: " in notice for notice in run.notices)
+
+
+@pytest.mark.parametrize(("device", "gpu"), [("auto", "NVIDIA H100 80GB HBM3"), ("cpu", "")])
+def test_it_plans_for_the_device_that_trains(device: str, gpu: str) -> None:
+    with (
+        mock.patch("megatron_run_engine.launch.planned._gpu", return_value="NVIDIA H100 80GB HBM3"),
+        mock.patch("megatron_run_planner.task.fewer_ranks.best_layout", return_value={}) as planned,
+    ):
+        with_planned_sizes(replace(PLAN, values={**PLAN.values, "run.device": device}, there=3))
+    assert planned.call_args.args[1:] == (3, gpu)
 
 
 def test_without_the_planner_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

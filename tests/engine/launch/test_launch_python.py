@@ -9,6 +9,7 @@ import signal
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -20,7 +21,9 @@ from megatron_run.contracts.schedule import ScheduleSpec
 from megatron_run.errors import ExitCode, InputError
 from megatron_run_engine import train
 from megatron_run_engine.launch import FailedRunError
+from megatron_run_engine.launch.api import _of_size
 from megatron_run_engine.runtime.gradients import GradientAccumulator
+from megatron_run_engine.runtime.world import World
 from tests.support.commands import free_port
 from tests.support.forked import ForkedCommand, forked_command, learned
 
@@ -178,6 +181,17 @@ def test_an_object_cannot_travel_to_other_processes(tmp_path: Path) -> None:
     ):
         train(load_config("preset:tiny", sets=sets, plugins=[OneByOne()]))
     assert not (tmp_path / "run").exists()
+
+
+def test_nor_to_another_number_of_ranks_of_a_world_that_others_made() -> None:
+    run = load_config("preset:tiny", sets={"parallel.data": 2, "run.elastic": "data"}, plugins=[OneByOne()])
+    world = World(0, 1, launcher="torchrun")
+    with (
+        mock.patch("megatron_run_engine.launch.attempts.find_world", return_value=world),
+        pytest.raises(InputError, match=r"cannot use schedule=onebyone: .* resolved again") as refused,
+    ):
+        _of_size(run, world)
+    assert "torchrun" not in str(refused.value)
 
 
 def slurm_step(folder: Path, *words: str, ranks: int = 2) -> list[tuple[int, str]]:

@@ -15,7 +15,7 @@ from megatron_run.errors import RunError
 from megatron_run.planning import ResolvedRun, resolve, to_yaml
 from megatron_run.planning.batch_size import BatchSizes
 from megatron_run.planning.elastic import data_sizes
-from megatron_run.planning.resolver import as_typed, elastic_policy
+from megatron_run.planning.resolver import as_typed, run_setting
 
 TWELVE = {"run.elastic": "data", "train.global_batch_size": 12, "train.micro_batch_size": 1}
 
@@ -140,8 +140,9 @@ def test_ranks_are_left_out_only_where_others_go_on_and_a_guard_names_them(value
 
 
 def test_the_policy_is_known_before_any_plugin_is_imported() -> None:
-    assert elastic_policy(Request(("preset:tiny",), plugins=("schedule=none-such",))) == "off"
-    assert elastic_policy(Request(("preset:tiny",), sets=("run.elastic=plan",))) == "plan"
+    assert run_setting(Request(("preset:tiny",), plugins=("schedule=none-such",)), "elastic") == "off"
+    assert run_setting(Request(("preset:tiny",), sets=("run.elastic=plan",)), "elastic") == "plan"
+    assert run_setting(Request(("preset:tiny",)), "device") == "auto"
 
 
 def test_a_fault_may_be_of_a_rank_that_is_not_there_now() -> None:

@@ -133,12 +133,15 @@ def on_ranks(typed: ResolvedRun, there: int, decide: Decide = at_once) -> Resolv
 def refuse_objects(run: ResolvedRun) -> None:
     """Raise :class:`InputError` for plugins that are objects of this process, which cannot be handed over."""
     handed_in = [str(plugin) for stack in run.plugins.values() for plugin in stack if plugin.entry is None]
-    if handed_in:
-        raise InputError(
-            f"a run of {run.sizes.world} ranks cannot use {', '.join(handed_in)}",
-            why="the ranks are processes of their own, and cannot see an object of this one",
-            fix="write the plugin into a file and name the file, as in schedule=./mine.py, or start with torchrun",
-        )
+    if not handed_in:
+        return
+    refused = f"a run of {run.sizes.world} ranks cannot use {', '.join(handed_in)}"
+    in_a_file = "write the plugin into a file and name the file, as in schedule=./mine.py"
+    if find_world(os.environ) is not None:
+        why = "for another number of ranks it is resolved again, by the names of its plugins"
+        raise InputError(refused, why=why, fix=in_a_file)
+    why = "the ranks are processes of their own, and cannot see an object of this one"
+    raise InputError(refused, why=why, fix=f"{in_a_file}, or start with torchrun")
 
 
 class Start(NamedTuple):

@@ -32,20 +32,21 @@ def with_planned_sizes(request: Request, decide: Decide = at_once) -> Request:
 
     Raises :class:`megatron_run.errors.PluginError` without the planner, and what it raises where nothing fits.
     """
-    from megatron_run.planning.resolver import elastic_policy
+    from megatron_run.planning.resolver import run_setting
 
-    if request.there is None or elastic_policy(request) != "plan":
+    if request.there is None or run_setting(request, "elastic") != "plan":
         return request
-    return replace(request, planned=decide(lambda: _best_layout(replace(request, planned={}))))
+    on_gpus = run_setting(request, "device") != "cpu"
+    return replace(request, planned=decide(lambda: _best_layout(replace(request, planned={}), on_gpus)))
 
 
-def _best_layout(request: Request) -> Mapping[str, str]:
+def _best_layout(request: Request, on_gpus: bool) -> Mapping[str, str]:
     try:
         planner = import_module(_PLANNER)
     except ModuleNotFoundError as missing:
         check_installed(missing, "run.elastic=plan asks the planner")
         raise
-    settings: Mapping[str, str] = planner.best_layout(request, request.there, _gpu())
+    settings: Mapping[str, str] = planner.best_layout(request, request.there, _gpu() if on_gpus else "")
     return settings
 
 

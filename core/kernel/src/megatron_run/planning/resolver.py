@@ -118,10 +118,10 @@ def check_keys(request: Request) -> None:
     _Resolver(request, (), plan_only=True).read(scan())
 
 
-def elastic_policy(request: Request) -> str:
-    """``run.elastic`` of ``request``, before any plugin is imported, for which none is asked; ``off`` where unread."""
-    value = read_sources(request, Findings(), []).values.get(("run", "elastic"))
-    return "off" if value is None else str(value.data)
+def run_setting(request: Request, name: str) -> str:
+    """``run.NAME`` of ``request``, before any plugin is imported, for which none is asked; its default where unread."""
+    value = read_sources(request, Findings(), []).values.get(("run", name))
+    return str(RunSection.model_fields[name].default if value is None else value.data)
 
 
 def as_typed(run: ResolvedRun) -> ResolvedRun:
