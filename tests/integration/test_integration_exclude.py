@@ -133,8 +133,8 @@ def test_where_every_rank_comes_to_the_same_weights_again_the_program_is_at_faul
 
 def test_a_rank_that_is_slow_in_report_after_report_is_left_out_at_the_next_start(tmp_path: Path) -> None:
     run = tmp_path / "run"
-    slow = {"guard.exclude": ("slow",), "guard.straggler_interval": 1}
-    faults = "rank=2,at=forward,kind=slow,seconds=0.5;rank=0,step=8,at=data,kind=kill,attempt=1"
+    slow = {"guard.exclude": ("slow",), "guard.straggler_interval": 1, "train.steps": 6}
+    faults = "rank=2,at=forward,kind=slow,seconds=0.25;rank=0,step=6,at=data,kind=kill,attempt=1"
     asked = tiny(run, values(tmp_path, {**ELASTIC, **slow}), nproc=3)
     assert run_forked(asked, faults, timeout=250, max_restarts=1).code == 0
     assert attempts(run, "ranks") == [(3,), (2,)]
