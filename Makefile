@@ -37,7 +37,7 @@ SPREAD   := -n $(if $(filter 1 2,$(CORES)),$(shell expr $(CORES) + 2),4) --dist 
 PRODUCTS := $(addprefix tests/integration/test_integration_,\
   $(addsuffix .py,experts scatter_messages tensor tensor_random tensor_text))
 
-.PHONY: run test lint types unit gpu gpu-day te te-env grid graph-grid context-grid sharded-grid compose nightly campaigns mutants mutants-by-tool setup format docs site wheels
+.PHONY: run test lint types unit gpu gpu-day te te-env grid graph-grid context-grid sharded-grid compose nightly campaigns series mutants mutants-by-tool setup format docs site wheels
 .PHONY: bundle clean lock
 run: $(RUNTIME)
 	.venv/bin/megatron-run --plugin schedule=interleaved
@@ -97,6 +97,9 @@ nightly: $(DEV)
 # Hundreds of kills, signals, damaged files and malformed inputs, where `test` tries each kind once: minutes.
 campaigns: $(DEV)
 	$(PY) -m tests.campaigns
+# `make test` twenty times, with 2 and 4 workers, in random orders of files: hours.
+series: $(DEV)
+	$(PY) -m tests.series
 # Do the tests notice faults? Those that no tool plants, one by one in a copy of the tree; then a sample of a tool's, in an
 # environment of its own (.cosmic-ray). `test` sees that each of the former can still be planted.
 mutants: $(DEV) mutants-by-tool
