@@ -85,6 +85,7 @@ def _write_sweep(folder: Path) -> None:
     from megatron_run_sweep.record import Run, Sweep, write_sweep
 
     home = folder / "sweep"
+    home.mkdir()
     runs = (Run(values={"train.lr": "1e-3"}, exit_code=0), Run(values={"train.lr": "1e-2"}))
     write_sweep(Sweep(configs=("preset:tiny",), over=("train.lr=1e-3,1e-2",), runs=runs), home)
     for index, loss in enumerate((3.5, 2.5)):

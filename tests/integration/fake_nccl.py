@@ -128,8 +128,8 @@ class _Recorder:
         return call
 
     def gather(self, tensor: Tensor, found: list[Tensor] | None, dst: int, group: Any) -> None:
-        """Every rank's is this rank's: the texts that are gathered must be texts."""
-        self._note(Call("gather", tensor.numel(), str(tensor.dtype)), group)
+        """Every rank's is this rank's: the texts that are gathered must be texts. Of the longest no rank has heard."""
+        self._note(Call("gather", 0, str(tensor.dtype)), group)
         for each in found or ():
             each.copy_(tensor)
 
