@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal, cast, get_args, get_origin
+from unittest import mock
 
 import pytest
 from pydantic import BaseModel, ValidationError
@@ -16,8 +17,10 @@ from megatron_run.config.values import flat, members
 from megatron_run.contracts.meaning import NOT_LEARNED
 from megatron_run.contracts.option_groups import SaysExplicit
 from megatron_run.planning import ResolvedRun
+from megatron_run.planning.plans import MAX_LAYERS
 from megatron_run.registry.discover import scan
 from megatron_run.registry.load import load
+from megatron_run_engine.builtin.model.expert_options import ExpertOptions
 from megatron_run_engine.run_folder.changes import find_changes, identity
 from megatron_run_engine.run_folder.idle_options import idle_keys
 from megatron_run_engine.training.state.init_from import differing_options
@@ -147,3 +150,13 @@ def test_options_of_any_kind_may_say_what_they_mean(tmp_path: Path) -> None:
 def test_what_the_saved_options_cannot_be_here_is_a_change() -> None:
     run = resolved()
     assert idle_keys({**identity(run), "model.activation": "none"}, run, ["model.activation"]) == frozenset()
+
+
+def test_more_layers_than_can_be_planned_are_another_model_and_nothing_is_as_long() -> None:
+    """A record that somebody has changed may name a thousand million."""
+    run = resolved(TINY, sets={"model.experts.count": 4})
+    with mock.patch.object(ExpertOptions, "layers", autospec=True, side_effect=ExpertOptions.layers) as listed:
+        assert idle_keys({"model.num_layers": 10**9}, run, {"model.num_layers"}) == frozenset()
+        assert idle_keys({"model.num_layers": MAX_LAYERS}, run, {"model.num_layers"}) == frozenset()
+    asked = [call.args[1] for call in listed.call_args_list]
+    assert asked == [4, 4, MAX_LAYERS, MAX_LAYERS], "once for each meaning, of all changes and of each"

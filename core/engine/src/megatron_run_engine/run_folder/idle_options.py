@@ -15,6 +15,7 @@ from megatron_run.config.origin import KIND_SECTIONS
 from megatron_run.config.values import flat, nested
 from megatron_run.contracts.option_groups import SaysExplicit
 from megatron_run.planning.choosing import dumped
+from megatron_run.planning.plans import MAX_LAYERS
 
 if TYPE_CHECKING:
     from megatron_run.planning import ResolvedRun
@@ -50,9 +51,14 @@ def _replaced(now: Mapping[str, Any], before: Mapping[str, Any], keys: Collectio
 
 
 def _explicit(plugin: Plugin, section: str, values: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """The meaning of the options with ``values``; None where there are no such options."""
+    """The meaning of the options with ``values``; None where there are no such options, or none that a run has.
+
+    A record may name more layers than can be planned; what that means would be as long.
+    """
     try:
         options = plugin.options_model.model_validate(nested(values).get(section, {}))
     except ValidationError:
+        return None
+    if getattr(options, "num_layers", 0) > MAX_LAYERS:
         return None
     return options.explicit() if isinstance(options, SaysExplicit) else None

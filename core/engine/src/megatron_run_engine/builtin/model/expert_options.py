@@ -150,13 +150,13 @@ class ExpertOptions(Group):
         """The options by dotted name with the values that unset ones mean, and a number for each of ``layers``."""
         if not self.count:
             return flat(type(self)().model_dump())
-        found, usual = flat(self.model_dump()), type(self.router)()
+        found, usual, having = flat(self.model_dump()), type(self.router)(), self.layers(layers)
         if self.router.groups == 1:
             found |= {"router.top_groups": usual.top_groups, "router.group_best": usual.group_best}
         return found | {
             "layer_freq": 1,
             "layer_first": 0,
-            "layer_pattern": tuple(int(layer in self.layers(layers)) for layer in range(layers)),
+            "layer_pattern": tuple(int(layer in having) for layer in range(layers)),
             "ffn_size": self.ffn_size or ffn,
         }
 
