@@ -195,13 +195,31 @@ def forked_command(
 
 
 def forking_agent() -> None:
-    """torchrun, but for its ranks, which are forked from the agent and need not import torch anew."""
+    """torchrun, but for its ranks, which are forked from the agent and need not import torch anew.
+
+    They begin once all are forked: the agent's store looks up in a thread who connects, and a lock of the C library
+    that it has during a fork is never released in the rank.
+    """
     from torch.distributed import run
+    from torch.distributed.elastic.multiprocessing.api import MultiprocessContext
     from torch.distributed.launcher.api import elastic_launch
 
     from megatron_run_cli.main import main
 
+    start: Callable[[MultiprocessContext], None] = MultiprocessContext._start
+    gate = [-1, -1]
+
+    def start_all(ranks: MultiprocessContext) -> None:
+        gate[:] = os.pipe()
+        try:
+            start(ranks)
+        finally:
+            for end in gate:
+                os.close(end)
+
     def rank(*words: str) -> None:
+        os.close(gate[1])
+        os.read(gate[0], 1)  # nothing, at the end: when nobody holds the other end any more
         if code := main(words[words.index("megatron_run_cli") + 1 :]):
             sys.exit(code)
 
@@ -209,7 +227,10 @@ def forking_agent() -> None:
         config.start_method = "fork"
         return elastic_launch(config, rank)
 
-    with mock.patch.object(run, "elastic_launch", launch_forked):
+    with (
+        mock.patch.object(run, "elastic_launch", launch_forked),
+        mock.patch.object(MultiprocessContext, "_start", start_all),
+    ):
         run.main()
 
 
