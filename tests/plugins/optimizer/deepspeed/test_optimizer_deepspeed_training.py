@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -10,6 +11,8 @@ import pytest
 
 from megatron_run.config.request import Request
 from tests.integration.reshaping import SHAPES, Found, check_bits, check_samples, reshape
+from tests.support.commands import COMMAND, run_command
+from tests.support.forked import learned
 from tests.support.installed import found_once
 from tests.support.ranks import run_ranks
 from tests.support.training import Seen, enter_new_world, train_in_turn
@@ -86,3 +89,25 @@ def test_shapes_without_a_pipeline_load_the_bits_and_the_place_that_the_others_s
     folder, _, found = trained
     check_bits(folder, found, RESHAPED)
     check_samples(found)
+
+
+def test_a_run_whose_ranks_die_goes_on_with_fewer_and_with_all_again(tmp_path: Path) -> None:
+    """By the command: ranks of DeepSpeed are never forked, as its import starts threads."""
+    sets = {"train.steps": 8, "train.global_batch_size": 24, "run.elastic": "data", "checkpoint.interval": 1}
+    asked = ("preset:tiny", "--plugin", "optimizer=deepspeed", "--nproc", "4", "--max-restarts", "6")
+    words = (*COMMAND, *asked, *(word for key, value in sets.items() for word in ("--set", f"{key}={value}")))
+    dies = ("rank=2,step=2,attempt=1,at=forward", "rank=2,attempt=2,at=load", "rank=2,attempt=3,at=load")
+    faults = ";".join(f"{each},kind=kill" for each in (*dies, "rank=1,step=5,attempt=4,at=optimizer"))
+    for name, fault in (("whole", ""), ("struck", faults)):
+        variables = {"MEGATRON_RUN_FAULT": fault} if fault else {}
+        done = run_command(
+            (*words, "--set", f"run.folder={tmp_path / name}"), tmp_path, timeout=250, variables=variables
+        )
+        assert done.returncode == 0, done.stderr
+    attempts = json.loads((tmp_path / "struck" / "run.json").read_text())["attempts"]
+    assert [entry["ranks"] for entry in attempts] == [4, 4, 4, 3, 4]
+    whole, struck = (
+        [row["loss"] for _, row in sorted(learned(tmp_path / name).items())] for name in ("whole", "struck")
+    )
+    assert len(whole) == 8
+    np.testing.assert_allclose(struck, whole, rtol=0, atol=2e-6)
