@@ -127,7 +127,7 @@ def _by_launcher(draw: random.Random, shape: Shape, folder: Path) -> Iterator[st
     fault = local_faults(draw, shape.ranks)
     request = shape.request(folder, shape.ranks)
     ran = run_forked(request, fault, timeout=400, max_restarts=12)
-    if ran.code == 4 and "not started again: 1 rank is too few" in ran.message:
+    if ran.code == 4 and shape.least > 1 and "not started again: 1 rank is too few" in ran.message:
         ran = run_forked(request, timeout=400)
     if ran.code:
         yield f"{fault}: it ended with {ran.code}: {ran.message}"

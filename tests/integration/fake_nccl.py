@@ -128,7 +128,7 @@ class _Recorder:
         return call
 
     def gather(self, tensor: Tensor, found: list[Tensor] | None, dst: int, group: Any) -> None:
-        """Every rank's is this rank's: the texts that are gathered must be texts. Of the longest no rank has heard."""
+        """Every rank's is this rank's: the texts that are gathered must be texts. Their agreed size is faked too."""
         self._note(Call("gather", 0, str(tensor.dtype)), group)
         for each in found or ():
             each.copy_(tensor)

@@ -197,8 +197,8 @@ def forked_command(
 def forking_agent() -> None:
     """torchrun, but for its ranks, which are forked from the agent and need not import torch anew.
 
-    They begin once all are forked: the agent's store looks up in a thread who connects, and a lock of the C library
-    that it has during a fork is never released in the rank.
+    They begin once all are forked: a thread of the agent's store resolves the names of clients. If it holds the C
+    library's lock during a fork, the rank can never take that lock.
     """
     from torch.distributed import run
     from torch.distributed.elastic.multiprocessing.api import MultiprocessContext
@@ -219,7 +219,7 @@ def forking_agent() -> None:
 
     def rank(*words: str) -> None:
         os.close(gate[1])
-        os.read(gate[0], 1)  # nothing, at the end: when nobody holds the other end any more
+        os.read(gate[0], 1)  # returns once nobody holds the other end any more
         if code := main(words[words.index("megatron_run_cli") + 1 :]):
             sys.exit(code)
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from megatron_run.config.values import flat, nested
 from megatron_run.contracts import Microbatch, Weights
+from megatron_run.contracts.model import MAX_LAYERS
 from megatron_run.errors import RunError
 from megatron_run_engine.checkpoint.step_folder import Checkpoints
 from megatron_run_engine.data.standalone_tokenizer import byte_tokenizer_json
@@ -375,3 +376,12 @@ def test_a_config_close_to_a_family_is_refused_with_the_key_that_differs(
         convert.import_model(tmp_path / "hf", tmp_path / "ours", "huggingface")
     assert reason in str(refused.value)
     assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("model_type", [*FAMILIES, "bert"])
+def test_more_layers_than_can_be_planned_are_refused_before_each_is_listed(model_type: str, tmp_path: Path) -> None:
+    (tmp_path / "hf").mkdir()
+    config = {"model_type": model_type, "num_hidden_layers": MAX_LAYERS + 1}
+    (tmp_path / "hf" / "config.json").write_text(json.dumps(config))
+    with pytest.raises(RunError, match="num_hidden_layers=100001 is more than the 100000 layers that can be planned"):
+        convert.import_model(tmp_path / "hf", tmp_path / "ours", "huggingface")

@@ -92,7 +92,7 @@ def test_shapes_without_a_pipeline_load_the_bits_and_the_place_that_the_others_s
 
 
 def test_a_run_whose_ranks_die_goes_on_with_fewer_and_with_all_again(tmp_path: Path) -> None:
-    """By the command: ranks of DeepSpeed are never forked, as its import starts threads."""
+    """Rank 2 dies in three attempts and stays away in the fourth. DeepSpeed starts threads: no rank is forked."""
     sets = {"train.steps": 8, "train.global_batch_size": 24, "run.elastic": "data", "checkpoint.interval": 1}
     asked = ("preset:tiny", "--plugin", "optimizer=deepspeed", "--nproc", "4", "--max-restarts", "6")
     words = (*COMMAND, *asked, *(word for key, value in sets.items() for word in ("--set", f"{key}={value}")))
@@ -101,7 +101,7 @@ def test_a_run_whose_ranks_die_goes_on_with_fewer_and_with_all_again(tmp_path: P
     for name, fault in (("whole", ""), ("struck", faults)):
         variables = {"MEGATRON_RUN_FAULT": fault} if fault else {}
         done = run_command(
-            (*words, "--set", f"run.folder={tmp_path / name}"), tmp_path, timeout=250, variables=variables
+            (*words, "--set", f"run.folder={tmp_path / name}"), tmp_path, timeout=140, variables=variables
         )
         assert done.returncode == 0, done.stderr
     attempts = json.loads((tmp_path / "struck" / "run.json").read_text())["attempts"]

@@ -13,9 +13,9 @@ from pydantic import ValidationError
 
 from megatron_run.config.origin import KIND_SECTIONS
 from megatron_run.config.values import flat, nested
+from megatron_run.contracts.model import MAX_LAYERS
 from megatron_run.contracts.option_groups import SaysExplicit
 from megatron_run.planning.choosing import dumped
-from megatron_run.planning.plans import MAX_LAYERS
 
 if TYPE_CHECKING:
     from megatron_run.planning import ResolvedRun
@@ -51,14 +51,16 @@ def _replaced(now: Mapping[str, Any], before: Mapping[str, Any], keys: Collectio
 
 
 def _explicit(plugin: Plugin, section: str, values: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """The meaning of the options with ``values``; None where there are no such options, or none that a run has.
+    """The meaning of the options with ``values``.
 
-    A record may name more layers than can be planned; what that means would be as long.
+    None where the values are no valid options, or name more layers than can be planned: the meaning lists a number for
+    each layer.
     """
     try:
         options = plugin.options_model.model_validate(nested(values).get(section, {}))
     except ValidationError:
         return None
-    if getattr(options, "num_layers", 0) > MAX_LAYERS:
+    layers = getattr(options, "num_layers", None)
+    if isinstance(layers, int) and layers > MAX_LAYERS:
         return None
     return options.explicit() if isinstance(options, SaysExplicit) else None

@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from megatron_run.contracts.parallel_layer import ParallelLayers
     from megatron_run.contracts.schedule import Place
 
+#: The most layers that are planned: lists of more take minutes and gigabytes, and are typing mistakes.
+MAX_LAYERS = 100_000
+
 
 @dataclass(frozen=True)
 class Decoding:

@@ -8,6 +8,7 @@ from functools import partial
 from typing import TypeVar
 
 from megatron_run.contracts import Schedule
+from megatron_run.contracts.model import MAX_LAYERS
 from megatron_run.contracts.schedule import LayoutSpec, Place, ScheduleSpec, check_counts
 from megatron_run.contracts.schema import ParallelSection, TrainSection
 from megatron_run.errors import Findings, InputError, PluginError, RunError, ScheduleError
@@ -21,8 +22,8 @@ from megatron_run.registry.loaded_plugin import Plugin
 
 Answer = TypeVar("Answer")
 
-#: The most microbatches of a step, and layers: lists of more take minutes and gigabytes, and are typing mistakes.
-MAX_MICROBATCHES, MAX_LAYERS = 100_000, 100_000
+#: The most microbatches of a step: lists of more take minutes and gigabytes, and are typing mistakes.
+MAX_MICROBATCHES = 100_000
 #: The most actions of a step: a forward and a backward for each stage, chunk and microbatch. They take half a minute.
 MAX_ACTIONS = 2_000_000
 #: The most places of layers: as many stages of one action each take seconds, and are no cluster's.

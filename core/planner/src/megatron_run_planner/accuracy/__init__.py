@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megatron_run.contracts.costs import ModelCosts
+from megatron_run.contracts.model import MAX_LAYERS
 from megatron_run.errors import InputError
 from megatron_run.errors.wording import did_you_mean
 from megatron_run.files.foreign_file import read_file
-from megatron_run.planning.plans import MAX_LAYERS
 from megatron_run_planner.devices import Device
 from megatron_run_planner.schedules import Schedules
 from megatron_run_planner.step_time import step_time

@@ -13,9 +13,10 @@ from megatron_run.config.merge import ConfigSource
 from megatron_run.config.validate import validate
 from megatron_run.contracts import ModelOptions
 from megatron_run.contracts.costs import AttentionCosts, Divided, FeedForwardCosts, LayerCosts, ModelCosts
+from megatron_run.contracts.model import MAX_LAYERS
 from megatron_run.contracts.schema import TrainSection
 from megatron_run.errors import Findings
-from megatron_run.planning.plans import MAX_LAYERS, layers_of
+from megatron_run.planning.plans import layers_of
 from megatron_run.registry.known import known_plugin
 
 if TYPE_CHECKING:

@@ -23,6 +23,7 @@ from megatron_run_format_huggingface.model_folder import (
     CONFIG,
     SHARD,
     Tensors,
+    check_layers,
     read_json,
     special_ids,
     write_json,
@@ -120,6 +121,7 @@ def read(source: Path) -> Weights:
     Raises :class:`CheckpointError` with every reason why it cannot be imported.
     """
     config = {**_DEFAULTS, **read_json(followed(source / CONFIG))}
+    check_layers(source, config)
     reasons = must_be(config, _ONLY)
     if config.get("quantization_config") is not None:
         reasons.append("its weights are quantised")

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from megatron_run.contracts import ReadTensor, Weights
+from megatron_run.contracts.model import MAX_LAYERS
 from megatron_run.errors import CheckpointError, InputError
 from megatron_run_engine.checkpoint import FileSystem, TensorFile, followed, read_whole, write_tensors
 from megatron_run_engine.data import holds_tokenizer
@@ -178,6 +179,7 @@ def read(source: Path) -> Weights:
         kind, known = config.get("model_type"), ", ".join(FAMILIES)
         raise CheckpointError(f"{source} holds a model of type {kind!r}", why=f"only {known} have counterparts here")
     config = {**family.defaults, **config}
+    check_layers(source, config)
     options, longest = _model(source, family, config)
     tensors = Tensors(source)
     own_head = bool(config[_TIED]) and _has_other_head(tensors, family)
@@ -289,6 +291,14 @@ class _Packing:
             return narrow
         self.wide = True
         return packed
+
+
+def check_layers(source: Path, config: Config) -> None:
+    """Raise :class:`CheckpointError` for more layers than can be planned, before anything is listed for each."""
+    layers = config.get("num_hidden_layers")
+    if isinstance(layers, int) and layers > MAX_LAYERS:
+        why = f"num_hidden_layers={layers} is more than the {MAX_LAYERS} layers that can be planned"
+        raise CheckpointError(f"{source} cannot be imported", why=why)
 
 
 def _model(source: Path, family: Family, config: Config) -> tuple[dict[str, object], int]:

@@ -52,7 +52,7 @@ _COUNTS = ("num_experts", "num_local_experts")
 
 
 def _read(config: Config) -> dict[str, Any]:
-    dense, every = config["mlp_only_layers"] or [], config["decoder_sparse_step"]
+    dense, every = frozenset(config["mlp_only_layers"] or ()), config["decoder_sparse_step"]
     layers = range(config["num_hidden_layers"])
     return {
         "experts.count": next((config[key] for key in _COUNTS if key in config), 128),
