@@ -76,15 +76,16 @@ class Shape:
         return tiny(folder, values, plugins, nproc=ranks)
 
 
-def local_faults(draw: random.Random, ranks: int) -> str:
-    """Deaths, hangs and absences of one rank or another, attempt by attempt."""
+def local_faults(draw: random.Random, ranks: int) -> tuple[str, int]:
+    """Deaths, hangs and absences of one rank or another, attempt by attempt; and the fewest ranks that are left."""
     faults: list[str] = []
-    attempt, step, left = 1, 0, ranks
+    attempt, step, left, fewest = 1, 0, ranks, ranks
     for _ in range(draw.randint(1, 3)):
         rank, step = draw.randrange(min(2, ranks)), step + draw.randint(1, 2)
         what = draw.choice(("kill", "kill", "hang", "gone", "gone"))
         if what == "gone" and left > 1:  # twice before a step: the others go on without it
             left -= 1
+            fewest = min(fewest, left)
             faults += [f"rank={rank},attempt={each},at=load,kind=kill" for each in (attempt, attempt + 1)]
             attempt += 2
         else:
@@ -92,7 +93,7 @@ def local_faults(draw: random.Random, ranks: int) -> str:
             at = draw.choice(ANYWHERE if kind == "kill" else ALONE)
             faults.append(f"rank={rank},step={step},attempt={attempt},at={at},kind={kind}")
             attempt += 1
-    return ";".join(faults)
+    return ";".join(faults), fewest
 
 
 class Elastic:
@@ -124,10 +125,10 @@ class Elastic:
 
 def _by_launcher(draw: random.Random, shape: Shape, folder: Path) -> Iterator[str]:
     """One command; where the ranks that are left are fewer than any layout takes, another one once all are back."""
-    fault = local_faults(draw, shape.ranks)
+    fault, fewest = local_faults(draw, shape.ranks)
     request = shape.request(folder, shape.ranks)
     ran = run_forked(request, fault, timeout=400, max_restarts=12)
-    if ran.code == 4 and shape.least > 1 and "not started again: 1 rank is too few" in ran.message:
+    if ran.code == 4 and fewest < shape.least and "not started again: 1 rank is too few" in ran.message:
         ran = run_forked(request, timeout=400)
     if ran.code:
         yield f"{fault}: it ended with {ran.code}: {ran.message}"

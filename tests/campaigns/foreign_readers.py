@@ -13,13 +13,14 @@ from typing import Any
 
 import numpy as np
 
-from megatron_run.errors import DataError
+from megatron_run.errors import CheckpointError, DataError
 from megatron_run_engine.data.indexed_files import IndexedReader
 from megatron_run_engine.data.tokenizer import open_tokenizer
 from megatron_run_engine.evaluation.tasks import _passages
 from megatron_run_engine.formats.gpt_tensors import gpt_options
 from megatron_run_format_distributed import Distributed
 from megatron_run_format_huggingface import HuggingFace, model_folder
+from megatron_run_format_huggingface.families import FAMILIES
 from megatron_run_format_megatron import MegatronLM
 from megatron_run_inference.commands.generate import _read_prompts
 from tests.campaigns.fuzzed import DATA, MODEL, TOKENS, reads
@@ -38,6 +39,12 @@ def _imported(path: Path, up: int = 0) -> object:
     weights = found.read(path.parents[up])
     gpt_options(weights)
     return [read().sum() for read in list(weights.tensors.values())[:3]]
+
+
+def _described(path: Path) -> None:
+    """Read what comes before the weights, of which there are none."""
+    with suppress(CheckpointError):
+        HuggingFace().read(path.parent)
 
 
 def _exported(path: Path) -> None:
@@ -69,6 +76,8 @@ def _rezipped(whole: bytes, pickled: bytes) -> bytes:
 
 for _family in ("gpt2", "llama", "mixtral"):
     reads(f"config.json of {_family}", MODEL, f"{_family}/config.json", _imported, "json", share=0.3)
+for _family in FAMILIES:
+    reads(f"sizes of {_family}", MODEL, f"families/{_family}/config.json", _described, "json", share=0.05)
 reads(
     "weights of Hugging Face's", MODEL, "llama/model.safetensors", _imported, "json", header_of, with_header, share=0.3
 )

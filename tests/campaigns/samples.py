@@ -30,6 +30,7 @@ from megatron_run_engine.formats.gpt_tensors import gpt_options, logical_shapes
 from megatron_run_engine.launch.watchdog.page import PageWriter
 from megatron_run_format_distributed import Distributed
 from megatron_run_format_huggingface import model_folder
+from megatron_run_format_huggingface.families import FAMILIES
 from tests.support.forked import run_forked, tiny
 from tests.support.saved_steps import random_state, save_alone
 
@@ -146,6 +147,14 @@ def _write_models(folder: Path) -> None:
     Distributed().write(models["gpt2"], folder / "export")
 
 
+def _write_families(folder: Path) -> None:
+    """What each family of models says of its sizes, without weights: it is read before they are."""
+    for name, family in FAMILIES.items():
+        (folder / "families" / name).mkdir(parents=True)
+        described = {"model_type": name, **family.defaults}
+        (folder / "families" / name / "config.json").write_text(json.dumps(described))
+
+
 def _write_megatron(folder: Path) -> None:
     from tests.support.megatron_checkpoints import GPT, random_state, save_sharded
 
@@ -253,6 +262,7 @@ _SAMPLES: Mapping[tuple[str, ...], Callable[[Path], None]] = {
     ("saved",): _write_step,
     ("planner",): _write_plans,
     ("gpt2", "llama", "mixtral", "parts", "export"): _write_models,
+    ("families",): _write_families,
     ("megatron", "distributed", "scripts"): _write_megatron,
     ("tokenizer", "bpe", "wordpiece", "sentencepiece", "chat"): _write_tokenizers,
     ("indexed", "cache"): _write_indexed,

@@ -215,7 +215,7 @@ def test_info_shows_options_with_types_bounds_and_meaning(capsys: Output) -> Non
     described = as_json(capsys, "plugins", "info", "observer=console")
     assert as_json(capsys, "plugins", "info", "console") == described, "the name is enough"
     assert described["options"][0]["name"] == "plain"
-    assert described["summary"] == "", "of the engine's own plugins each has none"
+    assert described["summary"] == "", "plugins of the engine have no line of their own"
     assert main(["plugins", "info", "gpipe"]) == 0
     assert "  does      The GPipe pipeline schedule: all forwards, " in capsys.readouterr().out
 

@@ -37,7 +37,7 @@ class Run(NamedTuple):
 
     @property
     def command(self) -> list[str]:
-        """``make test`` so."""
+        """``make test`` with these workers."""
         spread = f"-n {self.workers} --dist loadfile --no-loadscope-reorder -p {shuffled.__name__}"
         return ["make", "test", f"SPREAD={spread}"]
 
@@ -54,9 +54,10 @@ def runs(count: int, first: int) -> list[Run]:
 
 
 def outcome(output: str) -> tuple[int, list[str]]:
-    """How many tests passed by the last line of ``output``, and the lines of what failed."""
+    """How many tests passed by the last line of ``output``, and the lines of tests and types that failed."""
     passed = re.findall(r"^.*?(\d+) passed.* in [\d.]+s", output, re.MULTILINE)
-    return int(passed[-1]) if passed else 0, re.findall(r"^(?:FAILED|ERROR) .*", output, re.MULTILINE)
+    failed = re.findall(r"^(?:FAILED |ERROR |Found \d+ errors? in ).*", output, re.MULTILINE)
+    return int(passed[-1]) if passed else 0, failed
 
 
 def rows(asked: Sequence[Run], failures: list[str]) -> Iterator[tuple[object, ...]]:
@@ -83,13 +84,13 @@ def rows(asked: Sequence[Run], failures: list[str]) -> Iterator[tuple[object, ..
 def main(words: Sequence[str] | None = None) -> int:
     """Do what ``words`` ask for, those of the command line when None; the exit code."""
     parser = argparse.ArgumentParser(prog="python -m tests.series")
-    parser.add_argument("--count", type=int, default=20)
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--count", type=int, default=20, help="runs")
+    parser.add_argument("--seed", type=int, default=0, help="the first of the random orders")
     asked = parser.parse_args(words)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_NOFILE, (DESCRIPTORS, DESCRIPTORS))
     failures: list[str] = []
-    print("\n".join(heading("The tests in a row", ("make", "series"))), end="\n\n")
+    print("\n".join(heading("Repeated runs of the tests", ("make", "series"))), end="\n\n")
     for row in table(COLUMNS, rows(runs(asked.count, asked.seed), failures)):
         print(row, flush=True)
     print("\n".join(failures), file=sys.stderr)

@@ -1,4 +1,4 @@
-"""The tests in a row: which runs are made, in which order of files, and what is told of them."""
+"""Repeated runs of the tests: which runs are made, in which order of files, and what is told of them."""
 
 from __future__ import annotations
 
@@ -49,8 +49,10 @@ def test_a_run_that_ends_without_tests_is_a_failure(
     assert capsys.readouterr().err.splitlines() == ["run 1: make test ended with 2", "run 1: E501 Line too long"]
 
 
-def test_errors_count_as_failures() -> None:
-    assert outcome("ERROR tests/b.py::two\n5 passed, 1 error in 2.00s\n") == (5, ["ERROR tests/b.py::two"])
+def test_errors_of_files_and_types_count_as_failures() -> None:
+    types = "Found 2 errors in 1 file (checked 9 source files)"
+    said = f"a.py:1: error: no\n{types}\nERROR tests/b.py::two\n5 passed, 1 error in 2.00s\n"
+    assert outcome(said) == (5, [types, "ERROR tests/b.py::two"])
 
 
 def test_files_are_shuffled_whole_and_by_the_seed(monkeypatch: pytest.MonkeyPatch) -> None:

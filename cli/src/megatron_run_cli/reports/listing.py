@@ -30,8 +30,10 @@ def no_obstacle(_catalog: Catalog, _place: Sequence[str]) -> str:
 
 def summary_of(distribution: str) -> str:
     """The line that ``distribution`` says of itself, without an import; the engine's and kernel's is of no plugin."""
-    with suppress(PackageNotFoundError, ValueError):  # of a file, which has none
-        return "" if distribution in BUILT_IN else next(iter(metadata(distribution).get_all("Summary") or ()), "")
+    if not distribution or distribution in BUILT_IN:  # a file has none
+        return ""
+    with suppress(PackageNotFoundError):
+        return next(iter(metadata(distribution).get_all("Summary") or ()), "")
     return ""
 
 

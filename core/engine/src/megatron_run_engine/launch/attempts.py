@@ -139,7 +139,7 @@ def refuse_objects(run: ResolvedRun) -> None:
     in_a_file = "write the plugin into a file and name the file, as in schedule=./mine.py"
     if find_world(os.environ) is not None:
         why = "for another number of ranks it is resolved again, by the names of its plugins"
-        raise InputError(refused, why=why, fix=in_a_file)
+        raise InputError(refused, why=why, fix=f"{in_a_file}, or start {run.sizes.world} ranks")
     why = "the ranks are processes of their own, and cannot see an object of this one"
     raise InputError(refused, why=why, fix=f"{in_a_file}, or start with torchrun")
 

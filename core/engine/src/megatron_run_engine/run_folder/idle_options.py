@@ -40,7 +40,9 @@ def _idle_of(section: str, before: Mapping[str, Any], plugin: Plugin, differing:
     def means_the_same(keys: Collection[str]) -> bool:
         return _explicit(plugin, section, _replaced(values, before, keys)) == now
 
-    return own if means_the_same(own) else [key for key in own if means_the_same([key])]
+    if means_the_same(own):
+        return own
+    return [key for key in own if len(own) > 1 and means_the_same([key])]
 
 
 def _replaced(now: Mapping[str, Any], before: Mapping[str, Any], keys: Collection[str]) -> dict[str, Any]:

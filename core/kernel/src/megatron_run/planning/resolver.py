@@ -119,7 +119,7 @@ def check_keys(request: Request) -> None:
 
 
 def run_setting(request: Request, name: str) -> str:
-    """``run.NAME`` of ``request``, before any plugin is imported, for which none is asked; its default where unread."""
+    """``run.NAME`` of ``request``, or its default, before any plugin is imported; no plugin is asked."""
     value = read_sources(request, Findings(), []).values.get(("run", name))
     return str(RunSection.model_fields[name].default if value is None else value.data)
 
