@@ -20,15 +20,18 @@ from tests.support.training import Seen
 
 pytestmark = pytest.mark.timeout(600)
 
-#: What shows each way of meeting, schedule, optimizer and axis, and what is most unlike on a part of the tokens.
-FEW = [
+#: What shows each way of meeting; by night what is most unlike on a part of the tokens, too.
+BY_DAY = [
     Split("documents, rope, window", 2, method="ring"),
-    Split("rope, yarn", 2, method="ulysses"),
-    Split("mean over tokens", 2, optimizer="zero1", dtype="float32"),
-    Split("softcap and scale", 4, method="all_gather"),
-    Split("sequence parallelism", 2, tensor=2, method="ring"),
     Split("grouped queries", 2, schedule="interleaved", method="ulysses"),
-    *(Split("clipped scores", 2, tensor=tensor, method=method) for tensor, method in ((2, "ring"), (1, "ulysses"))),
+    Split("softcap and scale", 4, method="all_gather"),
+    Split("clipped scores", 2, tensor=2, method="ring"),
+    Split("mean over tokens", 2, optimizer="zero1", dtype="float32"),
+]
+BY_NIGHT = [
+    Split("rope, yarn", 2, method="ulysses"),
+    Split("sequence parallelism", 2, tensor=2, method="ring"),
+    Split("clipped scores", 2, method="ulysses"),
     Split("clipped scores", schedule="interleaved", data=2, optimizer="zero1"),
     Split("recomputed", 2, schedule="zero-bubble,variant=h1", method="ring"),
 ]
@@ -41,23 +44,19 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module")
-def alone(texts: Path) -> dict[Split, Trained]:
-    """What single processes learned."""
-    return {each.split: each for each in trained(list(dict.fromkeys(split.alone for split in FEW)), texts)}
-
-
 @pytest.mark.multiproc
-def test_split_samples_train_as_one_process_does(texts: Path, alone: dict[Split, Trained]) -> None:
-    found = list(trained(FEW, texts))
-    assert {each.split for each in found} == set(FEW)
+@pytest.mark.parametrize("splits", [BY_DAY, pytest.param(BY_NIGHT, marks=pytest.mark.nightly)], ids=["some", "others"])
+def test_split_samples_train_as_one_process_does(splits: list[Split], texts: Path) -> None:
+    alone = {each.split: each for each in trained(list(dict.fromkeys(split.alone for split in splits)), texts)}
+    found = list(trained(splits, texts))
+    assert {each.split for each in found} == set(splits)
     assert not [fault for each in found for fault in each.faults(alone[each.split.alone])]
 
 
 @pytest.mark.nightly
 def test_the_selection_shows_all_and_every_row_can_run() -> None:
-    assert all(split.possible for split in FEW)
-    assert {split.method for split in FEW} == {split.method for split in PRODUCT}
+    assert all(split.possible for split in (*BY_DAY, *BY_NIGHT))
+    assert {split.method for split in BY_DAY} == {split.method for split in PRODUCT}
     chosen = selection(300)
     assert len(set(chosen)) == len(chosen) >= 300
     assert {split.feature for split in chosen} == set(FEATURES)

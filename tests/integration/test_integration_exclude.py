@@ -131,6 +131,7 @@ def test_where_every_rank_comes_to_the_same_weights_again_the_program_is_at_faul
     assert recorded(tmp_path / "run") == []
 
 
+@pytest.mark.nightly
 def test_a_rank_that_is_slow_in_report_after_report_is_left_out_at_the_next_start(tmp_path: Path) -> None:
     run = tmp_path / "run"
     slow = {"guard.exclude": ("slow",), "guard.straggler_interval": 1, "train.steps": 6}

@@ -15,28 +15,31 @@ from tests.support.training import Seen
 pytestmark = pytest.mark.timeout(600)
 
 #: What shows each axis, and what reads parameters or leaves gradients in a way of its own.
-FEW = [
+BY_DAY = [
     Split("experts on ranks", 4, precision="bf16", reduce="step"),
-    Split("chunks of the loss, smoothing", 2, schedule="zero-bubble,variant=h1", reduce="step"),
     Split("recomputed attention", 1, context=2, precision="bf16", reduce="step"),
     Split("an overflow", 2, precision="fp16", held=0, reduce="step"),
     Split("plain", 2, schedule="interleaved"),
+]
+BY_NIGHT = [
+    Split("chunks of the loss, smoothing", 2, schedule="zero-bubble,variant=h1", reduce="step"),
     Split("experts with biases", 2),
     Split("clipped scores", 2, precision="bf16", reduce="step"),
 ]
 
 
 @pytest.mark.multiproc
-def test_shares_train_as_whole_parameters_do() -> None:
-    whole = {each.split: each for each in trained(list(dict.fromkeys(split.whole for split in FEW)))}
-    found = list(trained(FEW))
-    assert {each.split for each in found} == set(FEW)
+@pytest.mark.parametrize("splits", [BY_DAY, pytest.param(BY_NIGHT, marks=pytest.mark.nightly)], ids=["some", "others"])
+def test_shares_train_as_whole_parameters_do(splits: list[Split]) -> None:
+    whole = {each.split: each for each in trained(list(dict.fromkeys(split.whole for split in splits)))}
+    found = list(trained(splits))
+    assert {each.split for each in found} == set(splits)
     assert not [fault for each in found for fault in each.faults(whole[each.split.whole])]
 
 
 @pytest.mark.nightly
 def test_the_selection_shows_all_and_every_row_can_run() -> None:
-    assert all(split.possible for split in FEW)
+    assert all(split.possible for split in (*BY_DAY, *BY_NIGHT))
     chosen = selection(200)
     assert len(set(chosen)) == len(chosen) >= 200
     assert {split.feature for split in chosen} == set(FEATURES) == {split.feature for split in PRODUCT}

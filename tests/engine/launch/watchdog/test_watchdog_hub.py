@@ -227,7 +227,7 @@ def test_a_proof_that_was_overheard_is_good_for_nothing(site: Site) -> None:
     heard: list[dict[str, Any]] = []
     relay, end = socket.socketpair()
     with relay, end:
-        sidecar = threading.Thread(target=join_hub, args=(Connection(end), 1, SECRET, 3.0))
+        sidecar = threading.Thread(target=join_hub, args=(Connection(end), 1, SECRET, 0.5))
         sidecar.start()
         Connection(relay).send(**greeting)
         heard += hear(Connection(relay))
@@ -281,6 +281,21 @@ def test_strangers_are_few_the_oldest_leaves_first_and_the_ranks_are_heard(tmp_p
     finally:
         site.hub.finish(2.0)
         for each in (*strangers, *site.sidecars):
+            each.close()
+
+
+def test_strangers_who_come_at_once_do_not_hold_up_a_rank() -> None:
+    """A connection for which there is no room in the queue is tried again after a second."""
+    hub = Hub(3, LIMIT, SECRET, "127.0.0.1")
+    strangers = [socket.socket() for _ in range(40)]
+    try:
+        for each in strangers:  # none of them is taken yet
+            each.settimeout(0.8)
+            each.connect(("127.0.0.1", hub.port))
+    finally:
+        hub.start()
+        hub.finish(2.0)
+        for each in strangers:
             each.close()
 
 

@@ -50,7 +50,7 @@ class Hub:
 
     def __init__(self, size: int, timeout: float, secret: str, address: str) -> None:
         self._timeout, self._secret, self._looked = timeout, secret, time.monotonic()
-        self._server = _listening(address, size)
+        self._server = _listening(address, max(size, _AT_ONCE))
         self._server.setblocking(False)
         self._selector = selectors.DefaultSelector()  # select() knows no descriptor above 1,023
         self._selector.register(self._server, selectors.EVENT_READ)
@@ -208,12 +208,16 @@ def _seconds(said: object) -> float:
     return float(said)
 
 
-def _listening(address: str, size: int) -> socket.socket:
-    """A socket that listens at ``address``, or for whoever comes by IPv4 or IPv6 where it is empty. Raises OSError."""
+def _listening(address: str, waiting: int) -> socket.socket:
+    """A socket that listens at ``address``, or for whoever comes by IPv4 or IPv6 where it is empty. Raises OSError.
+
+    So many ``waiting`` connections are kept until they are taken. One more is tried again by its system after 1, 3 and
+    7 seconds, so that a few strangers would hold up a rank.
+    """
     if not address and socket.has_dualstack_ipv6():
         with suppress(OSError):  # a host that is told to have none
-            return socket.create_server(("", 0), family=socket.AF_INET6, backlog=size, dualstack_ipv6=True)
-    return socket.create_server((address, 0), family=family_of(address), backlog=size)
+            return socket.create_server(("", 0), family=socket.AF_INET6, backlog=waiting, dualstack_ipv6=True)
+    return socket.create_server((address, 0), family=family_of(address), backlog=waiting)
 
 
 def _open_files() -> int:
